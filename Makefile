@@ -1,0 +1,86 @@
+# Two commands for a newcomer: `make chat` and `make test`. Each makes its own .venv, installs, and runs;
+# the stamp files in .venv make a second run start at once. Needs Python 3.11+, a C++ compiler and a package registry.
+#
+#   make chat ARGS="--temperature 0.8"       flags of `python -m swiftspec.serve`
+#   make test ARGS="tests/test_tree.py -x"   arguments of pytest
+#   make test PYTHON=/path/to/python3.12     another interpreter
+#   make test TORCH="torch==2.12.0"          another torch
+#
+# Without an NVIDIA GPU the version of torch is pinned to 2.13.0. On Linux x86 the plain registry build of torch brings
+# gigabytes of CUDA libraries along; where an index or folder of CPU wheels is configured for pip (PIP_EXTRA_INDEX_URL,
+# PIP_FIND_LINKS), pip picks the CPU build (2.13.0+cpu) by itself, as it ranks above the plain one.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PYTHON ?=
+VENV_FLAGS ?=
+TORCH ?=
+ARGS ?=
+
+NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+SLOW_TIMEOUT := 900
+
+# The requirements of an extra, from pyproject.toml, so that adding it does not rebuild the extension.
+extra = $(BIN)/python -c 'import tomllib; print("\n".join(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"]))'
+
+.PHONY: help install chat test test-slow lint types clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make chat | test | test-slow | lint | types | clean"
+
+chat: $(VENV)/.installed
+	@$(BIN)/python -m swiftspec.serve $(ARGS)
+
+test: $(VENV)/.installed $(VENV)/.test
+	@$(BIN)/python -m pytest $(ARGS)
+
+# pytest leaves with 5 when it finds no test to run; having no slow tests is no failure.
+test-slow: $(VENV)/.installed $(VENV)/.test
+	@$(BIN)/python -m pytest -m "slow and not gpu" --timeout $(SLOW_TIMEOUT) $(ARGS); rc=$$?; \
+	if [ $$rc -eq 5 ]; then echo "no slow tests"; else exit $$rc; fi
+
+lint: $(VENV)/.lint
+	@$(BIN)/ruff check $(ARGS)
+
+types: $(VENV)/.installed $(VENV)/.test $(VENV)/.lint
+	@$(BIN)/basedpyright $(ARGS)
+
+install: $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis swiftspec/_C*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.created:
+	@new_enough='import sys; sys.exit(sys.version_info < (3, 11))'; python=; \
+	for name in $(or $(PYTHON),python3.13 python3.12 python3.11 python3); do \
+	  if "$$name" -c "$$new_enough" 2>/dev/null; then python=$$name; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "swiftspec needs Python 3.11 or later; found none (set PYTHON=...)" >&2; exit 1; fi; \
+	echo "== creating $(VENV) with $$($$python --version)"; \
+	$$python -m venv --clear $(VENV_FLAGS) $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created
+	@torch="$(TORCH)"; \
+	if [ -z "$$torch" ]; then \
+	  if nvidia-smi -L >/dev/null 2>&1; then torch="torch>=2.11"; else torch="torch==2.13.0"; fi; \
+	fi; \
+	echo "== installing $$torch"; $(PIP) install "$$torch"
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(NATIVE)
+	@echo "== building and installing swiftspec"; $(PIP) install -e .
+	@$(BIN)/python -c 'from swiftspec import _C; print("==", _C.build_info)'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.created pyproject.toml
+	@echo "== installing the test tools"; $(call extra,test) | $(PIP) install -r /dev/stdin
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.created pyproject.toml
+	@echo "== installing the lint tools"; $(call extra,lint) | $(PIP) install -r /dev/stdin
+	@touch $@

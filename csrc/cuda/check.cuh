@@ -1,0 +1,17 @@
+// A CUDA error becomes an exception that names the launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace swiftspec::cuda {
+
+inline void check(cudaError_t error, const char* where) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string(where) + ": " + cudaGetErrorString(error));
+  }
+}
+
+}  // namespace swiftspec::cuda

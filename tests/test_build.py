@@ -1,0 +1,178 @@
+"""The native extension: it imports alone, says what was built, and its noise is the documented hash."""
+
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftspec import _C
+
+U32 = 2**32 - 1
+U64 = 2**64 - 1
+EDGES32 = [0, 1, 2**31 - 1, 2**31, U32]
+Array = np.ndarray
+
+
+def mix(x: Array) -> Array:
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def u32(value: int) -> Array:
+    return np.array([value & U32], dtype=np.uint32)
+
+
+def reference(seed: int, stream: int, positions: Array, vocab: int) -> Array:
+    key = mix(mix(u32(seed) + u32(0x9E3779B9)) ^ u32(seed >> 32))
+    key = mix(key + u32(stream * 0x9E3779B9))
+    key = mix(key ^ positions.view(np.uint32))[:, None]
+    tokens = np.arange(vocab, dtype=np.uint32) * np.uint32(0x9E3779B9)
+    return mix(mix(key + tokens) ^ key)
+
+
+def native(seed: int, stream: int, positions: Array, vocab: int) -> Array:
+    out = np.zeros((len(positions), vocab), dtype=np.uint32)
+    _C.noise_bits(seed, stream, positions.ctypes.data, len(positions), vocab, out.ctypes.data)
+    return out
+
+
+def as_int32(positions: list[int]) -> Array:
+    return np.array(positions, dtype=np.uint32).view(np.int32)
+
+
+@pytest.mark.parametrize("seed", [0, 1, U32, 2**32, 2**63, U64])
+@pytest.mark.parametrize("stream", EDGES32)
+def test_noise_at_the_edges(seed: int, stream: int) -> None:
+    positions = as_int32(EDGES32)
+    assert np.array_equal(native(seed, stream, positions, 67), reference(seed, stream, positions, 67))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, U64),
+    stream=st.integers(0, U32),
+    positions=st.lists(st.integers(0, U32), max_size=5),
+    vocab=st.integers(1, 300),
+)
+def test_noise_is_the_hash(seed: int, stream: int, positions: list[int], vocab: int) -> None:
+    rows = as_int32(positions)
+    assert np.array_equal(native(seed, stream, rows, vocab), reference(seed, stream, rows, vocab))
+
+
+def test_known_values() -> None:
+    """Written down once: the noise of a seed must never change, or texts would."""
+    got = native(1234567890123456789, 3, as_int32([0, 4095]), 3)
+    assert got.tolist() == [[1312913451, 1816040076, 103945444], [293567886, 3112743434, 198664870]]
+
+
+def test_noise_looks_uniform_and_independent() -> None:
+    bits = native(7, 0, np.arange(64, dtype=np.int32), 4096)
+    uniform = bits / 2.0**32
+    assert abs(uniform.mean() - 0.5) < 4 / math.sqrt(12 * bits.size)
+    for shift in (1, 2, 64):
+        correlation = np.corrcoef(uniform[:, :-shift].ravel(), uniform[:, shift:].ravel())[0, 1]
+        assert abs(correlation) < 5 / math.sqrt(bits.size)
+    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 5 / math.sqrt(bits.size)
+    other = native(7, 1, np.arange(64, dtype=np.int32), 4096)
+    assert not np.any(np.all(bits == other, axis=1))
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**16, 2**31, U32 - 256, U32 - 1, U32])
+def test_gumbel(bits: int) -> None:
+    v32 = min((np.float32(bits) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+    assert _C.gumbel(bits) == pytest.approx(-math.log(-math.log1p(-float(v32))), rel=1e-5, abs=1e-6)
+    v64 = min((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    assert _C.gumbel64(bits) == pytest.approx(-math.log(-math.log1p(-v64)), rel=1e-14)
+    assert math.isfinite(_C.gumbel(bits))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"rows": -1}, ValueError),
+        ({"rows": 2**31}, ValueError),
+        ({"vocab": 0}, ValueError),
+        ({"vocab": -5}, ValueError),
+        ({"vocab": 2**31}, ValueError),
+        ({"positions": 0}, ValueError),
+        ({"positions": 2}, ValueError),
+        ({"out": 0}, ValueError),
+        ({"out": 3}, ValueError),
+        ({"seed": -1}, TypeError),
+        ({"seed": 2**64}, TypeError),
+        ({"stream": -1}, TypeError),
+        ({"stream": 2**32}, TypeError),
+        ({"rows": 2**64}, TypeError),
+        ({"vocab": 1.5}, TypeError),
+        ({"out": -4}, TypeError),
+    ],
+)
+def test_nonsense_is_refused(change: dict[str, int], error: type[Exception]) -> None:
+    positions = np.zeros(2, dtype=np.int32)
+    out = np.full((2, 4), 99, dtype=np.uint32)
+    good = {"seed": 1, "stream": 0, "positions": positions.ctypes.data, "rows": 2, "vocab": 4}
+    with pytest.raises(error):
+        _C.noise_bits(**(good | {"out": out.ctypes.data} | change))
+    assert (out == 99).all()
+
+
+def test_no_rows_is_no_work() -> None:
+    _C.noise_bits(1, 0, 0, 0, 10, 0)
+
+
+def test_build_info() -> None:
+    assert "\n" not in _C.build_info
+    if _C.cuda_built:
+        assert "sm_90a" in _C.build_info
+        assert hasattr(_C, "noise_bits_cuda")
+    else:
+        assert _C.build_info.startswith("CUDA kernels left out: ")
+        assert not hasattr(_C, "noise_bits_cuda")
+
+
+def test_extension_needs_no_torch_and_no_driver() -> None:
+    code = "import sys, swiftspec._C; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert _C.__file__ is not None
+    binary = Path(_C.__file__).read_bytes()
+    for library in (b"libtorch", b"libc10", b"libcudart.so."):
+        assert library not in binary
+
+
+@pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
+def test_kernels_are_built_for_hopper() -> None:
+    toolkits = ":".join(["/usr/local/cuda/bin", *map(str, Path("/usr/local").glob("cuda-*/bin"))])
+    tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=toolkits)
+    if tool is None:
+        pytest.skip("no cuobjdump")
+    command = [tool, "--list-elf", str(_C.__file__)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "sm_90a" in listing.stdout
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
+@pytest.mark.parametrize(("rows", "vocab"), [(0, 5), (1, 1), (5, 4097), (64, 152064)])
+def test_cuda_noise_equals_host(rows: int, vocab: int) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    positions = np.random.default_rng(rows).integers(0, 2**32, rows, dtype=np.uint32).view(np.int32)
+    device_positions = torch.from_numpy(positions).cuda()
+    out = torch.zeros((rows, vocab), dtype=torch.int32, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    address, seed = device_positions.data_ptr(), 2**40 + 17
+    _C.noise_bits_cuda(seed, 2, address, rows, vocab, out.data_ptr(), stream.cuda_stream)
+    stream.synchronize()
+    assert np.array_equal(out.cpu().numpy().view(np.uint32), native(seed, 2, positions, vocab))
