@@ -1,0 +1,11 @@
+"""The two exceptions that cross the rooms of the house."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something the user can mend. The message is one line: the cause, then the mend. Front ends print it and exit."""
+
+
+class DrafterLost(Exception):
+    """The drafter failed or answered too late. Decoding goes on with root-only proposals."""

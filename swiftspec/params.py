@@ -1,0 +1,87 @@
+"""How to decode: the sampling parameters of a request and the plan of an engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from swiftspec.errors import UserError
+
+MODES = ("ar", "serial")
+MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
+
+
+def _check(ok: bool, message: str) -> None:
+    if not ok:
+        raise UserError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What shapes the target's distribution, and what ends the text. Raises UserError on nonsense values.
+
+    Order: logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up to the row:
+    repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int = 0
+    max_tokens: int | None = None  # None: to the end of the context
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
+        _check(0 <= self.temperature <= 100, f"temperature must lie in 0..100 (0 is greedy), not {self.temperature}")
+        _check(self.top_k >= -1, f"top_k must be 0 (off) or positive, not {self.top_k}")
+        _check(0 < self.top_p <= 1, f"top_p must lie above 0 and at most 1, not {self.top_p}")
+        _check(0 <= self.min_p <= 1, f"min_p must lie in 0..1, not {self.min_p}")
+        _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(-2 <= getattr(self, name) <= 2, f"{name} must lie in -2..2, not {getattr(self, name)}")
+        _check(0 <= self.seed < 2**64, f"seed must lie in 0..2^64-1, not {self.seed}")
+        _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
+        _check(all(self.stop), "a stop string must not be empty")
+        _check(all(math.isfinite(b) for b in self.logit_bias.values()), "logit_bias values must be finite numbers")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a row's logits depend on the tokens of its path."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The mode and the shape of the tree. Raises UserError on sizes that make no tree."""
+
+    mode: str = "serial"
+    verify_batch: int = 8  # bs, nodes verified per round, the root counted
+    draft_leaves: int = 8  # w, leaves expanded per expansion
+    draft_steps: int = 4  # d, expansions per round
+    coupled: bool = True  # children ranked under the target's own noise
+    tau: float = 1.0  # temperature of the coupled weights
+
+    def __post_init__(self) -> None:
+        _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        for name in ("verify_batch", "draft_leaves", "draft_steps"):
+            value = getattr(self, name)
+            _check(1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
+        _check(self.tau > 0, f"tau must be above 0, not {self.tau}")
+
+    @property
+    def children(self) -> int:
+        """k, children kept per expanded leaf: as many as could all be verified or expanded next."""
+        return max(self.verify_batch, self.draft_leaves)

@@ -1,0 +1,1 @@
+"""Trees, masks, cache, sampling and verification: arithmetic on tensors, no model and no ranks."""

@@ -1,0 +1,92 @@
+"""The KV cache of one model: verified tokens first (prefix), the tree right after them (paper section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+POISON = 1e4  # fills slots nobody has written: a read that should not happen shows, and stays finite when masked
+
+MoveKV = Callable[[Tensor, Tensor, int, Tensor, int], None]
+
+
+class KVCache:
+    """One buffer per tensor: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
+
+    Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the tree,
+    which is the same tree in every sequence. Tree slots are handed out in order and never reused in place, so their
+    order is topological and the root has tree slot 0; `commit` and `retain` are forward moves and recompute nothing.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        move_kv: MoveKV,
+        *,
+        sequences: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (layers, sequences, kv_heads, capacity, head_dim)
+        self.k = torch.full(shape, POISON, dtype=dtype, device=device)
+        self.v = torch.full(shape, POISON, dtype=dtype, device=device)
+        self.capacity = capacity
+        self.prefix_len = [0] * sequences
+        self.tree_len = 0
+        self._move_kv = move_kv
+
+    @property
+    def room(self) -> int:
+        """Free slots in the fullest sequence."""
+        return self.capacity - max(self.prefix_len) - self.tree_len
+
+    def kv_len(self) -> list[int]:
+        """Slots in use, per sequence."""
+        return [p + self.tree_len for p in self.prefix_len]
+
+    def append_prefix(self, count: int, sequence: int = 0) -> int:
+        """Hands out the next `count` prefix slots of a sequence, whose tree must be empty. Returns the first."""
+        assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
+        first = self.prefix_len[sequence]
+        self.prefix_len[sequence] += count
+        return first
+
+    def append_tree(self, count: int) -> int:
+        """Hands out the next `count` tree slots, in every sequence. Returns the first, counted from the tree's start."""
+        assert count <= self.room
+        first = self.tree_len
+        self.tree_len += count
+        return first
+
+    def commit(self, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """Moves the tree slots `path` to the end of the prefix and `keep` right after them; the other slots are free.
+
+        Both ascend and every slot of `keep` lies after the path (descendants come after their ancestors), so the move
+        goes forward only.
+        """
+        order = [*path, *keep]
+        assert all(a < b for a, b in zip(order, order[1:], strict=False)) and (not order or order[-1] < self.tree_len)
+        still = 0  # the leading slots that are where they belong
+        while still < len(order) and order[still] == still:
+            still += 1
+        if still < len(order):
+            source = torch.tensor(order[still:], device=self.k.device)
+            for sequence, start in enumerate(self.prefix_len):
+                self._move_kv(self.k, self.v, sequence, source + start, start + still)
+        self.prefix_len = [p + len(path) for p in self.prefix_len]
+        self.tree_len = len(keep)
+
+    def retain(self, keep: Sequence[int]) -> None:
+        """Keeps these tree slots, in ascending order, and frees the others: compaction without a commit."""
+        self.commit((), keep)
+
+    def truncate(self, length: int, sequence: int = 0) -> None:
+        """Forgets the tree and all but the first `length` verified tokens."""
+        assert 0 <= length <= self.prefix_len[sequence]
+        self.prefix_len[sequence] = length
+        self.tree_len = 0

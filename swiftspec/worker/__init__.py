@@ -1,0 +1,1 @@
+"""A model with its cache, and the drafter and verifier built on it."""

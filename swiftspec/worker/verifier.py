@@ -1,0 +1,81 @@
+"""Verifiers say what the target makes of a proposal. The target side owns the request: a token is true when sampled here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.spec import mask as tree_mask
+from swiftspec.spec import verify
+from swiftspec.spec.sampler import Sampler
+from swiftspec.worker.runner import Runner
+
+
+class Pending(Protocol):
+    """A verification under way."""
+
+    def wait(self) -> VerifyResult: ...
+
+
+class Verifier(Protocol):
+    """Verifies proposals on the target model, one at a time."""
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
+        """Prefills the prompt `tokens`, of which the last is the first root."""
+        ...
+
+    def submit(self, proposal: Proposal) -> Pending:
+        """Starts the forward over the proposal's nodes."""
+        ...
+
+    def close(self) -> None:
+        """Ends the request."""
+        ...
+
+
+class LocalVerifier:
+    """The target model in this process. Its prefix holds every verified token before the root."""
+
+    def __init__(self, runner: Runner, vocab: int) -> None:
+        self.runner = runner
+        self._vocab = vocab
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
+        self._sampler = Sampler(sampling, tokens, self._vocab, self.runner.model.device)
+        self.runner.reset()
+        self.runner.prefill(tokens[:-1])
+
+    def submit(self, proposal: Proposal) -> LocalPending:
+        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
+        return LocalPending(self, proposal)
+
+    def close(self) -> None:
+        self.runner.reset()
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        """Forward, sample at every node, walk, and commit the accepted path."""
+        mask = tree_mask.from_parents(proposal.parents)
+        depths = mask.sum(-1) - 1
+        logits = self.runner.forward_tree(torch.tensor(proposal.tokens), depths, mask)
+        paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
+        low = proposal.prefix_len
+        sampled = self._sampler.draw(logits, paths, depths.to(logits.device) + low, low, low + len(proposal.tokens))
+        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        self.runner.cache.commit(path)
+        self._sampler.observe(tokens)
+        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
+
+
+class LocalPending:
+    """Runs the forward when it is waited for: in one process there is nothing to overlap it with."""
+
+    def __init__(self, verifier: LocalVerifier, proposal: Proposal) -> None:
+        self._verifier = verifier
+        self._proposal = proposal
+
+    def wait(self) -> VerifyResult:
+        return self._verifier.verify(self._proposal)

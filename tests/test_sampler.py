@@ -1,0 +1,156 @@
+"""Noise, filters and penalties against formulas written out slowly."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftspec.params import SamplingParams
+from swiftspec.spec.sampler import History, PositionNoise, Sampler, gumbel, noise_bits, row_key, top_p
+
+V = 50
+
+
+def test_noise_is_pinned() -> None:
+    """The integers are part of the contract: another backend, or a later version, must give the same text."""
+    assert row_key(2**40 + 5, 3, 77) == 2844048377
+    assert noise_bits(2**40 + 5, 3, [77], 4).tolist() == [[3130501025, 2880942344, 4270514305, 2775747551]]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
+def test_noise_depends_on_every_part_of_its_key(seed: int, stream: int, position: int) -> None:
+    base = noise_bits(seed, stream, [position], V)
+    assert base.min() >= 0 and base.max() < 2**32
+    for other in ((seed ^ 1, stream, position), (seed ^ 1 << 40, stream, position), (seed, stream ^ 1, position)):
+        assert not torch.equal(base, noise_bits(*other[:2], [other[2]], V))
+    assert not torch.equal(base, noise_bits(seed, stream, [position + 1], V))
+
+
+def test_noise_is_uniform_and_uncorrelated() -> None:
+    bits = noise_bits(7, 0, range(400), 500).double() / 2**32
+    assert abs(bits.mean() - 0.5) < 0.003 and abs(bits.var() - 1 / 12) < 0.001
+    centred = bits - bits.mean()
+    assert abs((centred[1:] * centred[:-1]).mean()) < 0.001 and abs((centred[:, 1:] * centred[:, :-1]).mean()) < 0.001
+
+
+def test_gumbel_is_exact_at_both_ends() -> None:
+    bits = torch.tensor([0, 1, 2**31, 2**32 - 1])
+    expected = [-math.log(-math.log1p(-min((b + 0.5) / 2**32, 1 - 2**-24))) for b in bits.tolist()]
+    for dtype in (torch.float32, torch.float64):
+        torch.testing.assert_close(gumbel(bits, dtype).double(), torch.tensor(expected).double(), rtol=1e-6, atol=1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=6))
+def test_blocks_of_noise_equal_rows_made_one_by_one(asks: list[tuple[int, int]]) -> None:
+    noise = PositionNoise(3, V, "cpu")
+    for low, span in asks:
+        positions = torch.tensor([low, low + span])
+        rows = noise.rows(positions, low, low + span, torch.float64)
+        alone = gumbel(noise_bits(3, 0, positions.tolist(), V), torch.float64)
+        assert torch.equal(rows, alone)
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    sampler = Sampler(SamplingParams(temperature=0.7, seed=5), [0], 4, "cpu")
+    n = 20_000
+    tokens = sampler.draw(logits.expand(n, 4), None, torch.arange(n), 0, n)
+    observed = torch.bincount(tokens, minlength=4).double()
+    expected = (logits[0].double() / 0.7).softmax(-1) * n
+    assert ((observed - expected) ** 2 / expected).sum() < 16.3  # chi-square, 3 degrees of freedom, 0.1 %
+
+
+def test_draws_depend_on_position_not_on_the_row() -> None:
+    sampler = Sampler(SamplingParams(seed=11), [0], V, "cpu")
+    logits = torch.randn(1, V, dtype=torch.float64).expand(4, V)
+    there = sampler.draw(logits, None, torch.tensor([9, 4, 9, 7]), 4, 9)
+    again = Sampler(SamplingParams(seed=11), [0], V, "cpu").draw(logits[:1], None, torch.tensor([9]), 9, 9)
+    assert there[0] == there[2] == again[0]
+
+
+def naive_filter(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor:
+    x = (logits / p.temperature).tolist()
+    keep = set(range(len(x)))
+    best = max(x)
+    keep = {t for t in keep if x[t] - best >= (math.log(p.min_p) if p.min_p else -math.inf)}
+    if p.top_k > 0:
+        keep = set(sorted(keep, key=lambda t: -x[t])[: p.top_k])
+    total = sum(math.exp(x[t] - best) for t in keep)
+    mass, kept = 0.0, set()
+    for t in sorted(keep, key=lambda t: -x[t]):
+        if p.top_p < 1 and mass >= p.top_p:
+            break
+        kept.add(t)
+        mass += math.exp(x[t] - best) / total
+    return torch.tensor([x[t] if t in kept else -math.inf for t in range(len(x))], dtype=logits.dtype)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.2, 2.0),
+    st.sampled_from([0, 1, 5, 49, 60]),
+    st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_filters(seed: int, temperature: float, k: int, p: float, m: float) -> None:
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 3
+    params = SamplingParams(temperature=temperature, top_k=k, top_p=p, min_p=m)
+    shaped = Sampler(params, [0], V, "cpu").shape(logits, None)
+    for row, out in zip(logits, shaped, strict=True):
+        torch.testing.assert_close(out, naive_filter(row, params))
+
+
+def test_top_p_looks_beyond_its_first_256_candidates() -> None:
+    logits = torch.zeros(1, 1000, dtype=torch.float64) - torch.arange(1000) * 1e-4
+    assert torch.isfinite(top_p(logits, 0.9)).sum() > 850
+    torch.testing.assert_close(top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
+
+
+@given(st.lists(st.integers(0, V - 1), min_size=1, max_size=9), st.lists(st.integers(0, V - 1), max_size=9), st.data())
+def test_penalties_follow_the_path(prompt: list[int], output: list[int], data: st.DataObject) -> None:
+    paths = data.draw(st.lists(st.lists(st.integers(0, V - 1), max_size=4), min_size=1, max_size=3))
+    params = SamplingParams(
+        temperature=0,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=-0.2,
+        logit_bias={3: 2.0, 7: -5.0},
+    )
+    sampler = Sampler(params, prompt, V, "cpu")
+    for token in output:
+        sampler.observe([token])
+    logits = torch.randn(len(paths), V + 3, dtype=torch.float64)  # three padded rows of the head
+    shaped = sampler.shape(logits, paths)
+    for row, path in enumerate(paths):
+        for token in range(V):
+            value = float(logits[row, token]) + {3: 2.0, 7: -5.0}.get(token, 0.0)
+            count = [*output, *path].count(token)
+            if token in prompt or count:
+                value = value / 1.3 if value > 0 else value * 1.3
+            value -= -0.2 * count + 0.4 * (count > 0)
+            assert float(shaped[row, token]) == pytest.approx(value, abs=1e-6)
+    assert shaped.shape == (len(paths), V)
+
+
+def test_history_counts_repeated_tokens() -> None:
+    history = History([1], V, "cpu")
+    history.extend([2, 2, 3])
+    counts = history.counts([[2, 4, 4], []])
+    assert counts[0, [2, 3, 4]].tolist() == [3, 1, 2] and counts[1, [2, 3, 4]].tolist() == [2, 1, 0]
+
+
+def test_children_are_ranked_by_the_targets_noise_when_coupled() -> None:
+    """With q = p the best coupled child is the target's own token, at any temperature."""
+    logits = torch.randn(6, V, dtype=torch.float64)
+    sampler = Sampler(SamplingParams(temperature=1.2, seed=9), [0], V, "cpu")
+    positions = torch.arange(20, 26)
+    drawn = sampler.draw(logits, None, positions, 20, 25)
+    tokens, logprobs = sampler.children(logits, None, positions, 20, 25, k=4, tau=0.5)
+    assert torch.equal(tokens[:, 0], drawn) and (logprobs <= 0).all()
+    tokens, logprobs = sampler.children(logits, None, positions, 20, 25, k=4, tau=None)
+    expected = (logits / 1.2).log_softmax(-1).topk(4)
+    assert torch.equal(tokens, expected.indices)
+    torch.testing.assert_close(logprobs, expected.values)
