@@ -30,9 +30,7 @@ class RopeConfig:
     @staticmethod
     def from_dict(data: Json) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
-        scaling = data.get("rope_parameters") or data.get("rope_scaling") or {}
-        if not isinstance(scaling, Mapping):
-            raise UserError(f"RoPE scaling must be an object, not {scaling!r}")
+        scaling = _object(data, "rope_parameters") or _object(data, "rope_scaling")
         both = {**data, **scaling}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ("default", "linear", "llama3"):
@@ -85,21 +83,21 @@ def _awq(data: Json) -> QuantConfig:
 
 
 def _compressed_tensors(data: Json) -> QuantConfig:
-    groups = data.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
+    groups = _object(data, "config_groups")
+    if len(groups) != 1:
         raise UserError("compressed-tensors with other than one config group is not supported")
-    (group,) = groups.values()
+    group = _object(groups, *groups)
     layout = group.get("format") or data.get("format")
     if layout != "pack-quantized":
         raise UserError(f"compressed-tensors format {layout!r} is not supported; only 'pack-quantized' is")
-    sparsity = (data.get("sparsity_config") or {}).get("format", "dense")
+    sparsity = _object(data, "sparsity_config").get("format", "dense")
     refused = {
         "quantised activations": group.get("input_activations") or group.get("output_activations"),
         "a quantised KV cache": data.get("kv_cache_scheme"),
         "weight transforms": data.get("transform_config"),
         f"sparsity {sparsity!r}": sparsity != "dense",
     }
-    weights = group.get("weights") or {}
+    weights = _object(group, "weights")
     refused[f"activation order {weights.get('actorder')!r}"] = weights.get("actorder") not in (None, False)
     refused[f"weight type {weights.get('type')!r}"] = weights.get("type", "int") != "int"
     refused[f"weight strategy {weights.get('strategy')!r}"] = weights.get("strategy", "group") != "group"
@@ -160,7 +158,7 @@ class ModelConfig:
             raise UserError(f"head_dim {head_dim} is odd")
         if data.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act {data['hidden_act']!r} is not supported; only 'silu' is")
-        attention_bias, quant = bool(data.get("attention_bias")), data.get("quantization_config")
+        attention_bias, quant = bool(data.get("attention_bias")), _object(data, "quantization_config")
         return ModelConfig(
             family=family,
             vocab_size=_size(data, "vocab_size"),
@@ -178,7 +176,7 @@ class ModelConfig:
             mlp_bias=family == "llama" and bool(data.get("mlp_bias")),
             tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
             dtype=_dtype(data),
-            quant=None if quant is None else QuantConfig.from_dict(quant),
+            quant=QuantConfig.from_dict(quant) if quant else None,
             bos_token_id=next(iter(_ids(data, "bos_token_id")), None),
             eos_token_ids=_ids(data, "eos_token_id"),
         )
@@ -248,6 +246,13 @@ def _size(data: Json, key: str, default: int | None = None) -> int:
             f"{key} is missing" if value is None else f"{key} must be a positive integer, not {value!r}"
         )
     return value
+
+
+def _object(data: Json, key: str) -> Json:
+    value = data.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise UserError(f"{key} must be an object, not {value!r}")
+    return value or {}
 
 
 def _ids(data: Json, key: str) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,7 +129,7 @@ class LLM:
             reason = chunk.finish_reason or reason
         return Completion(tokens, reason, self.stats)
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields a chunk a round; the last one names the finish reason. Closing the iterator ends the request.
 
         `self.stats` is this request's from here on. Raises UserError, before anything is computed, on a prompt that is
@@ -151,7 +151,7 @@ class LLM:
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
 
-    def _stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[Chunk]:
+    def _stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         self._requests += 1
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         budget = self.max_model_len - len(prompt)

@@ -20,8 +20,8 @@ def _check(ok: bool, message: str) -> None:
 class SamplingParams:
     """What shapes the target's distribution, and what ends the text. Raises UserError on nonsense values.
 
-    Order: logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up to the row:
-    repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
+    Order: logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up to the
+    row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
     """
 
     temperature: float = 1.0
@@ -39,7 +39,8 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
             _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
         _check(0 <= self.temperature <= 100, f"temperature must lie in 0..100 (0 is greedy), not {self.temperature}")
         _check(self.top_k >= -1, f"top_k must be 0 (off) or positive, not {self.top_k}")

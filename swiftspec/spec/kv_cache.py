@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ MoveKV = Callable[[Tensor, Tensor, int, Tensor, int], None]
 class KVCache:
     """One buffer per tensor: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
 
-    Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the tree,
-    which is the same tree in every sequence. Tree slots are handed out in order and never reused in place, so their
-    order is topological and the root has tree slot 0; `commit` and `retain` are forward moves and recompute nothing.
+    Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the
+    tree, which is the same tree in every sequence. Tree slots are handed out in order and never reused in place, so
+    their order is topological and the root has tree slot 0; `commit` and `retain` move forward and recompute nothing.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class KVCache:
         return first
 
     def append_tree(self, count: int) -> int:
-        """Hands out the next `count` tree slots, in every sequence. Returns the first, counted from the tree's start."""
+        """Hands out the next `count` tree slots, in every sequence. Returns the first, from the tree's start."""
         assert count <= self.room
         first = self.tree_len
         self.tree_len += count
@@ -70,7 +71,7 @@ class KVCache:
         goes forward only.
         """
         order = [*path, *keep]
-        assert all(a < b for a, b in zip(order, order[1:], strict=False)) and (not order or order[-1] < self.tree_len)
+        assert all(a < b for a, b in pairwise(order)) and (not order or order[-1] < self.tree_len)
         still = 0  # the leading slots that are where they belong
         while still < len(order) and order[still] == still:
             still += 1

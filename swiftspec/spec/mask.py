@@ -19,11 +19,12 @@ def from_parents(parents: Sequence[int]) -> Tensor:
 
     `parents[i] < i`; a negative parent marks a root.
     """
-    rows = torch.eye(len(parents), dtype=torch.bool)
+    rows: list[list[bool]] = []
     for node, parent in enumerate(parents):
-        if parent >= 0:
-            rows[node] |= rows[parent]
-    return rows
+        row = rows[parent].copy() if parent >= 0 else [False] * len(parents)
+        row[node] = True
+        rows.append(row)
+    return torch.tensor(rows)
 
 
 def causal(n: int) -> Tensor:

@@ -28,13 +28,14 @@ def _mix_int(x: int) -> int:
     return x ^ x >> 16
 
 
-def _mix(x: Tensor) -> Tensor:
-    """`_mix_int` on int64 tensors that hold 32-bit values (the product wraps modulo 2^64, its low word is right)."""
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _WORD
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
+def _mix_(x: Tensor) -> Tensor:
+    """`_mix_int` in place on int32 tensors, whose products wrap; the masks make the shifts logical."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x7FEB352D
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x *= 0x846CA68B - 2**32
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    return x
 
 
 def row_key(seed: int, stream: int, position: int) -> int:
@@ -48,21 +49,23 @@ def row_key(seed: int, stream: int, position: int) -> int:
 def noise_bits(
     seed: int, stream: int, positions: Sequence[int], vocab: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Counter-based noise: [n, vocab] int64 tensor of 32-bit integers, the same on every backend and rank."""
-    keys = torch.tensor([row_key(seed, stream, p) for p in positions], device=device)[:, None]
-    tokens = torch.arange(vocab, device=device) * _GOLDEN
-    return _mix(_mix((keys + tokens) & _WORD) ^ keys)
+    """Counter-based noise: [n, vocab] uint32, the same integers on every backend and rank."""
+    keys = torch.tensor([row_key(seed, stream, p) for p in positions], dtype=torch.uint32).view(torch.int32).to(device)
+    tokens = torch.arange(vocab, dtype=torch.int32, device=device) * (_GOLDEN - 2**32)
+    bits = _mix_(keys[:, None] + tokens)
+    bits ^= keys[:, None]
+    return _mix_(bits).view(torch.uint32)
 
 
 def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Standard Gumbel noise from 32-bit integers, -log(-log(1 - v)) with v in (0, 1): exact where it is large."""
+    """Standard Gumbel noise from uint32, -log(-log(1 - v)) with v in (0, 1): exact where it is large."""
     ceiling = 1 - 2.0**-24  # float32 would round v to 1 and the noise to -inf
-    v = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp_max_(ceiling)
-    return torch.log1p_(v.neg_()).neg_().log_().neg_()
+    v = bits.to(dtype).add_(0.5).mul_(2.0**-32).clamp_max_(ceiling)
+    return v.neg_().log1p_().neg_().log_().neg_()
 
 
 class PositionNoise:
-    """Gumbel rows by position, made in blocks: a round asks for the same few positions on both models, node by node."""
+    """Gumbel rows by position, made in blocks: a round asks for the same few positions on both models."""
 
     BLOCK = 32
 
@@ -72,7 +75,7 @@ class PositionNoise:
         self._block = torch.empty(0, vocab)
 
     def rows(self, positions: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """[n, V] noise of `positions` [n], all of them in low..high (known to the host, so nothing waits for a device)."""
+        """[n, V] noise of `positions` [n], all in low..high (known to the host, so nothing waits for a device)."""
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype:
             self._first = low
@@ -113,8 +116,9 @@ class Sampler:
         self.history = History(prompt, vocab, device) if params.penalised else None
         self._bias: Tensor | None = None
         if params.logit_bias:
-            self._bias = torch.zeros(vocab, device=device)
-            self._bias[torch.tensor(list(params.logit_bias))] = torch.tensor(list(params.logit_bias.values()))
+            bias = torch.zeros(vocab)
+            bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
+            self._bias = bias.to(device)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Takes verified tokens of the output into the penalties' counts."""
@@ -124,8 +128,8 @@ class Sampler:
     def shape(self, logits: Tensor, paths: Sequence[Sequence[int]] | None) -> Tensor:
         """[n, >= V] raw logits to [n, V] logits of the distribution that is sampled; filtered tokens are -inf.
 
-        `paths`: per row, the tokens between the last verified one (not included) and the row's own; needed for penalties
-        only. Rows of greedy requests keep their scale and are not filtered: the argmax is the same.
+        `paths`: per row, the tokens between the last verified one (not included) and the row's own; needed for
+        penalties only. Greedy requests keep their scale and are not filtered: the argmax is the same.
         """
         p = self.params
         logits = logits[:, : self.vocab]

@@ -25,9 +25,10 @@ class DraftTree:
     """A struct of arrays over nodes in order of creation, so a parent's index is below its children's.
 
     `logprob` sums the draft's log-probabilities from the root (0 there), so a child never outweighs its parent and the
-    best nodes always form a connected sub-tree. A node is expanded when it has a tree slot (KV and children); the others
-    are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (weight -inf: a filter forbids them) are
-    never expanded or proposed. `visible[s]` is the mask row of tree slot s; its last row, all false, stands for "no parent".
+    best nodes always form a connected sub-tree. A node is expanded when it has a tree slot (KV and children); the
+    others are leaves. Node 0 is the root; once expanded it has tree slot 0. Dead nodes (weight -inf: a filter forbids
+    them) are never expanded or proposed. `visible[s]` is the mask row of tree slot s; the last row, all false, stands
+    for "no parent".
     """
 
     def __init__(
@@ -35,10 +36,8 @@ class DraftTree:
     ) -> None:
         self.token = torch.zeros(nodes, dtype=torch.int64, device=device)
         self.parent = torch.zeros(nodes, dtype=torch.int64, device=device)
-        self.depth = torch.zeros(nodes, dtype=torch.int64, device=device)
-        self.slot = torch.zeros(nodes, dtype=torch.int64, device=device)
+        self.slot = torch.zeros(nodes, dtype=torch.int64, device=device)  # `slots` where it has none
         self.logprob = torch.zeros(nodes, dtype=dtype, device=device)
-        self.leaf_weight = torch.zeros(nodes, dtype=dtype, device=device)  # logprob of a leaf, -inf once expanded
         self.visible = torch.zeros(slots + 1, slots, dtype=torch.bool, device=device)
         self.slots = slots
         self.reset(0)
@@ -48,10 +47,8 @@ class DraftTree:
         self.count, self.expanded = 1, 0  # nodes, tree slots in use
         self.token[0] = token
         self.parent[0] = 0
-        self.depth[0] = 0
-        self.slot[0] = self.slots
+        self.slot.fill_(self.slots)
         self.logprob[0] = 0.0
-        self.leaf_weight[0] = 0.0
 
     def room(self, children: int) -> int:
         """How many more leaves can be expanded into `children` each."""
@@ -59,31 +56,27 @@ class DraftTree:
 
     def best_leaves(self, w: int) -> Leaves:
         """Takes the w likeliest leaves (fewer when there are fewer), hands each the next tree slot and its mask row."""
-        weights, order = self.leaf_weight[: self.count].sort(descending=True, stable=True)
-        rows = min(w, self.count - self.expanded, int((weights > NEG_INF).sum()))
-        nodes = order[:rows]
+        expanded = self.slot[: self.count] < self.slots
+        best = self.logprob[: self.count].masked_fill(expanded, NEG_INF).topk(min(w, self.count))
+        rows = sum(weight > NEG_INF for weight in best.values.tolist())
+        nodes = best.indices[:rows]
         first, after = self.expanded, self.expanded + rows
         assert after <= self.slots
-        own = torch.arange(first, after, device=nodes.device)
-        mask = self.visible[self.slot[self.parent[nodes]]]
-        mask[own - first, own] = True
+        parents = self.slot.index_select(0, self.parent.index_select(0, nodes))
+        mask = self.visible.index_select(0, parents)
+        mask[:, first:after].fill_diagonal_(True)
         self.visible[first:after] = mask
-        self.slot[nodes] = own
-        self.leaf_weight[nodes] = NEG_INF
+        self.slot.index_copy_(0, nodes, torch.arange(first, after, device=nodes.device))
         self.expanded = after
-        return Leaves(nodes, self.token[nodes], self.depth[nodes], mask[:, :after])
+        return Leaves(nodes, self.token.index_select(0, nodes), mask.sum(-1) - 1, mask[:, :after])
 
     def add_children(self, nodes: Tensor, tokens: Tensor, logprobs: Tensor) -> None:
         """Hangs `tokens` [r, k] with their `logprobs` [r, k] (never above 0) under the expanded `nodes` [r]."""
         rows, k = tokens.shape
         new = slice(self.count, self.count + rows * k)
-        self.token[new].view(rows, k).copy_(tokens)
+        self.token[new] = tokens.flatten()
         self.parent[new].view(rows, k).copy_(nodes[:, None])
-        self.depth[new].view(rows, k).copy_((self.depth[nodes] + 1)[:, None])
-        self.slot[new].fill_(self.slots)
-        weight = self.logprob[nodes, None] + logprobs
-        self.logprob[new].view(rows, k).copy_(weight)
-        self.leaf_weight[new].view(rows, k).copy_(weight)
+        self.logprob[new] = (self.logprob.index_select(0, nodes)[:, None] + logprobs).flatten()
         self.count += rows * k
 
     def best_subtree(self, bs: int) -> tuple[list[int], list[int], list[int]]:
@@ -92,10 +85,11 @@ class DraftTree:
         Connected because sorting is stable: of equal weights the earlier node, hence the parent, comes first.
         """
         weights, order = self.logprob[: self.count].sort(descending=True, stable=True)
-        nodes = order[:bs][weights[:bs] > NEG_INF].sort().values
+        live = sum(weight > NEG_INF for weight in weights[:bs].tolist())
+        nodes = order[:live].sort().values
         place = {node: i for i, node in enumerate(nodes.tolist())}
-        parents = [place[p] for p in self.parent[nodes].tolist()]
-        return list(place), self.token[nodes].tolist(), [-1, *parents[1:]]
+        parents = [place[p] for p in self.parent.index_select(0, nodes).tolist()]
+        return list(place), self.token.index_select(0, nodes).tolist(), [-1, *parents[1:]]
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
@@ -135,13 +129,11 @@ class DraftTree:
         slots = torch.full((self.slots + 1,), self.slots, device=nodes.device)
         slots[kept_slots] = torch.arange(kept_slots.shape[0], device=nodes.device)
         self.parent[new] = parent
-        self.slot[new] = slots[self.slot[nodes]]
+        slot_of = slots[self.slot[nodes]]
+        self.slot.fill_(self.slots)
+        self.slot[new] = slot_of
         self.token[new] = self.token[nodes]
-        self.depth[new] = self.depth[nodes] - self.depth[node]
-        weight = self.logprob[node].clone()
-        self.logprob[new] = self.logprob[nodes] - weight
-        self.leaf_weight[new] = self.leaf_weight[nodes] - weight
-        self.logprob[0] = 0.0
+        self.logprob[new] = self.logprob[nodes] - self.logprob[node]
         self.count, self.expanded = nodes.shape[0], kept_slots.shape[0]
         self._gather_visible(kept_slots)
         return above, kept_slots.tolist()

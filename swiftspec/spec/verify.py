@@ -9,8 +9,8 @@ def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) 
     """Walks down a proposal while the token that the target sampled after a node is one of its children.
 
     `tokens`, `parents`: the proposal's nodes in topological order, the root first; `sampled[i]`: the target's token
-    after node i. Returns the accepted path (nodes, the root first) and the sampled tokens along it, as many: the last one
-    is the bonus token. Source: paper section 3.1; design section 6.
+    after node i. Returns the accepted path (nodes, the root first) and the sampled tokens along it, as many: the last
+    one is the bonus token. Source: paper section 3.1; design section 6.
     """
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path, out = [0], [sampled[0]]

@@ -1,4 +1,4 @@
-"""Drafters propose what the target might say. The seam is a Protocol: local, in another group, over the network, none."""
+"""Drafters propose what the target might say: on this device, in another group, over the network, or nothing."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ class Expendable:
 class LocalDrafter:
     """Grows the tree on a model of its own, in this process, between the target's forwards (serial decoding).
 
-    Its cache holds the prefix of verified tokens before the root, then the expanded nodes; `pending` are verified tokens
-    before the root whose draft KV is missing, because the target accepted a node that was never expanded here. They ride
-    along with the root's forward, or are prefilled when there are more than w (design section 5).
+    Its cache holds the prefix of verified tokens before the root, then the expanded nodes. `pending` are verified
+    tokens before the root whose draft KV is missing, because the target accepted a node that was never expanded here.
+    They ride along with the root's forward, or are prefilled when there are more than w.
     """
 
     def __init__(self, runner: Runner, plan: Plan, vocab: int) -> None:

@@ -33,7 +33,6 @@ class Runner:
     def __init__(self, model: Model, move_kv: MoveKV, *, context: int, tree_slots: int) -> None:
         config = model.config
         self.model = model
-        self.context = context
         self.tree_slots = tree_slots
         self.cache = KVCache(
             config.num_layers,
@@ -52,39 +51,46 @@ class Runner:
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = tokens[start : start + PREFILL_CHUNK]
             first = self.cache.append_prefix(len(chunk))
-            slots = torch.arange(first, first + len(chunk), device=self.model.device)
-            self._run(torch.tensor(chunk), slots, slots, tree_mask.causal(len(chunk)), head=False)
+            self._forward(torch.tensor(chunk), None, first, tree_mask.causal(len(chunk)), head=False)
 
-    def forward_chain(self, tokens: Sequence[int], positions: Tensor | None = None) -> Tensor:
-        """Runs the last pending tokens and an unexpanded root: all but the last row join the prefix, the last becomes
-        tree slot 0. Returns the root's logits [1, vocab]."""
-        first = self.cache.append_prefix(len(tokens) - 1) if len(tokens) > 1 else self.cache.prefix_len[0]
+    def forward_chain(self, tokens: Sequence[int]) -> Tensor:
+        """Runs verified tokens without KV and the root after them: the root becomes tree slot 0, the others join the
+        prefix. Returns the root's logits [1, vocab]."""
+        first = self.cache.append_prefix(len(tokens) - 1)
         self.cache.append_tree(1)
-        slots = torch.arange(first, first + len(tokens), device=self.model.device)
-        logits = self._run(torch.tensor(list(tokens)), slots, slots, tree_mask.causal(len(tokens)))
+        logits = self._forward(torch.tensor(tokens), None, first, tree_mask.causal(len(tokens)))
+        assert logits is not None
         return logits[-1:]
 
     def forward_tree(self, tokens: Tensor, depths: Tensor, mask: Tensor) -> Tensor:
-        """Appends rows to the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]. Logits [n, vocab]."""
+        """Appends rows to the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]. Returns logits
+        [n, vocab]."""
         start = self.cache.prefix_len[0]
         first = start + self.cache.append_tree(tokens.shape[0])
-        slots = torch.arange(first, first + tokens.shape[0], device=self.model.device)
-        return self._run(tokens, depths + start, slots, mask)
+        logits = self._forward(tokens, depths + start, first, mask)
+        assert logits is not None
+        return logits
 
-    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor, *, head: bool = True) -> Tensor:
-        device = self.model.device
+    def _forward(
+        self, tokens: Tensor, positions: Tensor | None, first: int, mask: Tensor, *, head: bool = True
+    ) -> Tensor | None:
+        """One forward over rows in slots `first` and on; without `positions` [n] each row stands at its slot."""
+        device, rows = self.model.device, tokens.shape[0]
+        slots = torch.arange(first, first + rows, device=device)
         batch = Batch(
             tokens=tokens.to(device),
-            positions=positions,
+            positions=slots if positions is None else positions.to(device),
             slots=slots,
             mask=tree_mask.pad_left(mask.to(device)),
-            sequence=self._sequence[: tokens.shape[0]],
+            sequence=self._sequence[:rows],
             kv_len=torch.tensor(self.cache.kv_len(), device=device),
         )
         began = time.perf_counter()
         logits = self.model.forward(batch, self.cache, head=head)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the result is read at once; without this the time would be the launch's
         self.busy += time.perf_counter() - began
-        return logits if logits is not None else tokens.new_empty(0)
+        return logits
 
     def reset(self) -> None:
         """Forgets the request."""

@@ -1,4 +1,4 @@
-"""Verifiers say what the target makes of a proposal. The target side owns the request: a token is true when sampled here."""
+"""Verifiers say what the target makes of a proposal. A token is true when it has been sampled here, not before."""
 
 from __future__ import annotations
 

@@ -1,0 +1,211 @@
+"""Side by side in one run: transformers, its assisted generation, and our modes, on the same pair, prompts and length.
+
+    python -m bench.decode [--limit 8] [--max-tokens 128] [--json out.json]
+
+Greedy unless --temperature is given (then the peers sample too, and their texts differ). Every figure is over whole
+requests, prefill included; the systems take turns on every prompt, so a slow minute of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.peers import load_transformers
+from swiftspec.engine import LLM
+from swiftspec.params import Plan, SamplingParams
+
+ROOT = Path(__file__).parent
+DEMO = ROOT.parent / "swiftspec" / "demo"
+Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
+
+
+@dataclass
+class Result:
+    """One system's totals. `seconds` has one entry per prompt and repeat."""
+
+    name: str
+    tokens: int = 0
+    rounds: int = 0
+    seconds: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second over the whole run."""
+        return self.tokens / sum(self.seconds)
+
+
+def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
+    """`generate` of transformers, assisted where a draft is given; its forwards are counted by a hook."""
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    target.register_forward_hook(count)
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    extra = {"assistant_model": draft} if draft is not None else {}
+
+    def generate(prompt: list[int]) -> tuple[list[int], int]:
+        before, ids = forwards, torch.tensor([prompt])
+        with torch.inference_mode():
+            out = target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=args.max_tokens,
+                eos_token_id=None,
+                pad_token_id=0,
+                **sampling,
+                **extra,
+            )
+        return out[0, len(prompt) :].tolist(), forwards - before
+
+    return generate
+
+
+def our_system(llm: LLM, args: argparse.Namespace) -> Generate:
+    """One of our modes."""
+    sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
+
+    def generate(prompt: list[int]) -> tuple[list[int], int]:
+        answer = llm.generate(prompt, sampling)
+        return answer.token_ids, answer.stats.rounds
+
+    return generate
+
+
+def build(args: argparse.Namespace) -> dict[str, Generate]:
+    """Every system, by the name that the table shows."""
+    dtype = getattr(torch, args.dtype)
+    target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
+    systems = {
+        "transformers": transformers_system(target, None, args),
+        "transformers assisted": transformers_system(target, draft, args),
+    }
+    for mode in args.modes.split(","):
+        plan = Plan(
+            mode=mode,
+            verify_batch=args.verify_batch,
+            draft_leaves=args.draft_leaves,
+            draft_steps=args.draft_steps,
+            coupled=args.coupled,
+        )
+        draft_path = args.draft_model if mode != "ar" else None
+        systems[f"swiftspec {mode}"] = our_system(LLM(args.model, draft_path, plan, dtype=dtype), args)
+    return systems
+
+
+def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int) -> list[Result]:
+    """Runs every system on every prompt in turn, after one warm-up each."""
+    results = [Result(name) for name in systems]
+    for generate in systems.values():
+        generate(prompts[0])
+    for repeat in range(repeats):
+        for prompt in prompts:
+            for result, generate in zip(results, systems.values(), strict=True):
+                began = time.perf_counter()
+                tokens, rounds = generate(prompt)
+                result.seconds.append(time.perf_counter() - began)
+                result.tokens += len(tokens)
+                result.rounds += rounds
+                if repeat == 0:
+                    result.texts.append(tokens)
+    return results
+
+
+def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dict[str, Any]:
+    """The JSON: what was run, on what, and a row per system."""
+    plain, assisted = results[0], results[1]
+    rows = [
+        {
+            "system": r.name,
+            "tokens_per_second": round(r.rate, 1),
+            "tokens_per_round": round(r.tokens / r.rounds, 3) if r.rounds else None,
+            "median_ms_per_request": round(1000 * statistics.median(r.seconds), 1),
+            "ratio_to_transformers": round(r.rate / plain.rate, 2),
+            "ratio_to_assisted": round(r.rate / assisted.rate, 2),
+            "same_text_as_transformers": sum(a == b for a, b in zip(r.texts, plain.texts, strict=True)),
+        }
+        for r in results
+    ]
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
+    settings |= {"model": args.model.name, "draft_model": args.draft_model.name, "prompts": prompts}
+    machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    return {"settings": settings, "machine": machine, "systems": rows}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as aligned text."""
+    heads = ("system", "tok/s", "tok/round", "x plain", "x assisted", "same text")
+    keys = ("system", "tokens_per_second", "tokens_per_round", "ratio_to_transformers", "ratio_to_assisted")
+    cells = [
+        heads,
+        *(
+            (*(str(row[k] if row[k] is not None else "-") for k in keys), str(row["same_text_as_transformers"]))
+            for row in rows
+        ),
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=DEMO / "target")
+    parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
+    parser.add_argument(
+        "--prompts", type=Path, default=ROOT / "prompts" / "heldout.jsonl", help="JSONL with a field prompt"
+    )
+    parser.add_argument("--limit", type=int, default=12, help="how many prompts")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--modes", default="ar,serial")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verify-batch", type=int, default=Plan.verify_batch)
+    parser.add_argument("--draft-leaves", type=int, default=Plan.draft_leaves)
+    parser.add_argument("--draft-steps", type=int, default=Plan.draft_steps)
+    parser.add_argument("--coupled", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs the comparison and prints the table."""
+    import transformers
+
+    args = arguments()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(args.threads)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    lines = args.prompts.read_text().splitlines()[: args.limit]
+    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    result = report(measure(build(args), prompts, args.repeats), args, len(prompts))
+    print(table(result["systems"]))
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The algorithm once more, slowly: no cache, no masks, no arrays. A context's distribution is one plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+Path = tuple[int, ...]
+LogProbs = Callable[[Sequence[int]], list[float]]  # of the token after a context
+
+
+def rounds(
+    target: LogProbs, draft: LogProbs, prompt: Sequence[int], tokens: int, *, bs: int, w: int, d: int
+) -> tuple[list[int], int]:
+    """Greedy serial decoding with a draft tree (paper section 3.1): the text and how many target forwards it took."""
+    text = list(prompt)
+    tree: dict[Path, float] = {(): 0.0}  # path from below the root -> log-probability, in order of creation
+    expanded: set[Path] = set()
+    count = 0
+    while len(text) < len(prompt) + tokens:
+        for _ in range(d):
+            _expand(tree, expanded, text, draft, w, max(bs, w))
+        proposal = set(sorted(tree, key=lambda path: -tree[path])[:bs])
+        path: Path = ()
+        while True:
+            scores = target([*text, *path])
+            path = (*path, max(range(len(scores)), key=scores.__getitem__))
+            if path not in proposal:
+                break
+        count += 1
+        text += path
+        base = tree.get(path, 0.0)
+        below = {p: v - base for p, v in tree.items() if p[: len(path)] == path}
+        tree = {p[len(path) :]: v for p, v in below.items()} or {(): 0.0}
+        expanded = {p[len(path) :] for p in expanded if p[: len(path)] == path}
+    return text[len(prompt) : len(prompt) + tokens], count
+
+
+def _expand(tree: dict[Path, float], expanded: set[Path], text: list[int], draft: LogProbs, w: int, k: int) -> None:
+    leaves = sorted((p for p in tree if p not in expanded), key=lambda p: -tree[p])[:w]
+    for leaf in leaves:
+        scores = draft([*text, *leaf])
+        expanded.add(leaf)
+        for token in sorted(range(len(scores)), key=lambda t: -scores[t])[:k]:
+            tree[(*leaf, token)] = tree[leaf] + scores[token]

@@ -1,0 +1,190 @@
+"""Invariant 1: every mode gives the target's own text, token for token; and the algorithm's own number of rounds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.decode import decode
+from swiftspec.engine import LLM
+from swiftspec.errors import DrafterLost
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.worker.drafter import Drafter, Expendable
+from tests import slow_reference
+from tests.tiny import ROPES, make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+TOKENS = 200
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.8,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.1,
+    logit_bias={7: 1.5},
+    seed=1234,
+    max_tokens=TOKENS,
+    ignore_eos=True,
+)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft that agrees with it often: the same model with noise on its weights."""
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    model = make_checkpoint(target, family="llama", vocab=64, layers=2, dtype=torch.float64, seed=1)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    model.save_pretrained(draft)
+    return target, draft
+
+
+def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:
+    return LLM(target, draft, Plan(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("tie", [True, False])
+def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str, tie: bool) -> None:
+    model: Any = make_checkpoint(
+        tmp_path, family=family, rope=ROPES[rope], tie=tie, vocab=72, layers=2, dtype=torch.float64
+    )
+    ids = torch.tensor([PROMPT])
+    with torch.no_grad():
+        text = model.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
+    sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    ours = make_llm(tmp_path).generate(PROMPT, sampling)
+    assert ours.token_ids == text[0, len(PROMPT) :].tolist() and ours.finish_reason == "length"
+    assert len(set(ours.token_ids)) > 10, "a text that repeats itself would prove little"
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"coupled": False},
+        {"verify_batch": 3, "draft_leaves": 2, "draft_steps": 6},
+        {"verify_batch": 16, "draft_leaves": 4, "draft_steps": 1},
+        {"verify_batch": 1, "draft_leaves": 1, "draft_steps": 1},
+    ],
+    ids=["default", "uncoupled", "narrow", "wide", "root-only"],
+)
+def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, plan: dict[str, Any]) -> None:
+    target, draft = pair
+    plain = make_llm(target).generate(PROMPT, sampling)
+    llm = make_llm(target, draft, **plan)
+    tree = llm.generate(PROMPT, sampling)
+    assert tree.token_ids == plain.token_ids and len(tree.token_ids) == TOKENS
+    assert plain.stats.rounds == TOKENS and plain.stats.drafted == 0
+    if llm.plan.verify_batch > 1:
+        assert tree.stats.rounds < 0.75 * TOKENS
+    assert llm.generate(PROMPT, sampling).token_ids == plain.token_ids, "a second request starts clean"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -> None:
+    """Padded heads of unequal sizes, and a draft whose every guess is wrong most of the time."""
+    make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)
+    make_checkpoint(tmp_path / "d", family=family, vocab=72, layers=1, dtype=torch.float64, seed=6)
+    for sampling in (GREEDY, SAMPLED):
+        plain = LLM(tmp_path / "t", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
+        tree = LLM(tmp_path / "t", tmp_path / "d", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
+        assert tree.token_ids == plain.token_ids and max(plain.token_ids) < 64
+
+
+class Failing:
+    """A drafter that is lost after some calls."""
+
+    def __init__(self, inner: Drafter, calls: int) -> None:
+        self.inner, self.calls = inner, calls
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0:
+            raise DrafterLost("the draft model left")
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self._count()
+        self.inner.open(request, tokens, sampling, prompt_len)
+
+    def propose(self) -> Proposal:
+        self._count()
+        return self.inner.propose()
+
+    def grow(self) -> None:
+        self._count()
+        self.inner.grow()
+
+    def observe(self, result: VerifyResult) -> Proposal:
+        self._count()
+        return self.inner.observe(result)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2, 3, 40])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_drafter_that_fails_midway_changes_nothing(
+    pair: tuple[Path, Path], sampling: SamplingParams, calls: int
+) -> None:
+    target, draft = pair
+    plain = make_llm(target).generate(PROMPT, sampling).token_ids
+    llm = make_llm(target, draft)
+    whole = llm.drafter
+    llm.drafter = Failing(whole, calls)
+    answer = llm.generate(PROMPT, sampling)
+    assert answer.token_ids == plain and answer.stats.drafter_lost == "the draft model left"
+    llm.drafter = whole
+    again = llm.generate(PROMPT, sampling)
+    assert again.token_ids == plain and again.stats.drafter_lost is None
+    assert again.stats.rounds < answer.stats.rounds
+
+
+def test_a_lost_drafter_is_attached_again_with_the_tokens_so_far(pair: tuple[Path, Path]) -> None:
+    target, draft = pair
+    plain = make_llm(target).generate(PROMPT, SAMPLED).token_ids
+    llm = make_llm(target, draft)
+    drafter = Expendable(llm.drafter)
+    text = [*PROMPT, *plain[:50]]
+    drafter.open(7, text, SAMPLED, len(PROMPT))
+    llm.verifier.open(7, PROMPT, SAMPLED)
+    for at, token in enumerate(text[len(PROMPT) - 1 : -1], len(PROMPT) - 1):  # catch the target up, root by root
+        assert llm.verifier.submit(Proposal.root_only(7, 0, at, token)).wait().tokens == (text[at + 1],)
+    tokens: list[int] = []
+    for round_ in decode(drafter, llm.verifier):
+        tokens += round_.tokens
+        if len(tokens) >= 100:
+            break
+    assert tokens[:100] == plain[50:150]
+
+
+def logprobs(model: transformers.PreTrainedModel) -> slow_reference.LogProbs:
+    @functools.cache
+    def of(context: tuple[int, ...]) -> list[float]:
+        with torch.no_grad():
+            return model(torch.tensor([context])).logits[0, -1].log_softmax(-1).tolist()
+
+    return lambda context: of(tuple(context))
+
+
+@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), (4, 2, 3)])
+def test_rounds_are_those_of_the_algorithm(pair: tuple[Path, Path], bs: int, w: int, d: int) -> None:
+    target, draft = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in pair)
+    text, count = slow_reference.rounds(logprobs(target), logprobs(draft), PROMPT, 60, bs=bs, w=w, d=d)
+    llm = make_llm(*pair, verify_batch=bs, draft_leaves=w, draft_steps=d)
+    ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert (ours.token_ids, ours.stats.rounds) == (text, count)
+    assert count < 45

@@ -1,0 +1,156 @@
+"""Where a request ends, what it reports, and what is refused before anything is computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.params import Plan, SamplingParams
+from tests.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29]
+FREE = SamplingParams(temperature=0, ignore_eos=True)
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=64, layers=2, dtype=torch.float64, seed=4)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    """Target and draft are the same model, so whole paths are accepted."""
+    return LLM(path, path, dtype=torch.float64, max_model_len=CONTEXT)
+
+
+def longest(llm: LLM) -> list[int]:
+    return llm.generate(PROMPT, FREE).token_ids
+
+
+def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path) -> None:
+    answer = llm.generate(PROMPT, FREE)
+    assert len(answer.token_ids) == CONTEXT - len(PROMPT) and answer.finish_reason == "length"
+    plain = LLM(path, dtype=torch.float64, max_model_len=CONTEXT).generate(PROMPT, FREE)
+    assert plain.token_ids == answer.token_ids
+
+
+@pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 7])
+def test_a_prompt_may_fill_the_context_but_for_one_token(llm: LLM, length: int) -> None:
+    answer = llm.generate([i % 60 for i in range(length)], FREE)
+    assert len(answer.token_ids) == CONTEXT - length and answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("budget", [1, 2, 3, 10, 40])
+def test_max_tokens_is_exact(llm: LLM, budget: int) -> None:
+    answer = llm.generate(PROMPT, SamplingParams(temperature=0, ignore_eos=True, max_tokens=budget))
+    assert answer.token_ids == longest(llm)[:budget] and answer.finish_reason == "length"
+
+
+def test_the_first_stop_token_ends_the_text_and_stays(llm: LLM) -> None:
+    text = longest(llm)
+    for token in set(text[:30]):
+        answer = llm.generate(PROMPT, SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(token,)))
+        assert answer.token_ids == text[: text.index(token) + 1] and answer.finish_reason == "stop"
+
+
+def test_the_end_token_of_the_model_stops_unless_ignored(llm: LLM) -> None:
+    text = longest(llm)
+    bias = {llm.eos_token_ids[0]: 1000.0}
+    stopped = llm.generate(PROMPT, SamplingParams(temperature=0, logit_bias=bias))
+    assert stopped.token_ids == [llm.eos_token_ids[0]] and stopped.finish_reason == "stop"
+    ignored = llm.generate(PROMPT, SamplingParams(temperature=0, logit_bias=bias, ignore_eos=True, max_tokens=9))
+    assert ignored.token_ids == [llm.eos_token_ids[0]] * 9
+    assert longest(llm) == text
+
+
+def test_chunks_tell_draft_tokens_from_the_targets_own(llm: LLM) -> None:
+    chunks = list(llm.stream(PROMPT, FREE))
+    assert all(0 <= c.accepted <= len(c.token_ids) for c in chunks)
+    assert all(c.accepted == len(c.token_ids) - 1 and c.finish_reason is None for c in chunks[:-1])
+    assert max(c.accepted for c in chunks) >= 2 and chunks[-1].finish_reason == "length"
+
+
+def test_the_books_balance(llm: LLM) -> None:
+    answer = llm.generate(PROMPT, FREE)
+    stats = answer.stats
+    assert sum(stats.histogram) == stats.rounds
+    assert sum(j * n for j, n in enumerate(stats.histogram)) == stats.accepted <= stats.drafted
+    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.plan.verify_batch  # the last round may be cut
+    assert stats.tokens == len(answer.token_ids) and stats.prompt_tokens == len(PROMPT)
+    assert stats.target_busy_time > 0 and stats.draft_busy_time > 0
+    assert stats.target_busy_time + stats.draft_busy_time <= stats.decode_time
+    assert stats.prompt_time < stats.first_token_time <= stats.prompt_time + stats.decode_time
+
+
+def test_a_stream_closed_midway_leaves_no_trace(llm: LLM) -> None:
+    text = longest(llm)
+    stream = llm.stream([9, 9, 9], FREE)
+    next(stream)
+    stream.close()
+    assert longest(llm) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt is empty"),
+        ([1] * CONTEXT, "does not fit the context of 96"),
+        ([64], "outside 0..63"),
+        ([-1], "outside 0..63"),
+    ],
+)
+def test_bad_prompts_are_refused(llm: LLM, prompt: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        llm.stream(prompt, FREE)
+
+
+def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
+    with pytest.raises(UserError, match="logit_bias names a token"):
+        llm.stream(PROMPT, SamplingParams(logit_bias={64: 1.0}))
+
+
+def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
+    with pytest.raises(UserError, match="needs a draft model"):
+        LLM(path, plan=Plan(mode="serial"))
+    with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
+        LLM(path, max_model_len=513)
+    with pytest.raises(UserError, match="the tokenizer has 70 tokens"):
+        LLM(path, vocab_size=70)
+    with pytest.raises(UserError, match="no such directory"):
+        LLM(path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"seed": -1}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ("",)}, "stop string"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias"),
+    ],
+)
+def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**values)
+
+
+@pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"tau": 0.0}])
+def test_plans_that_make_no_tree_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(values))):
+        Plan(**values)

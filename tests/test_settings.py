@@ -1,0 +1,159 @@
+"""Where settings come from, and what is said of those that make no sense."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.params import Plan
+from swiftspec.serve.cli import build_parser, parse
+from swiftspec.serve.session import generation_defaults
+from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name, load
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(env_name(name), raising=False)
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("top-p: 0.1\nmin_p: 0.1\nseed: 1\nmodel:\n")
+    monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.2")
+    monkeypatch.setenv("SWIFTSPEC_MIN_P", "0.2")
+    monkeypatch.setenv("SWIFTSPEC_TOP_K", "")  # empty counts as unset
+    settings = parse(["--config", str(file), "--top-p", "0.3"]).settings
+    assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
+    assert (settings.model, settings.verify_batch, settings.coupled) == (None, 8, True)
+
+
+def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text('stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\ncoupled: no\n')
+    settings = parse(["--config", str(file)]).settings
+    assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["END"], [3, 4], {5: -1.0})
+    assert settings.coupled is False
+    monkeypatch.setenv("SWIFTSPEC_STOP", '["a", "b"]')
+    monkeypatch.setenv("SWIFTSPEC_STOP_TOKEN_IDS", "1,2")
+    monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", '{"7": 2}')
+    monkeypatch.setenv("SWIFTSPEC_IGNORE_EOS", "true")
+    settings = parse([]).settings
+    assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["a", "b"], [1, 2], {7: 2.0})
+    assert settings.ignore_eos is True
+    settings = parse(["--stop", "x,y", "--stop", "\n", "--stop-token-ids", "1,2", "--stop-token-ids", "9"]).settings
+    assert (settings.stop, settings.stop_token_ids) == (["x,y", "\n"], [1, 2, 9])
+    monkeypatch.setenv("SWIFTSPEC_STOP", "123")
+    assert parse([]).settings.stop == ["123"]
+
+
+BAD = [
+    (["--top-p", "3"], "--top-p must lie above 0 and at most 1, not 3"),
+    (["--top-p", "much"], "--top-p must be a number, not 'much'"),
+    (["--temperature", "nan"], "--temperature must be a finite number"),
+    (["--temperature=-1"], "--temperature must lie in 0..100"),
+    (["--repetition-penalty", "0"], "--repetition-penalty must be above 0"),
+    (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
+    (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+    (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
+    (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
+    (["--threads", "0"], "--threads must be at least 1"),
+    (["--mode", "fast"], "--mode must be one of ar, serial, not 'fast'"),
+    (["--dtype", "int8"], "--dtype must be one of auto, float32"),
+    (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
+    (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),
+    (["--stop", ""], "--stop: a stop string must not be empty"),
+    (["--stop-token-ids", "1,x"], "--stop-token-ids must be a whole number, not 'x'"),
+    (["--prompt"], "--prompt needs a value"),
+    (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each other"),
+    (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
+    (["stray"], "unrecognized arguments: stray"),
+    (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_flags(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(argv)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("topp: 0.9", "unknown key 'topp' (did you mean 'top-p'?)"),
+        ("prompt: hi", "unknown key 'prompt'"),
+        ("top-p: 7", "top-p in {file} must lie above 0"),
+        ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
+        ("model: 3", "model in {file} must be text, not 3"),
+        ("stop: {a: 1}", "stop in {file} must be a list"),
+        ("just words", "must hold `flag: value` lines"),
+        ("top-p: [0.9", "is not YAML"),
+        (b"\xff\xfe\x00", "cannot be read: not UTF-8"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", str(file)])
+    assert message.format(file=file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTSPEC_COUPLED", "perhaps")
+    with pytest.raises(UsageError, match="^SWIFTSPEC_COUPLED must be true or false, not 'perhaps'$"):
+        parse([])
+    assert parse(["--no-coupled"]).settings.coupled is False  # a flag wins over nonsense
+
+
+def test_help_names_every_flag_with_default_and_variable() -> None:
+    page = " ".join(build_parser().format_help().split())
+    for name, field in Settings.model_fields.items():
+        entry = page[page.index(flag_name(name) + " ") if flag_name(name) + " " in page else page.index(flag_name(name)) :]
+        assert re.search(r"\[default: [^\]]+\] \[env: (\w+)\]", entry).group(1) == env_name(name)  # type: ignore[union-attr]
+        assert sum(isinstance(item, Flag) for item in field.metadata) == 1
+        assert field.description
+
+
+def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_length": 3}')
+    defaults = generation_defaults(tmp_path)
+    sampling = load({"top_p": "0.5", "presence_penalty": "1", "stop": ["x"]}).sampling(defaults)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.presence_penalty) == (0.6, 0.5, 0, 1.0)
+    assert sampling.stop == ("x",)
+    config.write_text('{"do_sample": false, "top_p": 0.9}')
+    assert load({}).sampling(generation_defaults(tmp_path)).greedy
+    assert load({"temperature": "1"}).sampling(generation_defaults(tmp_path)).temperature == 1
+    config.unlink()
+    assert load({}).sampling(generation_defaults(tmp_path)).temperature == 1
+
+
+@pytest.mark.parametrize("content", ['{"top_p": 5}', '{"temperature": "warm"}', "[]", "{", '{"top_k": {}}'])
+def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json cannot be used") as caught:
+        generation_defaults(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mode_follows_the_draft() -> None:
+    assert load({}).plan(has_draft=True) == Plan("serial")
+    assert load({}).plan(has_draft=False).mode == "ar"
+    assert load({"mode": "ar"}).plan(has_draft=True).mode == "ar"
+    with pytest.raises(UserError, match="--mode serial needs a draft model"):
+        load({"mode": "serial"}).plan(has_draft=False)
+
+
+def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load({})
+    settings.stop_token_ids = "4,5"  # type: ignore[assignment]
+    assert settings.stop_token_ids == [4, 5]
+    with pytest.raises(ValueError, match="top_p must lie above 0"):
+        settings.top_p = 2
+    assert settings.top_p is None

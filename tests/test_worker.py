@@ -1,0 +1,151 @@
+"""Invariant 2 on real models: after any sequence of rounds every live KV slot equals recomputation from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.ops import reference
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.kv_cache import POISON
+from swiftspec.worker.drafter import LocalDrafter
+from swiftspec.worker.runner import PREFILL_CHUNK, Runner
+from swiftspec.worker.verifier import LocalVerifier
+from tests.tiny import make_checkpoint
+
+VOCAB = 40
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+TREE = 60
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, family="llama", vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
+    return path
+
+
+def make_runner(path: Path, context: int = 400) -> Runner:
+    model = load_model(path, dtype=torch.float64, ops=reference, max_positions=context + TREE)
+    return Runner(model, reference.move_kv, context=context, tree_slots=TREE)
+
+
+def poison_free(runner: Runner) -> None:
+    used = runner.cache.kv_len()[0]
+    runner.cache.k[..., used:, :] = POISON
+    runner.cache.v[..., used:, :] = POISON
+
+
+class Oracle:
+    """Recomputes the KV of the last of some tokens, all others before it, from an empty cache."""
+
+    def __init__(self, path: Path) -> None:
+        self.runner = make_runner(path)
+
+    def kv(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        self.runner.reset()
+        self.runner.prefill(tokens)
+        at = len(tokens) - 1
+        return self.runner.cache.k[:, 0, :, at].clone(), self.runner.cache.v[:, 0, :, at].clone()
+
+    def check(self, runner: Runner, slot: int, tokens: Sequence[int]) -> None:
+        k, v = self.kv(tokens)
+        torch.testing.assert_close(runner.cache.k[:, 0, :, slot], k, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(runner.cache.v[:, 0, :, slot], v, atol=1e-9, rtol=1e-9)
+
+
+def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) -> None:
+    """`verified` ends with the root."""
+    cache, tree = drafter.runner.cache, drafter.tree
+    prefix = cache.prefix_len[0]
+    assert verified[:-1] == verified[:prefix] + drafter.pending
+    assert cache.tree_len == tree.expanded
+    for slot in range(prefix):
+        oracle.check(drafter.runner, slot, verified[: slot + 1])
+    nodes = torch.arange(tree.count)
+    for slot, path in zip(tree.slot[: tree.count].tolist(), tree.path_tokens(nodes), strict=True):
+        if slot < tree.slots:
+            oracle.check(drafter.runner, prefix + slot, [*verified, *path])
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
+    plan = Plan(verify_batch=5, draft_leaves=data.draw(st.integers(1, 4)), draft_steps=data.draw(st.integers(1, 3)))
+    drafter, oracle = LocalDrafter(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
+    drafter.open(1, PROMPT, SamplingParams(temperature=0), len(PROMPT))
+    verified = list(PROMPT)
+    proposal = drafter.propose()
+    for round_ in range(data.draw(st.integers(1, 5))):
+        tokens = answer(proposal, data)
+        poison_free(drafter.runner)
+        result = VerifyResult(1, round_, len(verified) - 1, tuple(range(len(tokens))), tuple(tokens))
+        proposal = drafter.observe(result)
+        verified += tokens
+        assert proposal.prefix_len == len(verified) - 1 and proposal.tokens[0] == verified[-1]
+        for _ in range(data.draw(st.integers(0, 2))):
+            drafter.expand()
+        check_drafter(drafter, oracle, verified)
+
+
+def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
+    """Some path down the proposal, then tokens that may or may not be in the tree: more than w of them at times."""
+    tokens, node = [], 0
+    while data.draw(st.booleans(), label="deeper"):
+        children = [i for i, parent in enumerate(proposal.parents) if parent == node]
+        if not children:
+            break
+        node = data.draw(st.sampled_from(children))
+        tokens.append(proposal.tokens[node])
+    extra = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if tokens else 1, max_size=6))
+    return tokens + extra
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_target_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
+    verifier, oracle = LocalVerifier(make_runner(checkpoint), VOCAB), Oracle(checkpoint)
+    verifier.open(1, PROMPT, SamplingParams(temperature=1.5, seed=2))
+    verified = list(PROMPT)
+    for round_ in range(4):
+        size = data.draw(st.integers(1, 8))
+        parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, size)))
+        tokens = (verified[-1], *(data.draw(st.integers(0, VOCAB - 1)) for _ in range(1, size)))
+        poison_free(verifier.runner)
+        result = verifier.submit(Proposal(1, round_, len(verified) - 1, tokens, parents)).wait()
+        verified += result.tokens
+        cache = verifier.runner.cache
+        assert cache.prefix_len == [len(verified) - 1] and cache.tree_len == 0
+        for slot in range(len(PROMPT) - 1, cache.prefix_len[0]):
+            oracle.check(verifier.runner, slot, verified[: slot + 1])
+
+
+def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
+    tokens = torch.randint(VOCAB, (PREFILL_CHUNK + 30,), generator=torch.Generator().manual_seed(0)).tolist()
+    whole, single = make_runner(checkpoint), make_runner(checkpoint)
+    whole.prefill(tokens)
+    for token in tokens:
+        single.prefill([token])
+    used = len(tokens)
+    torch.testing.assert_close(whole.cache.k[..., :used, :], single.cache.k[..., :used, :], atol=1e-9, rtol=1e-9)
+
+
+def test_a_full_tree_region_stops_growth_and_nothing_else(checkpoint: Path) -> None:
+    """bs = 1 accepts nothing but roots, so the tree of a sure draft outgrows its region."""
+    drafter = LocalDrafter(make_runner(checkpoint), Plan(verify_batch=2, draft_leaves=8, draft_steps=8), VOCAB)
+    drafter.open(1, PROMPT, SamplingParams(temperature=0), len(PROMPT))
+    drafter.propose()
+    for _ in range(20):
+        drafter.expand()
+    assert TREE - 8 < drafter.tree.expanded <= TREE
+    _, tokens, _ = drafter.tree.best_subtree(2)
+    proposal = drafter.observe(VerifyResult(1, 0, len(PROMPT) - 1, (0, 1), (tokens[1], 7)))
+    assert proposal.tokens[0] == 7
+    check_drafter(drafter, Oracle(checkpoint), [*PROMPT, tokens[1], 7])
