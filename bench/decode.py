@@ -27,6 +27,7 @@ from swiftspec.params import Plan, SamplingParams
 
 ROOT = Path(__file__).parent
 DEMO = ROOT.parent / "swiftspec" / "demo"
+PROMPTS = ROOT / "prompts" / "heldout.jsonl"
 Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
 
 
@@ -44,6 +45,11 @@ class Result:
     def rate(self) -> float:
         """Tokens a second over the whole run."""
         return self.tokens / sum(self.seconds)
+
+
+def read_prompts(tokenizer: Any, file: Path = PROMPTS) -> list[list[int]]:
+    """The token ids of a JSONL file's prompts."""
+    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in file.read_text().splitlines()]
 
 
 def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
@@ -172,9 +178,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
-    parser.add_argument(
-        "--prompts", type=Path, default=ROOT / "prompts" / "heldout.jsonl", help="JSONL with a field prompt"
-    )
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSONL with a field prompt")
     parser.add_argument("--limit", type=int, default=12, help="how many prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -199,8 +203,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    lines = args.prompts.read_text().splitlines()[: args.limit]
-    prompts = [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    prompts = read_prompts(tokenizer, args.prompts)[: args.limit]
     result = report(measure(build(args), prompts, args.repeats), args, len(prompts))
     print(table(result["systems"]))
     if args.json is not None:

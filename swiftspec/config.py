@@ -107,9 +107,7 @@ def _compressed_tensors(data: Json) -> QuantConfig:
             raise UserError(f"compressed-tensors with {what} is not supported")
     _check_int4("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
     zero_point = not weights.get("symmetric", True)
-    return QuantConfig(
-        "pack-quantized", 4, weights["group_size"], zero_point, tuple(data.get("ignore") or ())
-    )
+    return QuantConfig("pack-quantized", 4, weights["group_size"], zero_point, tuple(data.get("ignore") or ()))
 
 
 def _check_int4(method: str, bits: object, group: object) -> None:
@@ -151,9 +149,7 @@ class ModelConfig:
         kv_heads = _size(data, "num_key_value_heads", heads)
         head_dim = _size(data, "head_dim", hidden // heads)
         if heads % kv_heads:
-            raise UserError(
-                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            )
+            raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
             raise UserError(f"head_dim {head_dim} is odd")
         if data.get("hidden_act", "silu") != "silu":
@@ -233,18 +229,14 @@ def _dtype(data: Json) -> str:
 def _number(data: Json, key: str, default: float | None = None) -> float:
     value = data.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(
-            f"{key} is missing" if value is None else f"{key} must be a positive number, not {value!r}"
-        )
+        raise UserError(f"{key} is missing" if value is None else f"{key} must be a positive number, not {value!r}")
     return float(value)
 
 
 def _size(data: Json, key: str, default: int | None = None) -> int:
     value = default if data.get(key) is None else data[key]
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise UserError(
-            f"{key} is missing" if value is None else f"{key} must be a positive integer, not {value!r}"
-        )
+        raise UserError(f"{key} is missing" if value is None else f"{key} must be a positive integer, not {value!r}")
     return value
 
 

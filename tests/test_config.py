@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiny import ROPES, make_model
 
 from swiftspec.config import ModelConfig, QuantConfig, RopeConfig
 from swiftspec.errors import UserError
+from tests.tiny import ROPES, make_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

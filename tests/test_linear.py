@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 
 from swiftspec.model.linear import AWQ_ORDER, DenseWeight, Int4Weight, Weight, fuse, pack_int4, unpack_int4
 
+DATA = Path(__file__).parent / "data"  # written and unpacked by autoawq and compressed-tensors themselves
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([32, 64]), st.integers(1, 4), st.integers(0, 2**31))
 
 
@@ -110,3 +114,25 @@ def test_fusing_what_was_left_dense_with_what_was_not() -> None:
 def test_biases_of_only_some_parts_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
         fuse([DenseWeight(torch.randn(2, 4), torch.randn(2)), DenseWeight(torch.randn(2, 4))])
+
+
+def test_a_checkpoint_that_autoawq_wrote() -> None:
+    tensors = load_file(DATA / "awq_gemm_tiny" / "model.safetensors")
+    unpacked = load_file(DATA / "awq_gemm_tiny" / "dequantized.safetensors")  # [K, N]
+    assert len(unpacked) == 14
+    for name, want in unpacked.items():
+        qweight, qzeros, scales = (tensors[name.replace("weight", x)] for x in ("qweight", "qzeros", "scales"))
+        weight = Int4Weight.from_awq(qweight, qzeros, scales, 128)
+        assert torch.equal(weight.dequantize(torch.float16), want.T)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "asymmetric"])
+def test_a_checkpoint_that_compressed_tensors_wrote(kind: str) -> None:
+    tensors = load_file(DATA / "compressed_tensors_tiny" / kind / "model.safetensors")
+    unpacked = load_file(DATA / "compressed_tensors_tiny" / kind / "dequantized.safetensors")  # [K, N]
+    assert len(unpacked) == 14
+    for name, want in unpacked.items():
+        zeros = tensors.get(f"{name}_zero_point")
+        assert (zeros is None) == (kind == "symmetric")
+        weight = Int4Weight.from_pack_quantized(tensors[f"{name}_packed"], tensors[f"{name}_scale"], zeros, 128)
+        assert torch.equal(weight.dequantize(torch.bfloat16), want.T)

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.test_linear import words
-from tests.tiny import chain, make_checkpoint
 from torch import Tensor
 
 from swiftspec.errors import UserError
@@ -21,9 +19,13 @@ from swiftspec.model.loader import load_model, read_tensors
 from swiftspec.model.transformer import Transformer
 from swiftspec.ops import reference
 from swiftspec.spec.kv_cache import KVCache
+from tests.test_linear import words
+from tests.tiny import chain, make_checkpoint
 
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30]
 WEIGHTS = "model.safetensors"
+DATA = Path(__file__).parent / "data"
+NOT_QUANTISED = ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight")
 QUANTISED = [[f"{name}_proj", "weight"] for name in ("q", "k", "v", "o", "gate", "up", "down")]
 
 
@@ -31,8 +33,8 @@ def load(path: Path, **options: Any) -> Transformer:
     return load_model(path, **({"dtype": torch.float64, "ops": reference, "max_positions": 64} | options))
 
 
-def logits(path: Path) -> Tensor:
-    model = load(path)
+def logits(path: Path, **options: Any) -> Tensor:
+    model = load(path, **options)
     c = model.config
     cache = KVCache(c.num_layers, c.num_kv_heads, c.head_dim, 32, reference.move_kv, dtype=model.dtype)
     out = model.forward(chain(TOKENS), cache)
@@ -142,6 +144,19 @@ def test_int4(tmp_path: Path, layout: str, skip: tuple[str, ...]) -> None:
     make_checkpoint(path, family="qwen2", dtype=torch.float64, intermediate_size=64)
     twin = quantise(path, layout, skip)
     torch.testing.assert_close(logits(path), logits(twin))
+
+
+@pytest.mark.parametrize(
+    "name", ["awq_gemm_tiny", "compressed_tensors_tiny/symmetric", "compressed_tensors_tiny/asymmetric"]
+)
+def test_int4_as_its_tools_write_it(tmp_path: Path, name: str) -> None:
+    """The same logits as the same weights unpacked by those tools."""
+    twin = Path(shutil.copytree(DATA / name, tmp_path / "twin"))
+    unpacked = load_file(twin / "dequantized.safetensors")
+    dense = {k: v for k, v in load_file(twin / WEIGHTS).items() if k in NOT_QUANTISED or "layernorm" in k}
+    save_file(dense | {k: v.T.contiguous() for k, v in unpacked.items()}, twin / WEIGHTS)
+    change_config(twin, quantization_config=None)
+    assert torch.equal(logits(DATA / name, dtype=None), logits(twin, dtype=None))
 
 
 def refused(path: Path, *names: str) -> None:

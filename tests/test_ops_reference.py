@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tiny import ROPES, make_model
 from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import RopeConfig
 from swiftspec.model.linear import DenseWeight
 from swiftspec.ops import reference as ops
+from tests.tiny import ROPES, make_model
 
 POISON = 2.0**13  # exact in every dtype
 # bounds on |got - exact| relative to the largest |exact|, for results of a few roundings
@@ -79,10 +79,10 @@ def test_the_prepacked_layout_is_used_and_may_fail(monkeypatch: pytest.MonkeyPat
             def default(x: Tensor, *rest: Any) -> Tensor:
                 return x.new_ones(x.shape[0], 24)
 
-    torch.testing.assert_close(ops.pack(weight, torch.float32, "cpu").apply(x), want)
+    torch.testing.assert_close(ops.pack(weight, torch.float32, "cpu")(x), want)
     for broken in (Wrong, object()):
         monkeypatch.setattr(torch.ops, "mkldnn", broken)
-        assert torch.equal(ops.pack(weight, torch.float32, "cpu").apply(x), want)
+        assert torch.equal(ops.pack(weight, torch.float32, "cpu")(x), want)
 
 
 def test_embedding() -> None:
@@ -93,7 +93,7 @@ def test_embedding() -> None:
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_rope_tables_are_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
-    theirs = make_model(rope=ROPES[kind]).base_model.rotary_emb
+    theirs: Any = make_model(rope=ROPES[kind]).base_model.rotary_emb
     cos, sin = theirs(torch.zeros(1, dtype=dtype), torch.arange(400)[None])
     rope = RopeConfig.from_dict({"rope_parameters": ROPES[kind]})
     ours = ops.rope_tables(rope, 8, 400, dtype, "cpu")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import ROPES, chain, make_checkpoint
 from torch import Tensor
 
 from swiftspec.batch import Batch
@@ -16,6 +15,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.ops import reference
 from swiftspec.spec.kv_cache import KVCache
+from tests.tiny import ROPES, chain, make_checkpoint, make_model
 
 CAPACITY = 96
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30, 44, 1, 7, 9, 60, 3, 3, 21, 50, 33, 4, 6]
@@ -77,9 +77,10 @@ def test_positions_beyond_a_few_are_right_too(tmp_path: Path) -> None:
 def test_narrow_dtypes_are_close(tmp_path: Path, dtype: torch.dtype) -> None:
     """As close to the float64 model as transformers is in the same dtype, give or take."""
     theirs = make_checkpoint(tmp_path, dtype=torch.float64, family="qwen2")
+    narrow = make_model(dtype=dtype, family="qwen2")
     with torch.no_grad():
         exact = theirs(torch.tensor([TOKENS])).logits[0]
-        rounded = theirs.to(dtype)(torch.tensor([TOKENS])).logits[0].double()
+        rounded = narrow(torch.tensor([TOKENS])).logits[0].double()
     got = alone(load(tmp_path, dtype), TOKENS)
     assert got.dtype == torch.float32
     assert (got - exact).norm() <= 1.5 * (rounded - exact).norm()

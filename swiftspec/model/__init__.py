@@ -1,0 +1,1 @@
+"""The transformer, its weights and its tensor parallelism; no sampling, no trees."""

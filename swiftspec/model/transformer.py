@@ -1,0 +1,132 @@
+"""The Llama and Qwen2 decoder: one forward for prompt chunks, plain decoding and trees.
+
+Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head's width, I the MLP's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swiftspec.batch import Batch
+from swiftspec.config import ModelConfig
+from swiftspec.model.linear import Weight
+
+
+class Cache(Protocol):
+    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes its rows' slots."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Ops(Protocol):
+    """A module of fused operators; swiftspec.ops.reference defines them. What it packs is its own affair."""
+
+    def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
+    def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
+    def rope_tables(
+        self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
+    ) -> tuple[Tensor, Tensor]: ...
+    def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
+    def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
+    def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
+    def tree_attention(self, qkv: Tensor, plan: Any, layer: int, /) -> Tensor: ...
+    def linear_residual(self, x: Tensor, packed: Any, residual: Tensor, /) -> Tensor: ...
+    def norm_swiglu(self, x: Tensor, norm: Any, gate_up: Any, /) -> Tensor: ...
+    def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer as the loader reads it."""
+
+    input_norm: Tensor  # [D]
+    qkv: Weight  # [(H + 2G) hd, D]
+    o: Weight  # [D, H hd]
+    post_norm: Tensor  # [D]
+    gate_up: Weight  # [2I, D]
+    down: Weight  # [D, I]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model as the loader reads it; the layers may be read while they are consumed."""
+
+    embedding: Tensor  # [vocab, D]
+    layers: Iterable[LayerWeights]
+    norm: Tensor  # [D]
+    head: Weight  # [vocab, D]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer as the operators want it."""
+
+    input_norm: Any
+    qkv: Any
+    o: Any
+    post_norm: Any
+    gate_up: Any
+    down: Any
+
+
+class Transformer:
+    """A decoder whose operators come from the module `ops`, chosen once."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: Ops,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        self.config, self.device, self.dtype, self.max_positions = (
+            config,
+            torch.device(device),
+            dtype,
+            max_positions,
+        )
+        self._ops = ops
+        self._embedding = weights.embedding.to(device, dtype)
+        self._layers = [self._pack(layer) for layer in weights.layers]
+        self._norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
+        self._head = ops.pack(weights.head, dtype, device)
+        self._cos, self._sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
+
+    def _pack(self, layer: LayerWeights) -> _Layer:
+        ops, dtype, device, eps = self._ops, self.dtype, self.device, self.config.rms_norm_eps
+        return _Layer(
+            input_norm=ops.pack_norm(layer.input_norm, eps, dtype, device),
+            qkv=ops.pack(layer.qkv, dtype, device),
+            o=ops.pack(layer.o, dtype, device),
+            post_norm=ops.pack_norm(layer.post_norm, eps, dtype, device),
+            gate_up=ops.pack(layer.gate_up, dtype, device),
+            down=ops.pack(layer.down, dtype, device),
+        )
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:
+        """Writes the rows' keys and values into the cache. Returns logits [n, vocab]; None without `head`."""
+        hidden = self._hidden(batch, cache)
+        return self._ops.norm_head(hidden, self._norm, self._head) if head else None
+
+    # inference mode saves a microsecond an operator; the head stays outside, so that logits are plain tensors
+    @torch.inference_mode()
+    def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
+        """[n, D], before the final norm."""
+        ops = self._ops
+        plan = ops.prepare(batch, cache, self._cos, self._sin, self.config.num_heads)
+        hidden = ops.embed(batch.tokens, self._embedding)
+        for index, layer in enumerate(self._layers):
+            qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
+            hidden = ops.linear_residual(ops.tree_attention(qkv, plan, index), layer.o, hidden)
+            gated = ops.norm_swiglu(hidden, layer.post_norm, layer.gate_up)
+            hidden = ops.linear_residual(gated, layer.down, hidden)
+        return hidden
