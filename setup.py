@@ -39,7 +39,8 @@ def cuda_problem(nvcc: str | None) -> str | None:
         return None
     lines = [line.strip() for line in (run.stderr + run.stdout).splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), "no message")
-    return f"{nvcc} cannot compile for sm_{CUDA_ARCH} ({first})"
+    plain = "".join(c if c.isalnum() or c in " .,:()_-+=/" else " " for c in first)  # it travels through CMake as text
+    return f"{nvcc} cannot compile for sm_{CUDA_ARCH} ({plain})"
 
 
 def choose_cuda() -> tuple[str | None, str]:

@@ -21,13 +21,11 @@ from typing import Any
 
 import torch
 
+from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
 from swiftspec.engine import LLM
 from swiftspec.params import Plan, SamplingParams
 
-ROOT = Path(__file__).parent
-DEMO = ROOT.parent / "swiftspec" / "demo"
-PROMPTS = ROOT / "prompts" / "heldout.jsonl"
 Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
 
 
@@ -45,11 +43,6 @@ class Result:
     def rate(self) -> float:
         """Tokens a second over the whole run."""
         return self.tokens / sum(self.seconds)
-
-
-def read_prompts(tokenizer: Any, file: Path = PROMPTS) -> list[list[int]]:
-    """The token ids of a JSONL file's prompts."""
-    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in file.read_text().splitlines()]
 
 
 def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
@@ -146,8 +139,8 @@ def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dic
         }
         for r in results
     ]
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
-    settings |= {"model": args.model.name, "draft_model": args.draft_model.name, "prompts": prompts}
+    settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(args).items() if k != "json"}
+    settings |= {"prompts": prompts}
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
     return {"settings": settings, "machine": machine, "systems": rows}
 
@@ -178,7 +171,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSONL with a field prompt")
+    parser.add_argument("--prompts", type=Path, help="JSONL with a field prompt; default: the held-out files")
     parser.add_argument("--limit", type=int, default=12, help="how many prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -24,10 +24,10 @@ def load_transformers(path: Path, dtype: torch.dtype) -> Any:
     data.pop("quantization_config", None)
     config = transformers.AutoConfig.for_model(**data)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.load_state_dict(dense_state(path, dtype), strict=False, assign=True)
+    result = model.load_state_dict(dense_state(path, dtype), strict=False, assign=True)
     model.tie_weights()
-    left = [name for name, weight in model.named_parameters() if weight.is_meta or weight.dtype != dtype]
-    assert not left, f"not loaded: {left}"
+    missing = set(result.missing_keys) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    assert not missing and not result.unexpected_keys, f"not loaded: {missing or result.unexpected_keys}"
     return model.eval()
 
 

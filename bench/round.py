@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.decode import DEMO, read_prompts
+from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask, verify

@@ -51,13 +51,15 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """Four-bit weights: W = (q - z) * s with one scale and one zero point for each `group_size` inputs."""
+    """Four-bit weights: W = (q - z) * s with one scale and one zero point for each `group_size` inputs.
+
+    Which modules were left dense the loader sees from the tensors that are there.
+    """
 
     layout: Literal["awq-gemm", "pack-quantized"]
     bits: int
     group_size: int
     zero_point: bool  # the file holds zero points; if not, they are 8
-    skip: tuple[str, ...]  # modules left dense; the loader goes by the tensors it finds
 
     @staticmethod
     def from_dict(data: Json) -> QuantConfig:
@@ -79,7 +81,7 @@ def _awq(data: Json) -> QuantConfig:
     _check_int4("AWQ", bits, group)
     if not data.get("zero_point", True):
         raise UserError("AWQ without zero points is not supported")
-    return QuantConfig("awq-gemm", 4, group, True, tuple(data.get("modules_to_not_convert") or ()))
+    return QuantConfig("awq-gemm", 4, group, True)
 
 
 def _compressed_tensors(data: Json) -> QuantConfig:
@@ -107,7 +109,7 @@ def _compressed_tensors(data: Json) -> QuantConfig:
             raise UserError(f"compressed-tensors with {what} is not supported")
     _check_int4("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
     zero_point = not weights.get("symmetric", True)
-    return QuantConfig("pack-quantized", 4, weights["group_size"], zero_point, tuple(data.get("ignore") or ()))
+    return QuantConfig("pack-quantized", 4, weights["group_size"], zero_point)
 
 
 def _check_int4(method: str, bits: object, group: object) -> None:
@@ -138,7 +140,6 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str  # one of DTYPES
     quant: QuantConfig | None
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @staticmethod
@@ -173,7 +174,6 @@ class ModelConfig:
             tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
             dtype=_dtype(data),
             quant=QuantConfig.from_dict(quant) if quant else None,
-            bos_token_id=next(iter(_ids(data, "bos_token_id")), None),
             eos_token_ids=_ids(data, "eos_token_id"),
         )
 

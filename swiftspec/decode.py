@@ -21,8 +21,9 @@ class Round:
 def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
     """Decodes the request that both roles have opened, a round at a time, until the consumer stops asking.
 
-    A round is handed out while the target works on the next one, so what the consumer does with it (detokenising,
-    printing) rides under that forward, and what it decides (a stop) takes effect one round late.
+    A round is handed out after the next one is submitted. So what the consumer does with it (detokenising, printing)
+    rides under the target's forward, wherever the target works by itself, and what it decides (a stop) takes effect one
+    round late.
     """
     proposal = drafter.propose()
     done: Round | None = None

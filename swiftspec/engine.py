@@ -98,14 +98,13 @@ class LLM:
         heads = [config.vocab_size]
 
         def runner(path: str | Path, tree_slots: int) -> Runner:
-            length = self.max_model_len + tree_slots
+            context = self.max_model_len + self.plan.verify_batch  # a stop takes effect a round late
             model = load_model(
-                Path(path), dtype=dtype, device=device, ops=reference, max_positions=length, progress=progress
+                path, dtype=dtype, device=device, ops=reference, max_positions=context + tree_slots, progress=progress
             )
-            return Runner(model, reference.move_kv, context=self.max_model_len, tree_slots=tree_slots)
+            return Runner(model, reference.move_kv, context=context, tree_slots=tree_slots)
 
-        # A stop takes effect a round late, so one proposal beyond the last token must fit as well.
-        self._target = runner(target, 2 * self.plan.verify_batch)
+        self._target = runner(target, self.plan.verify_batch)
         self._draft: Runner | None = None
         if self.plan.mode != "ar" and draft is not None:
             self._draft = runner(draft, 4 * self.plan.draft_leaves * self.plan.draft_steps + self.plan.draft_leaves)
@@ -132,8 +131,9 @@ class LLM:
     def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields a chunk a round; the last one names the finish reason. Closing the iterator ends the request.
 
-        `self.stats` is this request's from here on. Raises UserError, before anything is computed, on a prompt that is
-        empty or does not fit.
+        There is one request at a time: beginning another ends this one, and asking it for more raises UserError. So
+        does, before anything is computed, a prompt that is empty or does not fit. `self.stats` is that of the request
+        begun last.
         """
         sampling = sampling if sampling is not None else SamplingParams()
         self._check(prompt, sampling)
@@ -153,6 +153,7 @@ class LLM:
 
     def _stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         self._requests += 1
+        request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         budget = self.max_model_len - len(prompt)
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
@@ -160,8 +161,8 @@ class LLM:
         drafter = Expendable(self.drafter)
         began = time.perf_counter()
         try:
-            self.verifier.open(self._requests, prompt, sampling)
-            drafter.open(self._requests, prompt, sampling, len(prompt))
+            self.verifier.open(request, prompt, sampling, len(prompt))
+            drafter.open(request, prompt, sampling, len(prompt))
             opened = time.perf_counter()
             stats.prompt_time = opened - began
             busy = self._busy()
@@ -177,9 +178,12 @@ class LLM:
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
+                if self._requests != request:
+                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
         finally:
-            drafter.close()
-            self.verifier.close()
+            if self._requests == request:  # else the caches are a later request's
+                drafter.close()
+                self.verifier.close()
 
     def _busy(self) -> tuple[float, float]:
         return self._target.busy, self._draft.busy if self._draft is not None else 0.0

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from swiftspec.errors import UserError
 
 MODES = ("ar", "serial")
+MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
+MAX_BIAS = 1e4
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 
 
@@ -42,17 +44,23 @@ class SamplingParams:
         numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
         for name in numbers:
             _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
-        _check(0 <= self.temperature <= 100, f"temperature must lie in 0..100 (0 is greedy), not {self.temperature}")
+        _check(
+            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= 100,
+            f"temperature must be 0 (greedy) or lie in {MIN_TEMPERATURE}..100, not {self.temperature}",
+        )
         _check(self.top_k >= -1, f"top_k must be 0 (off) or positive, not {self.top_k}")
         _check(0 < self.top_p <= 1, f"top_p must lie above 0 and at most 1, not {self.top_p}")
         _check(0 <= self.min_p <= 1, f"min_p must lie in 0..1, not {self.min_p}")
-        _check(self.repetition_penalty > 0, f"repetition_penalty must be above 0, not {self.repetition_penalty}")
+        _check(
+            0.01 <= self.repetition_penalty <= 100,
+            f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2 <= getattr(self, name) <= 2, f"{name} must lie in -2..2, not {getattr(self, name)}")
         _check(0 <= self.seed < 2**64, f"seed must lie in 0..2^64-1, not {self.seed}")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _check(all(self.stop), "a stop string must not be empty")
-        _check(all(math.isfinite(b) for b in self.logit_bias.values()), "logit_bias values must be finite numbers")
+        _check(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
 
     @property
     def greedy(self) -> bool:

@@ -69,7 +69,7 @@ def test_a_version_4_config() -> None:
     assert (config.family, config.vocab_size, config.hidden_size, config.num_layers) == ("llama", 128, 64, 2)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert config.rope == RopeConfig(500000.0) and config.rms_norm_eps == 1e-5
-    assert (config.bos_token_id, config.eos_token_ids) == (1, (2, 3))
+    assert config.eos_token_ids == (2, 3)
     assert config.dtype == "bfloat16" and config.quant is None and not config.tie_word_embeddings
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias)
 
@@ -121,8 +121,8 @@ def test_what_transformers_writes(tmp_path: Path, family: str, rope: str) -> Non
 
 def test_quantisation() -> None:
     quant = read(quantization_config=AWQ).quant
-    assert quant == QuantConfig("awq-gemm", 4, 128, True, ("lm_head",))
-    assert read(quantization_config=packed()).quant == QuantConfig("pack-quantized", 4, 32, False, ("lm_head",))
+    assert quant == QuantConfig("awq-gemm", 4, 128, True)
+    assert read(quantization_config=packed()).quant == QuantConfig("pack-quantized", 4, 32, False)
     asymmetric = read(quantization_config=packed({"symmetric": False})).quant
     assert asymmetric is not None and asymmetric.zero_point
 

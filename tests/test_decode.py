@@ -69,6 +69,34 @@ def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str, tie: boo
     assert len(set(ours.token_ids)) > 10, "a text that repeats itself would prove little"
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query": {"num_key_value_heads": 1},
+    "wide heads": {"head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_ar_equals_transformers_for_every_shape_with_a_padded_vocabulary(tmp_path: Path, shape: str) -> None:
+    model: Any = make_checkpoint(tmp_path, vocab=96, layers=2, dtype=torch.float64, seed=8, **SHAPES[shape])
+    beyond = list(range(64, 96))
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "suppress_tokens": beyond}
+    text = model.generate(torch.tensor([PROMPT]), max_new_tokens=60, **options)
+    llm = LLM(tmp_path, dtype=torch.float64, vocab_size=64)
+    ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    assert ours.token_ids == text[0, len(PROMPT) :].tolist()
+    free = LLM(tmp_path, dtype=torch.float64).generate(PROMPT, SamplingParams(temperature=0, max_tokens=60))
+    assert max(free.token_ids) >= 64, "the padded rows would have won somewhere"
+
+
+def test_a_prompt_of_several_chunks(pair: tuple[Path, Path]) -> None:
+    prompt = [(11 * i) % 63 for i in range(300)]
+    sampling = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    plain = make_llm(pair[0]).generate(prompt, sampling)
+    assert make_llm(*pair).generate(prompt, sampling).token_ids == plain.token_ids
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "plan",
@@ -153,16 +181,15 @@ def test_a_drafter_that_fails_midway_changes_nothing(
     assert again.stats.rounds < answer.stats.rounds
 
 
-def test_a_lost_drafter_is_attached_again_with_the_tokens_so_far(pair: tuple[Path, Path]) -> None:
+def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) -> None:
+    """As after a loss: from the tokens so far, of which only some are the prompt's."""
     target, draft = pair
     plain = make_llm(target).generate(PROMPT, SAMPLED).token_ids
     llm = make_llm(target, draft)
     drafter = Expendable(llm.drafter)
     text = [*PROMPT, *plain[:50]]
     drafter.open(7, text, SAMPLED, len(PROMPT))
-    llm.verifier.open(7, PROMPT, SAMPLED)
-    for at, token in enumerate(text[len(PROMPT) - 1 : -1], len(PROMPT) - 1):  # catch the target up, root by root
-        assert llm.verifier.submit(Proposal.root_only(7, 0, at, token)).wait().tokens == (text[at + 1],)
+    llm.verifier.open(7, text, SAMPLED, len(PROMPT))
     tokens: list[int] = []
     for round_ in decode(drafter, llm.verifier):
         tokens += round_.tokens

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from bench.heldout import DEMO, read_prompts
 from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM
 from swiftspec.params import Plan, SamplingParams
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "swiftspec" / "demo"
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 
 
 @functools.cache
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    lines = (ROOT / "bench" / "prompts" / "heldout.jsonl").read_text().splitlines()
-    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines]
+    return read_prompts(AutoTokenizer.from_pretrained(TARGET))
 
 
 def tokens_per_round(llm: LLM, temperature: float, count: int, length: int = 128) -> float:

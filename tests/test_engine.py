@@ -42,6 +42,19 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path
     assert plain.token_ids == answer.token_ids
 
 
+@pytest.mark.parametrize(("bs", "w", "d"), [(3, 1, 8), (4, 1, 8), (8, 2, 16)])
+def test_a_deep_tree_ends_with_the_context_too(path: Path, bs: int, w: int, d: int) -> None:
+    """A narrow tree of a draft that is always right reaches far beyond the last token that fits."""
+    llm = LLM(path, path, Plan("serial", bs, w, d), dtype=torch.float64, max_model_len=CONTEXT)
+    plain = LLM(path, dtype=torch.float64, max_model_len=CONTEXT)
+    sure = SamplingParams(temperature=0.001, seed=1, ignore_eos=True)
+    for length in range(4, 12):
+        prompt = [(7 * i) % 60 for i in range(length)]
+        answer = llm.generate(prompt, sure)
+        assert answer.token_ids == plain.generate(prompt, sure).token_ids
+        assert len(answer.token_ids) == CONTEXT - length
+
+
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 7])
 def test_a_prompt_may_fill_the_context_but_for_one_token(llm: LLM, length: int) -> None:
     answer = llm.generate([i % 60 for i in range(length)], FREE)
@@ -98,6 +111,73 @@ def test_a_stream_closed_midway_leaves_no_trace(llm: LLM) -> None:
     assert longest(llm) == text
 
 
+def test_a_second_stream_ends_the_first(llm: LLM) -> None:
+    text = longest(llm)
+    first = llm.stream([9, 9, 9], FREE)
+    next(first)
+    second = llm.stream(PROMPT, FREE)
+    tokens = list(next(second).token_ids)
+    with pytest.raises(UserError, match="ended by a later one"):
+        next(first)
+    first.close()
+    for chunk in second:
+        tokens += chunk.token_ids
+    assert tokens == text
+
+
+@pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 9])
+def test_an_interrupt_inside_a_forward_leaves_no_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    text, runner, calls = longest(llm), llm.drafter.runner, 0  # type: ignore[attr-defined]
+    forward = runner.model.forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPT, FREE)
+    assert longest(llm) == text
+
+
+@pytest.mark.parametrize("after", [1, 2, 7])
+@pytest.mark.parametrize("failure", [RuntimeError("out of memory"), MemoryError("no memory")])
+def test_a_draft_model_that_fails_is_lost_and_the_text_is_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int, failure: Exception
+) -> None:
+    text, runner, calls = longest(llm), llm.drafter.runner, 0  # type: ignore[attr-defined]
+    forward = runner.model.forward
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= after:
+            raise failure
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", failing)
+        answer = llm.generate(PROMPT, FREE)
+    assert answer.token_ids == text and answer.stats.drafter_lost == str(failure)
+
+
+def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, runner = longest(llm), llm.drafter.runner  # type: ignore[attr-defined]
+    forward = runner.model.forward
+
+    def overflowing(*args: Any, **kwargs: Any) -> Any:
+        logits = forward(*args, **kwargs)
+        return None if logits is None else logits.fill_(float("nan"))
+
+    monkeypatch.setattr(runner.model, "forward", overflowing)
+    answer = llm.generate(PROMPT, FREE)
+    assert answer.token_ids == text and answer.stats.rounds == len(text)
+
+
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -137,6 +217,9 @@ def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
         ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 1.5}, "min_p"),
+        ({"temperature": 1e-40}, "temperature"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"logit_bias": {1: 1e39}}, "logit_bias"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"presence_penalty": 3.0}, "presence_penalty"),
         ({"seed": -1}, "seed"),

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.ops import reference
-from swiftspec.spec.kv_cache import POISON, KVCache
+from swiftspec.spec.kv_cache import KVCache
 
 CAPACITY = 40
+POISON = 1e4  # in every slot that is free
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -19,6 +20,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = KVCache(2, 1, 2, CAPACITY, reference.move_kv, sequences=2, dtype=torch.float64)
+        self._poison()
         self.prefix: list[list[float]] = [[], []]
         self.tree: list[float] = []
         self.next = 1.0

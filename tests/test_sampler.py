@@ -2,11 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftspec import _C
 from swiftspec.params import SamplingParams
 from swiftspec.spec.sampler import History, PositionNoise, Sampler, gumbel, noise_bits, row_key, top_p
 
@@ -17,6 +19,19 @@ def test_noise_is_pinned() -> None:
     """The integers are part of the contract: another backend, or a later version, must give the same text."""
     assert row_key(2**40 + 5, 3, 77) == 2844048377
     assert noise_bits(2**40 + 5, 3, [77], 4).tolist() == [[3130501025, 2880942344, 4270514305, 2775747551]]
+
+
+@given(
+    st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)
+)
+def test_noise_is_that_of_the_native_extension(seed: int, stream: int, positions: list[int]) -> None:
+    ours = noise_bits(seed, stream, positions, V).numpy()
+    where, native = np.array(positions, dtype=np.int32), np.zeros((len(positions), V), dtype=np.uint32)
+    _C.noise_bits(seed, stream, where.ctypes.data, len(positions), V, native.ctypes.data)
+    assert (ours == native).all()
+    bits = int(native[0, 0])
+    exact = gumbel(torch.tensor([bits], dtype=torch.uint32), torch.float64)
+    assert float(exact) == pytest.approx(_C.gumbel64(bits), abs=1e-12)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
@@ -47,7 +62,7 @@ def test_blocks_of_noise_equal_rows_made_one_by_one(asks: list[tuple[int, int]])
     noise = PositionNoise(3, V, "cpu")
     for low, span in asks:
         positions = torch.tensor([low, low + span])
-        rows = noise.rows(positions, low, low + span, torch.float64)
+        rows = noise.rows(positions, torch.float64)
         alone = gumbel(noise_bits(3, 0, positions.tolist(), V), torch.float64)
         assert torch.equal(rows, alone)
 
@@ -56,7 +71,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
     sampler = Sampler(SamplingParams(temperature=0.7, seed=5), [0], 4, "cpu")
     n = 20_000
-    tokens = sampler.draw(logits.expand(n, 4), None, torch.arange(n), 0, n)
+    tokens = sampler.draw(logits.expand(n, 4), None, torch.arange(n))
     observed = torch.bincount(tokens, minlength=4).double()
     expected = (logits[0].double() / 0.7).softmax(-1) * n
     assert ((observed - expected) ** 2 / expected).sum() < 16.3  # chi-square, 3 degrees of freedom, 0.1 %
@@ -65,8 +80,8 @@ def test_draws_follow_the_distribution() -> None:
 def test_draws_depend_on_position_not_on_the_row() -> None:
     sampler = Sampler(SamplingParams(seed=11), [0], V, "cpu")
     logits = torch.randn(1, V, dtype=torch.float64).expand(4, V)
-    there = sampler.draw(logits, None, torch.tensor([9, 4, 9, 7]), 4, 9)
-    again = Sampler(SamplingParams(seed=11), [0], V, "cpu").draw(logits[:1], None, torch.tensor([9]), 9, 9)
+    there = sampler.draw(logits, None, torch.tensor([9, 4, 9, 7]))
+    again = Sampler(SamplingParams(seed=11), [0], V, "cpu").draw(logits[:1], None, torch.tensor([9]))
     assert there[0] == there[2] == again[0]
 
 
@@ -147,10 +162,18 @@ def test_children_are_ranked_by_the_targets_noise_when_coupled() -> None:
     logits = torch.randn(6, V, dtype=torch.float64)
     sampler = Sampler(SamplingParams(temperature=1.2, seed=9), [0], V, "cpu")
     positions = torch.arange(20, 26)
-    drawn = sampler.draw(logits, None, positions, 20, 25)
-    tokens, logprobs = sampler.children(logits, None, positions, 20, 25, k=4, tau=0.5)
+    drawn = sampler.draw(logits, None, positions)
+    tokens, logprobs = sampler.children(logits, None, positions, k=4, tau=0.5)
     assert torch.equal(tokens[:, 0], drawn) and (logprobs <= 0).all()
-    tokens, logprobs = sampler.children(logits, None, positions, 20, 25, k=4, tau=None)
+    tokens, logprobs = sampler.children(logits, None, positions, k=4, tau=None)
     expected = (logits / 1.2).log_softmax(-1).topk(4)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(logprobs, expected.values)
+
+
+def test_a_draft_without_an_opinion_has_dead_children() -> None:
+    logits = torch.full((2, V), float("nan"))
+    logits[1] = torch.randn(V)
+    sampler = Sampler(SamplingParams(temperature=0), [0], V, "cpu")
+    _, logprobs = sampler.children(logits, None, torch.arange(2), k=4, tau=None)
+    assert (logprobs[0] == -math.inf).all() and torch.isfinite(logprobs[1]).all()

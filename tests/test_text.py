@@ -1,12 +1,13 @@
 """Tokens to text and back: exact whatever the pieces."""
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from swiftspec.engine import Chunk
 from swiftspec.errors import UserError
@@ -122,7 +123,11 @@ def test_stop_strings_do_not_depend_on_the_pieces() -> None:
             else:  # nothing is shown that a stop string may still claim, and nothing else is held back
                 held = text[shown:at]
                 assert held == "" or any(stop.startswith(held) for stop in stops)
-                assert not any(len(stop) > n > at - shown and stop.startswith(text[at - n : at]) for stop in stops for n in range(at + 1))
+                assert not any(
+                    len(stop) > n > at - shown and stop.startswith(text[at - n : at])
+                    for stop in stops
+                    for n in range(at + 1)
+                )
 
 
 class Chunks:
@@ -148,7 +153,9 @@ def chunk(codec: TextCodec, accepted: str, target: str, reason: str | None = Non
 
 
 def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> None:
-    chunks = Chunks(chunk(byte_level, "def add", "("), chunk(byte_level, "", "a"), chunk(byte_level, ", b", ")", "length"))
+    chunks = Chunks(
+        chunk(byte_level, "def add", "("), chunk(byte_level, "", "a"), chunk(byte_level, ", b", ")", "length")
+    )
     stream = TextStream(chunks, byte_level)
     expected = [("def add", True), ("(", False), ("a", False), (", b", True), (")", False)]
     assert list(stream) == [Piece(*one) for one in expected]
@@ -158,7 +165,9 @@ def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> 
 
 
 def test_a_stop_string_cuts_text_and_tokens(byte_level: TextCodec) -> None:
-    chunks = Chunks(chunk(byte_level, "a + b", "\n"), chunk(byte_level, "\nclass R", "e"), chunk(byte_level, "", "x", "length"))
+    chunks = Chunks(
+        chunk(byte_level, "a + b", "\n"), chunk(byte_level, "\nclass R", "e"), chunk(byte_level, "", "x", "length")
+    )
     stream = TextStream(chunks, byte_level, ["\n\nclass"])
     shown = "".join(piece.text for piece in stream)
     assert shown == stream.text == "a + b"
@@ -195,8 +204,6 @@ def test_chat_template_and_special_tokens(byte_level: TextCodec) -> None:
 
 def test_bos_once_only(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer.post_processor = TemplateProcessing(single=f"{BOT} $A", special_tokens=[(BOT, 2)])
     codec = TextCodec(write_tokenizer(tmp_path, tokenizer, BOT + "{{ messages[0].content }}", bos_token=BOT))
     assert codec.encode("a")[0] == 2
@@ -204,8 +211,6 @@ def test_bos_once_only(tmp_path: Path) -> None:
 
 
 def test_it_is_the_tokenizer_that_transformers_takes(byte_level: TextCodec) -> None:
-    from transformers import AutoTokenizer
-
     (byte_level.path / "config.json").write_text('{"model_type": "llama"}')
     theirs = AutoTokenizer.from_pretrained(byte_level.path)
     assert type(theirs) is type(byte_level.tokenizer)
@@ -217,7 +222,11 @@ def test_it_is_the_tokenizer_that_transformers_takes(byte_level: TextCodec) -> N
 def test_no_template_and_bad_templates(tmp_path: Path, byte_fallback: TextCodec) -> None:
     with pytest.raises(UserError, match="no chat template: continue plain text with --raw"):
         byte_fallback.encode_chat([{"role": "user", "content": "a"}])
-    for name, template in (("syntax", "{% if %}"), ("refuses", "{{ raise_exception('no\nway') }}"), ("missing", "{{ a.b.c }}")):
+    for name, template in (
+        ("syntax", "{% if %}"),
+        ("refuses", "{{ raise_exception('no\nway') }}"),
+        ("missing", "{{ a.b.c }}"),
+    ):
         codec = TextCodec(write_tokenizer(tmp_path / name, byte_level_tokenizer(), template))
         with pytest.raises(UserError, match="the chat template failed") as caught:
             codec.encode_chat([{"role": "user", "content": "a"}])
@@ -248,7 +257,6 @@ def damage(folder: Path, name: str, content: str) -> Path:
 
 def test_broken_tokenizers(tmp_path: Path) -> None:
     whole = Tokenizer.to_str(byte_level_tokenizer())
-    config = json.dumps({"tokenizer_class": "NoSuchTokenizer"})
     folders = [
         damage(tmp_path / "cut", "tokenizer.json", whole[:500]),
         damage(tmp_path / "empty", "tokenizer.json", ""),
@@ -256,7 +264,6 @@ def test_broken_tokenizers(tmp_path: Path) -> None:
         damage(tmp_path / "list", "tokenizer_config.json", "[]"),
         tmp_path,
     ]
-    damage(tmp_path / "class", "tokenizer_config.json", config)
     for folder in folders:
         with pytest.raises(UserError, match="the tokenizer cannot be read") as caught:
             TextCodec(folder)

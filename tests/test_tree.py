@@ -65,9 +65,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reroot(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.nodes) - 1))
-        root = self.nodes[index]
-        if root.weight == NEG_INF:
-            return
+        root = self.nodes[index]  # it may be dead: the target takes what the draft's filter forbids
         old = self.nodes[0]
         path = root.ancestry()[:-1]
         above, keep = self.tree.reroot(index)
@@ -77,8 +75,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert keep == [n.slot for n in survivors]
         for slot, node in enumerate(survivors):
             node.slot = slot
-        for node in self.nodes:
-            node.weight -= root.weight if node is not root else 0.0
+        for node in self.nodes[1:]:
+            node.weight -= root.weight
         root.weight, root.parent, self.used = 0.0, None, len(survivors)
         assert old is root or path[0] is old
 

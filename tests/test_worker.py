@@ -9,12 +9,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.batch import Batch, Proposal, VerifyResult
+from swiftspec.engine import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.ops import reference
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.spec.kv_cache import POISON
+from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.drafter import LocalDrafter
 from swiftspec.worker.runner import PREFILL_CHUNK, Runner
 from swiftspec.worker.verifier import LocalVerifier
@@ -23,6 +25,8 @@ from tests.tiny import make_checkpoint
 VOCAB = 40
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TREE = 60
+GREEDY = SamplingParams(temperature=0)
+POISON = 1e4  # in every free slot: a read that should not happen shows
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     make_checkpoint(path, family="llama", vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
     return path
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path) -> list[int]:
+    """The prompt and what the target makes of it."""
+    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    return PROMPT + LLM(checkpoint, dtype=torch.float64).generate(PROMPT, sampling).token_ids
 
 
 def make_runner(path: Path, context: int = 400) -> Runner:
@@ -80,7 +91,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
 def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
     plan = Plan(verify_batch=5, draft_leaves=data.draw(st.integers(1, 4)), draft_steps=data.draw(st.integers(1, 3)))
     drafter, oracle = LocalDrafter(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
-    drafter.open(1, PROMPT, SamplingParams(temperature=0), len(PROMPT))
+    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
     verified = list(PROMPT)
     proposal = drafter.propose()
     for round_ in range(data.draw(st.integers(1, 5))):
@@ -110,21 +121,61 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_target_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
+def test_target_cache_holds_the_truth(checkpoint: Path, truth: list[int], data: st.DataObject) -> None:
+    """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
     verifier, oracle = LocalVerifier(make_runner(checkpoint), VOCAB), Oracle(checkpoint)
-    verifier.open(1, PROMPT, SamplingParams(temperature=1.5, seed=2))
+    verifier.open(1, PROMPT, GREEDY, len(PROMPT))
     verified = list(PROMPT)
     for round_ in range(4):
-        size = data.draw(st.integers(1, 8))
-        parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, size)))
-        tokens = (verified[-1], *(data.draw(st.integers(0, VOCAB - 1)) for _ in range(1, size)))
+        tokens, parents, path = [verified[-1]], [-1], [0]
+        for token in truth[len(verified) : len(verified) + data.draw(st.integers(0, 4))]:
+            for _ in range(data.draw(st.integers(0, 2))):  # in between, nodes that the target will not take
+                parents.append(data.draw(st.integers(0, len(tokens) - 1)))
+                tokens.append(VOCAB)
+            parents.append(path[-1])
+            path.append(len(tokens))
+            tokens.append(token)
+        wrong = next(t for t in range(VOCAB) if t not in truth[len(verified) : len(verified) + 6])
+        tokens = [token if token < VOCAB else wrong for token in tokens]
+        result = verifier.submit(Proposal(1, round_, len(verified) - 1, tuple(tokens), tuple(parents))).wait()
+        assert list(result.tokens) == truth[len(verified) : len(verified) + len(result.tokens)]
+        assert len(result.path) >= len(path)
         poison_free(verifier.runner)
-        result = verifier.submit(Proposal(1, round_, len(verified) - 1, tokens, parents)).wait()
         verified += result.tokens
         cache = verifier.runner.cache
         assert cache.prefix_len == [len(verified) - 1] and cache.tree_len == 0
         for slot in range(len(PROMPT) - 1, cache.prefix_len[0]):
             oracle.check(verifier.runner, slot, verified[: slot + 1])
+
+
+def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
+    """Every draft row is a verified token's or a node's, once: rows run = slots ever handed out."""
+    runner = make_runner(checkpoint)
+    rows, forward = 0, runner.model.forward
+
+    def count(batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor | None:
+        nonlocal rows
+        rows += len(batch)
+        return forward(batch, cache, head=head)
+
+    runner.model.forward = count  # type: ignore[method-assign]
+    drafter = LocalDrafter(runner, Plan(verify_batch=4, draft_leaves=3, draft_steps=2), VOCAB)
+    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
+    assert rows == len(PROMPT) - 1
+    drafter.propose()
+    at, reused = len(PROMPT), 0
+    for round_ in range(12):
+        before, tokens = rows, truth[at : at + 1 + round_ % 3]
+        kept = runner.cache.prefix_len[0] + runner.cache.tree_len
+        drafter.observe(VerifyResult(1, round_, at - 1, tuple(range(len(tokens))), tuple(tokens)))
+        at += len(tokens)
+        after = runner.cache.prefix_len[0] + runner.cache.tree_len
+        grown = rows - before  # with what survived, these are all the slots in use: no row ran for a slot that had KV
+        survived = after - grown
+        assert 0 <= survived <= kept
+        reused += survived - (at - 1 - len(tokens))
+        assert grown <= 2 * 3 + len(tokens)
+    assert reused > 0
 
 
 def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
@@ -138,9 +189,9 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> No
 
 
 def test_a_full_tree_region_stops_growth_and_nothing_else(checkpoint: Path) -> None:
-    """bs = 1 accepts nothing but roots, so the tree of a sure draft outgrows its region."""
+    """Expanding on and on without a result, as a drafter does whose target is slow."""
     drafter = LocalDrafter(make_runner(checkpoint), Plan(verify_batch=2, draft_leaves=8, draft_steps=8), VOCAB)
-    drafter.open(1, PROMPT, SamplingParams(temperature=0), len(PROMPT))
+    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
     drafter.propose()
     for _ in range(20):
         drafter.expand()

@@ -1,4 +1,4 @@
-"""A target and a draft that speak gibberish, with a tokenizer and a chat template: whole model directories in no time."""
+"""A target and a draft that speak gibberish, with tokenizer and chat template: whole model directories in no time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 END, USER, BOT = SPECIAL = ("<|end|>", "<|user|>", "<|bot|>")
-CORPUS = ("def add(a, b):\n    return a + b\n", "class Reader:\n    def read(self):\n        return self.text\n", "für été 中文")
+CORPUS = (
+    "def add(a, b):\n    return a + b\n",
+    "class Reader:\n    def read(self):\n        return self.text\n",
+    "für été 中文",
+)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + ('user' if m.role == 'user' else 'bot') + '|>' + m.content + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
@@ -36,8 +40,23 @@ def byte_level_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
 
 def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2 has it: ▁ for a space, <0xE2> for a byte without a token of its own."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁def", "▁a", "a", "b", "é", ".", "�"]
-    tokenizer = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "▁def",
+        "▁a",
+        "a",
+        "b",
+        "é",
+        ".",
+        "�",
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -80,7 +99,9 @@ def random_weights(seed: int) -> dict[str, torch.Tensor]:
     shapes |= {"mlp.down_proj": (HIDDEN, inner)}
     weights = {f"model.layers.0.{name}.weight": shape for name, shape in shapes.items()}
     weights |= {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
-    drawn = {n: torch.randn(s, generator=noise) * (1.0 if "embed" in n else 2 / s[1] ** 0.5) for n, s in weights.items()}
+    drawn = {
+        n: torch.randn(s, generator=noise) * (1.0 if "embed" in n else 2 / s[1] ** 0.5) for n, s in weights.items()
+    }
     norms = ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm")
     return drawn | {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
 

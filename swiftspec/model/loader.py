@@ -37,10 +37,6 @@ class Tensors:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def names(self) -> list[str]:
-        """Every tensor's name, sorted."""
-        return sorted(self._where)
-
     def left(self) -> list[str]:
         """The names that nobody has taken, sorted."""
         return sorted(self._left)

@@ -87,12 +87,7 @@ class Transformer:
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        self.config, self.device, self.dtype, self.max_positions = (
-            config,
-            torch.device(device),
-            dtype,
-            max_positions,
-        )
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
         self._ops = ops
         self._embedding = weights.embedding.to(device, dtype)
         self._layers = [self._pack(layer) for layer in weights.layers]

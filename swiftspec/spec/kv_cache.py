@@ -8,8 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-POISON = 1e4  # fills slots nobody has written: a read that should not happen shows, and stays finite when masked
-
 MoveKV = Callable[[Tensor, Tensor, int, Tensor, int], None]
 
 
@@ -34,8 +32,10 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         shape = (layers, sequences, kv_heads, capacity, head_dim)
-        self.k = torch.full(shape, POISON, dtype=dtype, device=device)
-        self.v = torch.full(shape, POISON, dtype=dtype, device=device)
+        # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free slot
+        # is finite, as it must be: a masked NaN would still spoil a sum.
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.capacity = capacity
         self.prefix_len = [0] * sequences
         self.tree_len = 0

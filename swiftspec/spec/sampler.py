@@ -65,7 +65,7 @@ def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class PositionNoise:
-    """Gumbel rows by position, made in blocks: a round asks for the same few positions on both models."""
+    """Gumbel rows by position, made in blocks: the nodes of a tree share a few positions, round after round."""
 
     BLOCK = 32
 
@@ -74,8 +74,9 @@ class PositionNoise:
         self._first = 0
         self._block = torch.empty(0, vocab)
 
-    def rows(self, positions: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-        """[n, V] noise of `positions` [n], all in low..high (known to the host, so nothing waits for a device)."""
+    def rows(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """[n, V] noise of `positions` [n]."""
+        low, high = (int(bound) for bound in positions.aminmax())
         end = self._first + self._block.shape[0]
         if not (self._first <= low and high < end) or self._block.dtype != dtype:
             self._first = low
@@ -157,13 +158,11 @@ class Sampler:
         counts = counts.to(logits.dtype)
         return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
-    def draw(
-        self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor, low: int, high: int
-    ) -> Tensor:
-        """The target's tokens [n] after rows at `positions` [n] (in low..high), from raw logits [n, >= V]."""
+    def draw(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor) -> Tensor:
+        """The target's tokens [n] after rows at `positions` [n], from raw logits [n, >= V]."""
         shaped = self.shape(logits, paths)
         if not self.params.greedy:
-            shaped = shaped + self.noise.rows(positions + 1, low + 1, high + 1, shaped.dtype)
+            shaped = shaped + self.noise.rows(positions + 1, shaped.dtype)
         return shaped.argmax(-1)
 
     def children(
@@ -171,8 +170,6 @@ class Sampler:
         logits: Tensor,
         paths: Sequence[Sequence[int]] | None,
         positions: Tensor,
-        low: int,
-        high: int,
         *,
         k: int,
         tau: float | None,
@@ -184,12 +181,13 @@ class Sampler:
         """
         shaped = self.shape(logits, paths)
         if tau is not None and not self.params.greedy:
-            shaped = (shaped + self.noise.rows(positions + 1, low + 1, high + 1, shaped.dtype)) / tau
+            shaped = (shaped + self.noise.rows(positions + 1, shaped.dtype)) / tau
         best = shaped.topk(min(k, self.vocab))
         top = best.values[:, :1]
         total = (shaped - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, whose maximum is at hand
-        # Rounding must not lift a sure child above 0: the tree counts on children never outweighing their parents.
-        return best.indices, (best.values - total).clamp_max_(0)
+        # The tree counts on children never outweighing their parents: rounding must not lift a sure one above 0, and a
+        # draft whose logits overflow has no opinion.
+        return best.indices, (best.values - total).nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:

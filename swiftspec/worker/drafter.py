@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from swiftspec.spec.tree import DraftTree
 from swiftspec.worker.runner import Runner
 
 T = TypeVar("T")
+FAILURES = (DrafterLost, RuntimeError, MemoryError)  # torch reports a failed device or a full memory as RuntimeError
 
 
 class Drafter(Protocol):
@@ -87,14 +89,15 @@ class Expendable:
         return self._guard(lambda: self._drafter.observe(result), lambda: self._none.observe(result))
 
     def close(self) -> None:
-        self._guard(self._drafter.close, self._none.close)
+        with contextlib.suppress(*FAILURES):
+            self._drafter.close()
 
     def _guard(self, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
         if self.lost is None:
             try:
                 return ask()
-            except DrafterLost as error:
-                self.lost = str(error)
+            except FAILURES as error:
+                self.lost = str(error) or type(error).__name__
         return otherwise()
 
 
@@ -128,8 +131,6 @@ class LocalDrafter:
     def propose(self) -> Proposal:
         for _ in range(self._plan.draft_steps):
             self.expand()
-        if self.tree.count < self._plan.verify_batch:  # the paper's rule: too few nodes, one expansion more
-            self.expand()
         _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch)
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
 
@@ -148,7 +149,8 @@ class LocalDrafter:
 
     def expand(self) -> None:
         """One expansion: a forward on the best w leaves, and their best k children into the tree."""
-        if self.tree.room(self._plan.children) < self._plan.draft_leaves:
+        room = min(self.tree.room(self._plan.children), self.runner.cache.room - len(self.pending))
+        if room < self._plan.draft_leaves:
             return
         leaves = self.tree.best_leaves(self._plan.draft_leaves)
         if len(leaves.nodes) == 0:
@@ -163,8 +165,6 @@ class LocalDrafter:
             logits,
             paths,
             leaves.depths + self._root_at,
-            self._root_at,
-            self._root_at + self.tree.expanded,
             k=self._plan.children,
             tau=self._plan.tau if self._plan.coupled else None,
         )

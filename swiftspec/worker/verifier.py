@@ -24,8 +24,8 @@ class Pending(Protocol):
 class Verifier(Protocol):
     """Verifies proposals on the target model, one at a time."""
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
-        """Prefills the prompt `tokens`, of which the last is the first root."""
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output."""
         ...
 
     def submit(self, proposal: Proposal) -> Pending:
@@ -44,8 +44,9 @@ class LocalVerifier:
         self.runner = runner
         self._vocab = vocab
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams) -> None:
-        self._sampler = Sampler(sampling, tokens, self._vocab, self.runner.model.device)
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, self.runner.model.device)
+        self._sampler.observe(tokens[prompt_len:])
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
 
@@ -62,8 +63,7 @@ class LocalVerifier:
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(torch.tensor(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
-        low = proposal.prefix_len
-        sampled = self._sampler.draw(logits, paths, depths.to(logits.device) + low, low, low + len(proposal.tokens))
+        sampled = self._sampler.draw(logits, paths, depths.to(logits.device) + proposal.prefix_len)
         path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
         self.runner.cache.commit(path)
         self._sampler.observe(tokens)

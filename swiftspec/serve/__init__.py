@@ -1,0 +1,1 @@
+"""Everything a person touches: the command, the settings, the chat."""

@@ -1,0 +1,108 @@
+"""What one answer cost, as one JSON object: our fields, llama.cpp's `timings`, vLLM's `metrics`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from swiftspec.params import Plan
+
+if TYPE_CHECKING:
+    from swiftspec.engine import Stats
+
+Json = dict[str, Any]
+
+
+def summary(
+    *, model: str, draft_model: str | None, plan: Plan, stats: Stats, text: str, token_ids: Sequence[int],
+    prompt_token_ids: Sequence[int], finish_reason: str,
+) -> Json:  # fmt: skip
+    """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
+    return {
+        "model": model,
+        "draft_model": draft_model,
+        "text": text,
+        "token_ids": list(token_ids),
+        "prompt_token_ids": list(prompt_token_ids),
+        "finish_reason": finish_reason,
+        "usage": {
+            "prompt_tokens": len(prompt_token_ids),
+            "completion_tokens": len(token_ids),
+            "total_tokens": len(prompt_token_ids) + len(token_ids),
+        },
+        "timings": timings(stats, len(token_ids)),
+        "metrics": metrics(plan, stats, len(token_ids)),
+    }
+
+
+def timings(stats: Stats, tokens: int) -> Json:
+    """llama.cpp's names. Times in milliseconds."""
+    return {
+        "prompt_n": stats.prompt_tokens,
+        "prompt_ms": _ms(stats.prompt_time),
+        "predicted_n": tokens,
+        "predicted_ms": _ms(stats.decode_time),
+        "predicted_per_second": _share(tokens, stats.decode_time),
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+    }
+
+
+def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
+    """vLLM's shape, and ours besides: mode, split, target_busy, drafter_lost. Acceptance counts whole rounds, so a stop
+    inside the last round leaves it as it was. `target_busy`: the share of the decode time in the target's forwards."""
+    return {
+        "time_to_first_token_ms": _ms(stats.first_token_time),
+        "generation_time_ms": _ms(stats.decode_time),
+        "tokens_per_second": _share(tokens, stats.decode_time),
+        "speculative_decoding": speculative_decoding(plan, stats),
+        "mode": plan.mode,
+        "split": {"target_tp": 1, "draft_tp": 0 if plan.mode == "ar" else 1},
+        "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
+        "drafter_lost": stats.drafter_lost,
+    }
+
+
+def speculative_decoding(plan: Plan, stats: Stats) -> Json:
+    """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens."""
+    most = 0 if plan.mode == "ar" else plan.verify_batch - 1
+    histogram = stats.histogram + [0] * (most + 1 - len(stats.histogram))
+    return {
+        "mean_acceptance_length": mean_acceptance_length(stats),
+        "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
+        "num_spec_steps": stats.rounds,
+        "num_draft_tokens": stats.drafted,
+        "num_accepted_draft_tokens": stats.accepted,
+        "num_spec_tokens": most,
+        "acceptance_histogram": histogram,
+    }
+
+
+def mean_acceptance_length(stats: Stats) -> float:
+    """Tokens per target forward, the bonus token counted; 0 before the first round."""
+    return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
+
+
+def footer(stats: Stats, tokens: int) -> str:
+    """`312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`."""
+    speed = _share(tokens, stats.decode_time)
+    parts = [
+        f"{tokens} tok",
+        f"{speed:.0f} tok/s" if speed >= 10 else f"{speed:.2g} tok/s",
+        f"TTFT {stats.first_token_time * 1e3:.0f} ms",
+        f"{mean_acceptance_length(stats):.1f} tok/round",
+    ]
+    if stats.drafter_lost is not None:
+        parts.append(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
+    return ", ".join(parts)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)
+
+
+def _share(part: float, whole: float) -> float:
+    """part / whole, 0 where that is no number."""
+    value = part / whole if whole > 0 else 0.0
+    return value if math.isfinite(value) else 0.0

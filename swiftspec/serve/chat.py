@@ -1,0 +1,279 @@
+"""The chat in a terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
+
+from swiftspec.errors import UserError
+from swiftspec.serve import answer
+from swiftspec.serve.session import Session, open_session
+from swiftspec.serve.settings import SAMPLING, STOPPING, Flag, Settings, explain
+from swiftspec.serve.terminal import ACCEPTED, Interrupt, Painter, Phases, visible
+
+if TYPE_CHECKING:
+    from swiftspec.serve.stream import TextStream
+
+HELP = """\
+/set NAME VALUE   a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` takes it back
+/set              what is set now
+/stats [on|off]   the line after each answer; /stats last: everything about the last answer as JSON
+/clear            forget the conversation
+/help             this page
+/quit             leave (Ctrl-D, or Ctrl-C twice, do too)
+Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps what came."""
+ROOM = 256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
+
+
+def run(settings: Settings) -> int:
+    """Opens the models and talks until the user leaves. Returns the exit code."""
+    phases = Phases()
+    try:
+        session = open_session(settings, phases, warm_up=True)
+    finally:
+        phases.close()
+    if not settings.raw and not session.codec.has_template:
+        raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
+    chat = Chat(session, settings, Console(highlight=False), line_reader())
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
+    try:
+        chat.run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return 0
+
+
+def line_reader() -> Callable[[], str]:
+    """Asks for one message. Raises EOFError on Ctrl-D, KeyboardInterrupt on Ctrl-C with nothing typed."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation="... ")
+    return session.prompt
+
+
+class Chat:
+    """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says."""
+
+    def __init__(self, session: Session, settings: Settings, console: Console, ask: Callable[[], str]) -> None:
+        self._session = session
+        self._settings = settings
+        self._given = settings.model_copy(deep=True)
+        self._console = console
+        self._ask = ask
+        self._painter = Painter(console)
+        self._history: list[dict[str, str]] = []
+        self._show_stats = True
+        self._last: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Reads and answers until the user leaves."""
+        self._banner()
+        leaving = False
+        while True:
+            try:
+                text = self._ask()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if leaving:
+                    return
+                leaving = True
+                self._note("Ctrl-C once more, or Ctrl-D, leaves")
+                continue
+            leaving = False
+            try:
+                if not self.take(text):
+                    return
+            except UserError as error:
+                self._note(f"error: {error}", "red")
+            except KeyboardInterrupt:  # before the answer had begun
+                self._note("stopped")
+
+    def take(self, text: str) -> bool:
+        """Handles one message or command; False means to leave. Raises UserError on what cannot be done."""
+        if not text.strip():
+            return True
+        if not text.startswith("/") or "\n" in text.strip():
+            self._answer(text)
+            return True
+        command, _, rest = text.strip().partition(" ")
+        rest = rest.strip()
+        match command:
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/help" | "/?":
+                self._console.print(Text(HELP))
+            case "/clear":
+                self._history.clear()
+                self._note("the conversation is forgotten")
+            case "/set":
+                self._set(rest)
+            case "/stats":
+                self._stats(rest)
+            case _:
+                raise UserError(f"no command {command}; /help lists them")
+        return True
+
+    def _answer(self, text: str) -> None:
+        before = list(self._history)
+        with Interrupt() as interrupt:
+            try:
+                if self._settings.raw:
+                    prompt = self._session.encode(text, self._settings)
+                else:
+                    self._history.append({"role": "user", "content": text})
+                    prompt = self._fit()
+                stream = self._stream(prompt, interrupt)
+            except BaseException:
+                self._history = before
+                raise
+        if not self._settings.raw:
+            if stream.text:
+                self._history.append({"role": "assistant", "content": stream.text})
+            else:
+                self._history.pop()  # a question without an answer would break the turns
+        self._after(stream, prompt)
+
+    def _stream(self, prompt: list[int], interrupt: Interrupt) -> TextStream:
+        stream = self._session.answer(prompt, self._settings, interrupt.watch)
+        try:
+            for piece in stream:
+                self._painter.write(piece.text, piece.accepted)
+        except KeyboardInterrupt:
+            pass  # while the prompt was read, or pressed twice
+        for piece in stream.rest():
+            self._painter.write(piece.text, piece.accepted)
+        return stream
+
+    def _after(self, stream: TextStream, prompt: list[int]) -> None:
+        if stream.text and not stream.text.endswith("\n"):
+            self._console.print()
+        stats, llm = self._session.llm.stats, self._session.llm
+        self._last = answer.summary(
+            model=self._session.model, draft_model=self._session.draft_model, plan=llm.plan, stats=stats,
+            text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
+            finish_reason=stream.finish_reason or "abort",
+        )  # fmt: skip
+        if self._show_stats:
+            stopped = "" if stream.finish_reason is not None else "stopped, "
+            self._note(stopped + answer.footer(stats, len(stream.token_ids)))
+        elif stats.drafter_lost is not None:
+            self._note(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
+        self._console.print()
+
+    def _fit(self) -> list[int]:
+        """The conversation as tokens, the oldest turns dropped until there is room for an answer."""
+        limit = self._session.llm.max_model_len
+        room = min(self._settings.max_tokens or ROOM, limit // 4)
+        dropped = 0
+        while True:
+            prompt = self._session.encode_chat(self._history)
+            if len(prompt) + room <= limit or len(self._history) == 1:
+                break
+            del self._history[:2]
+            dropped += 1
+        if dropped:
+            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self._note(f"the oldest {turns} dropped: the context holds {limit} tokens")
+        return prompt
+
+    def _set(self, rest: str) -> None:
+        if not rest:
+            self._show_settings()
+            return
+        name, _, value = rest.partition(" ")
+        name, value = name.lstrip("-").replace("-", "_"), value.strip()
+        if name not in _settable():
+            raise UserError(f"cannot set {name!r} here; what can be set: {', '.join(_settable())}")
+        if not value:
+            raise UserError(f"/set {name} needs a value, or `default`")
+        try:
+            setattr(self._settings, name, getattr(self._given, name) if value == "default" else value)
+        except ValidationError as error:
+            raise UserError(explain(error)) from None
+        self._note(f"{name} = {self._effective(name)!r}")
+
+    def _show_settings(self) -> None:
+        for name in _settable():
+            self._console.print(Text(f"{name:20} {self._effective(name)!r}"))
+
+    def _effective(self, name: str) -> object:
+        value = getattr(self._settings.sampling(self._session.defaults), name)
+        return list(value) if isinstance(value, tuple) else value
+
+    def _stats(self, rest: str) -> None:
+        if rest in ("on", "off"):
+            self._show_stats = rest == "on"
+            self._note(f"stats are {rest}")
+        elif rest not in ("", "last"):
+            raise UserError(f"/stats takes on, off or last, not {rest!r}")
+        elif self._last is None:
+            self._note("no answer yet")
+        else:
+            shown = {name: self._last[name] for name in ("finish_reason", "usage", "timings", "metrics")}
+            self._console.print(Text(_table(shown)))
+
+    def _banner(self) -> None:
+        session, plan = self._session, self._session.llm.plan
+        target, draft = _short(session.model), _short(session.draft_model)
+        if session.embedded:
+            target = "the embedded code model"
+            self._console.print(
+                Text(
+                    "This is a small code model, so chat on it is code completion: type the beginning of some Python,"
+                    " such as\n    def read_lines(path):",
+                    "bold",
+                )
+            )
+        pair = target if draft is None else f"{target}, guesses by {draft}"
+        self._note(
+            f"{pair}; mode {plan.mode}, {session.dtype}, {session.threads} threads,"
+            f" context {session.llm.max_model_len}" + (", raw: no chat template" if self._settings.raw else "")
+        )
+        if plan.mode != "ar":
+            sample = Text("Tokens that the draft guessed right look ", "dim")
+            self._console.print(sample + Text("like this", ACCEPTED) + Text(".", "dim"))
+        self._note("/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
+
+    def _note(self, text: str, style: str = "dim") -> None:
+        self._console.print(Text(visible(text), style), soft_wrap=True)
+
+
+def _settable() -> Iterator[str]:
+    for name, field in Settings.model_fields.items():
+        if any(isinstance(item, Flag) and item.group in (SAMPLING, STOPPING) for item in field.metadata):
+            yield name
+
+
+def _short(name: str | None) -> str | None:
+    """A hub id as it is, of a path the last two parts."""
+    return None if name is None else "/".join(name.rstrip("/").split("/")[-2:])
+
+
+def _table(value: Any, indent: str = "") -> str:
+    """JSON with a line for each value, lists on one line."""
+    if isinstance(value, dict):
+        deeper = indent + "  "
+        lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_table(item, deeper)}" for key, item in value.items())
+        return f"{{\n{lines}\n{indent}}}"
+    return json.dumps(round(value, 3) if isinstance(value, float) else value)

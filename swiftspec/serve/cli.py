@@ -1,0 +1,108 @@
+"""The command line: one flag per setting, generated from Settings, and what belongs to a single run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, get_origin
+
+from pydantic.fields import FieldInfo
+
+from swiftspec import __version__
+from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name, load
+
+ABOUT = """\
+Decode one request as fast as this machine allows: a small draft model guesses a tree of tokens, the target checks it,
+and the text is exactly the target's. In a terminal it opens a chat; with --prompt, --prompt-file or text on standard
+input it prints one answer and leaves. With no flag at all it runs the small code model that comes with it."""
+PRECEDENCE = "Precedence: flag > environment variable > --config file > default."
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A parsed command line: the settings, and what only this run is about."""
+
+    settings: Settings
+    prompt: str | None
+    prompt_file: Path | None
+    json: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line, like everything else here."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("argument ").replace(": expected one argument", " needs a value", 1)
+        raise UsageError(f"{words} (--help lists the flags)")
+
+
+def parse(argv: Sequence[str] | None = None) -> Command:
+    """Reads the command line and the layers below it. Raises UsageError; leaves through SystemExit after --help."""
+    parser = build_parser()
+    given = vars(parser.parse_args(argv))
+    prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
+    as_json = given.pop("json", False)
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file exclude each other")
+    settings = load(given, None if config is None else Path(config))
+    return Command(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A parser whose result holds only what was given, as text."""
+    parser = _Parser(
+        prog="swiftspec",
+        usage="python -m swiftspec.serve [flags]",
+        description=ABOUT,
+        epilog=PRECEDENCE,
+        formatter_class=_Formatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    run = parser.add_argument_group("this run")
+    run.add_argument("--prompt", metavar="TEXT", help="Answer this and leave.")
+    run.add_argument(
+        "--prompt-file", metavar="FILE", help="The same from a file; one final newline is dropped unless --raw."
+    )
+    run.add_argument("--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics.")
+    run.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`.")
+    run.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version.")
+    run.add_argument("-h", "--help", action="help", help="Show this page.")
+    groups: dict[str, Any] = {}
+    for name, field in Settings.model_fields.items():
+        flag = next(item for item in field.metadata if isinstance(item, Flag))
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        _add(groups[flag.group], name, field, flag)
+    return parser
+
+
+def _add(group: Any, name: str, field: FieldInfo, flag: Flag) -> None:
+    default = flag.default
+    if default is None:
+        default = field.default if field.annotation is not bool else "on" if field.default else "off"
+    text = f"{field.description} [default: {default}] [env: {env_name(name)}]"
+    options: dict[str, Any] = {"dest": name, "help": text.replace("%", "%%")}
+    if field.annotation is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = flag.metavar or "|".join(_choices(field.annotation))
+        if get_origin(field.annotation) is list:
+            options["action"] = "append"
+    group.add_argument(flag_name(name), **options)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The words of a Literal, or of `Literal | None`."""
+    words: list[str] = []
+    for part in getattr(annotation, "__args__", ()):
+        words += [part] if isinstance(part, str) else _choices(part)
+    return words
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=30, **options)

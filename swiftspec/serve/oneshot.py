@@ -1,0 +1,79 @@
+"""One prompt, one answer, and out."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from swiftspec.serve import answer
+from swiftspec.serve.cli import Command
+from swiftspec.serve.session import open_session
+from swiftspec.serve.settings import UsageError
+from swiftspec.serve.terminal import Interrupt, Phases, visible
+
+INTERRUPTED = 130
+
+
+def read_prompt(command: Command) -> str | None:
+    """The prompt of --prompt, --prompt-file or standard input; None if a person sits there, who may chat instead.
+    Raises UsageError on a prompt that is empty or cannot be read."""
+    if command.prompt is not None:
+        text, source = command.prompt, "--prompt"
+    elif command.prompt_file is not None:
+        try:
+            data = command.prompt_file.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--prompt-file {command.prompt_file} cannot be read: {error.strerror}") from None
+        text, source = _decode(data, f"--prompt-file {command.prompt_file}"), "--prompt-file"
+    elif sys.stdin is None or sys.stdin.isatty():
+        if not command.json and sys.stdin is not None and sys.stdout.isatty():
+            return None
+        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+    else:
+        text, source = _decode(sys.stdin.buffer.read(), "standard input"), "standard input"
+    if source != "--prompt" and not command.settings.raw:  # files and pipes end in a newline that nobody meant
+        text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise UsageError(f"the prompt is empty ({source}): give some text with --prompt, --prompt-file or a pipe")
+    return text
+
+
+def _decode(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{source} is not valid UTF-8 (byte {error.start})") from None
+
+
+def run(command: Command, prompt: str) -> int:
+    """Prints the completion as it comes, or one JSON object at the end. Returns the exit code."""
+    phases = Phases(quiet=command.json)
+    try:
+        session = open_session(command.settings, phases)
+    finally:
+        phases.close()
+    tokens = session.encode(prompt, command.settings)
+    show = visible if sys.stdout.isatty() else str
+    with Interrupt() as interrupt:
+        stream = session.answer(tokens, command.settings, interrupt.watch)
+        try:
+            for piece in stream:
+                if not command.json:
+                    print(show(piece.text), end="", flush=True)
+        except KeyboardInterrupt:
+            interrupt.pressed = True
+        for piece in stream.rest():
+            if not command.json:
+                print(show(piece.text), end="", flush=True)
+    stats = session.llm.stats
+    if command.json:
+        result = answer.summary(
+            model=session.model, draft_model=session.draft_model, plan=session.llm.plan, stats=stats,
+            text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
+            finish_reason=stream.finish_reason or "abort",
+        )  # fmt: skip
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
+    else:
+        print(end="" if stream.text.endswith("\n") else "\n", flush=True)
+        print(f"swiftspec: {answer.footer(stats, len(stream.token_ids))}", file=sys.stderr, flush=True)
+    return 0 if stream.finish_reason is not None else INTERRUPTED

@@ -1,0 +1,187 @@
+"""The pair of models that one process serves: found, checked, loaded, and asked one prompt at a time."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftspec.config import ModelConfig
+from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
+from swiftspec.serve.settings import Settings
+from swiftspec.serve.stream import TextStream
+from swiftspec.serve.terminal import Phases
+from swiftspec.serve.text import Message, TextCodec, check_pair, locate
+
+if TYPE_CHECKING:
+    from swiftspec.engine import LLM, Chunk
+
+DEMO = Path(__file__).resolve().parent.parent / "demo"
+FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A loaded pair. `embedded`: it is the one that comes with SwiftSpec."""
+
+    llm: LLM
+    codec: TextCodec
+    model: str
+    draft_model: str | None
+    embedded: bool
+    dtype: str
+    threads: int
+    defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
+
+    def encode(self, text: str, settings: Settings) -> list[int]:
+        """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
+        return self.codec.encode(text) if settings.raw else self.codec.encode_chat([{"role": "user", "content": text}])
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return self.codec.encode_chat(messages)
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        settings: Settings,
+        watch: Callable[[Iterator[Chunk]], Iterator[Chunk]] = lambda chunks: chunks,
+    ) -> TextStream:
+        """The stream of one answer; its cost is in `llm.stats`. `watch` wraps the engine's chunks and may end them.
+        Raises UserError on a prompt that is empty or does not fit."""
+        sampling = settings.sampling(self.defaults)
+        chunks = watch(self.llm.stream(prompt, sampling))
+        return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
+
+
+def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -> Session:
+    """Finds, checks and loads the models that the settings name. Raises UserError on whatever does not fit."""
+    embedded = settings.model is None
+    model, draft = _names(settings)
+    plan = settings.plan(draft is not None)
+    if plan.mode == "ar":
+        draft = None
+    if not all(Path(name).expanduser().is_dir() for name in (model, draft) if name is not None):
+        phases.begin("download")
+    target_path = locate(model, settings.revision)
+    draft_path = None if draft is None else locate(draft)
+    for path in (target_path, draft_path):
+        if path is not None:
+            ModelConfig.from_dir(path)  # what is no model shows at once
+    defaults = generation_defaults(target_path)
+    settings.sampling(defaults)  # nonsense shows before the weights are read
+    phases.begin("libraries")
+    importlib.import_module("torch")  # most of a small pair's start
+    phases.begin("tokenizers")
+    codec = TextCodec(target_path)
+    if draft_path is not None:
+        check_pair(codec, TextCodec(draft_path))
+
+    phases.begin("target weights")
+    dtype = _dtype(settings.dtype, target_path)
+    threads = _use_threads(settings.threads)
+    import torch
+
+    from swiftspec.engine import LLM
+
+    try:
+        llm = LLM(
+            target_path,
+            draft_path,
+            plan,
+            dtype=getattr(torch, dtype),
+            max_model_len=settings.max_model_len,
+            vocab_size=codec.size,
+            progress=_Weights(phases),
+        )
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
+    if warm_up:
+        phases.begin("warm-up")
+        llm.generate([0], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    phases.ready()
+    return Session(llm, codec, model, draft, embedded, dtype, threads, defaults)
+
+
+class _Weights:
+    """The loader tells of files; whose they are follows from the order."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._phases = phases
+        self._models = 0
+
+    def __call__(self, what: str, step: int, steps: int) -> None:
+        self._models += step == 1
+        self._phases.begin("target weights" if self._models == 1 else "draft weights", f"{step}/{steps}")
+
+
+def _names(settings: Settings) -> tuple[str, str | None]:
+    """Target and draft as the settings name them; the embedded pair where they name no target."""
+    if settings.model is not None:
+        return settings.model, settings.draft_model
+    target = DEMO / "target"
+    if not (target / "config.json").is_file():
+        raise UserError(f"the embedded models are missing ({target}): name yours with --model and --draft-model")
+    return str(target), settings.draft_model or str(DEMO / "draft")
+
+
+def generation_defaults(path: Path) -> dict[str, Any]:
+    """The sampling values that a checkpoint's generation_config.json sets. do_sample false means greedy."""
+    file = path / "generation_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        values = {name: data[name] for name in FROM_MODEL if data.get(name) is not None}
+        if data.get("do_sample") is False:
+            values["temperature"] = 0.0
+        SamplingParams(**values)
+    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
+        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
+    return values
+
+
+def _dtype(name: str, target: Path) -> str:
+    """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
+    if name != "auto":
+        return name
+    own = ModelConfig.from_dir(target).dtype
+    return "bfloat16" if own in ("bfloat16", "float16") and _cpu_has_bf16() else own
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively. Without that, float32 arithmetic behind it would be slower."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _use_threads(count: int | None) -> int:
+    import torch
+
+    count = count or min(_physical_cores(), MOST_THREADS)
+    torch.set_num_threads(count)
+    return count
+
+
+def _physical_cores() -> int:
+    """Cores that this process may run on, two hardware threads of one core counted once."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cpus = affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text(encoding="utf-8").strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(len(cores), 1)

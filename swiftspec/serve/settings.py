@@ -1,0 +1,256 @@
+"""What can be set, and where from: command line > SWIFTSPEC_* environment > YAML file > default.
+
+Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from swiftspec.errors import UserError
+from swiftspec.params import Plan, SamplingParams
+
+ENV_PREFIX = "SWIFTSPEC_"
+MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
+
+
+class UsageError(UserError):
+    """A flag, variable or file of settings that makes no sense: exit code 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a setting is shown in --help: its group, the word for its value, its default in words if None says little."""
+
+    group: str
+    metavar: str | None = None
+    default: str | None = None
+
+
+FROM_MODEL = "the model's own, else {}"  # its generation_config.json
+
+
+class Settings(BaseSettings):
+    """Every setting. None for a sampling value means: the model's own, else vLLM's default."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
+    )
+
+    model: Annotated[str | None, Flag(MODELS, "PATH|HUB_ID", "the embedded code model")] = Field(
+        None, description="The target model: a Hugging Face directory or hub id, safetensors."
+    )
+    draft_model: Annotated[str | None, Flag(MODELS, "PATH|HUB_ID", "the embedded one with the embedded target")] = (
+        Field(None, description="The draft model: same tokenizer, much smaller.")
+    )
+    revision: Annotated[str | None, Flag(MODELS, "NAME", "main")] = Field(
+        None, description="Branch, tag or commit of --model when that is a hub id."
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "float64"],
+        Flag(MODELS, default="auto: bfloat16 for 16-bit weights where the CPU has it, else the checkpoint's"),
+    ] = Field("auto", description="Type of activations and dense weights.")
+    max_model_len: Annotated[int | None, Flag(MODELS, "N", "what the target was made for")] = Field(
+        None, description="Longest context in tokens, prompt and answer together."
+    )
+    threads: Annotated[int | None, Flag(MODELS, "N", "the physical cores this process may use, at most 8")] = Field(
+        None, ge=1, le=1024, description="CPU threads inside one operation."
+    )
+    raw: Annotated[bool, Flag(MODELS)] = Field(
+        False, description="Continue the prompt as it stands, without the chat template."
+    )
+    mode: Annotated[Literal["ar", "serial"] | None, Flag(TREE, default="serial with a draft model, else ar")] = Field(
+        None, description="serial: draft tree and verification in turns. ar: one token per forward, no draft."
+    )
+    verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
+        8, description="Tree nodes verified per round, the root counted."
+    )
+    draft_leaves: Annotated[int, Flag(TREE, "W")] = Field(8, description="Leaves expanded per draft forward.")
+    draft_steps: Annotated[int, Flag(TREE, "D")] = Field(4, description="Draft forwards per round.")
+    coupled: Annotated[bool, Flag(TREE)] = Field(
+        True, description="Rank the draft's children under the target's own noise."
+    )
+    seed: Annotated[int, Flag(SAMPLING, "N")] = Field(
+        0, description="Of the noise: same seed, same prompt, same text, whatever the mode."
+    )
+    temperature: Annotated[float | None, Flag(SAMPLING, "T", FROM_MODEL.format(1))] = Field(
+        None, description="0 is greedy."
+    )
+    top_p: Annotated[float | None, Flag(SAMPLING, "P", FROM_MODEL.format(1))] = Field(
+        None, description="Keep the likeliest tokens that reach this mass."
+    )
+    top_k: Annotated[int | None, Flag(SAMPLING, "K", FROM_MODEL.format("off"))] = Field(
+        None, description="Keep the K likeliest tokens."
+    )
+    min_p: Annotated[float | None, Flag(SAMPLING, "P", FROM_MODEL.format(0))] = Field(
+        None, description="Drop tokens less likely than P times the likeliest."
+    )
+    repetition_penalty: Annotated[float | None, Flag(SAMPLING, "X", FROM_MODEL.format(1))] = Field(
+        None, description="Above 1: tokens of prompt and answer become less likely."
+    )
+    presence_penalty: Annotated[float, Flag(SAMPLING, "X")] = Field(
+        0.0, description="Off the logit of a token that the answer holds."
+    )
+    frequency_penalty: Annotated[float, Flag(SAMPLING, "X")] = Field(
+        0.0, description="Off the logit for each time that the answer holds a token."
+    )
+    logit_bias: Annotated[dict[int, float], NoDecode, Flag(SAMPLING, "JSON", "{}")] = Field(
+        default_factory=dict, description='Added to the logits, by token id: {"42": -5}.'
+    )
+    max_tokens: Annotated[int | None, Flag(STOPPING, "N", "to the end of the context")] = Field(
+        None, description="Longest answer in tokens."
+    )
+    stop: Annotated[list[str], NoDecode, Flag(STOPPING, "TEXT", "none")] = Field(
+        default_factory=list, description="End before this text. May be given several times."
+    )
+    stop_token_ids: Annotated[list[int], NoDecode, Flag(STOPPING, "ID[,ID]", "none")] = Field(
+        default_factory=list, description="End after one of these tokens."
+    )
+    ignore_eos: Annotated[bool, Flag(STOPPING)] = Field(False, description="Go on after an end-of-text token.")
+
+    @field_validator("stop", "stop_token_ids", "logit_bias", mode="before")
+    @classmethod
+    def _decode(cls, value: object, info: ValidationInfo) -> object:
+        """Text from the command line or the environment: JSON, or for lists the bare value(s)."""
+        if isinstance(value, list) and info.field_name == "stop_token_ids":
+            return [part for item in value for part in (item.split(",") if isinstance(item, str) else [item])]
+        if not isinstance(value, str):
+            return [value] if isinstance(value, int) and info.field_name == "stop_token_ids" else value
+        try:
+            decoded = json.loads(value)
+        except ValueError:
+            decoded = None
+        if info.field_name == "logit_bias":
+            return value if decoded is None else decoded
+        if isinstance(decoded, list):
+            return decoded
+        return [value] if info.field_name == "stop" else value.split(",")
+
+    @field_validator(
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "logit_bias", "seed", "max_tokens", "stop",
+    )  # fmt: skip
+    @classmethod
+    def _sampling_value(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            one: dict[str, Any] = {str(info.field_name): tuple(value) if isinstance(value, list) else value}
+            _as_value_error(lambda: SamplingParams(**one))
+        return value
+
+    @field_validator("verify_batch", "draft_leaves", "draft_steps")
+    @classmethod
+    def _plan_value(cls, value: int, info: ValidationInfo) -> int:
+        one: dict[str, Any] = {str(info.field_name): value}
+        _as_value_error(lambda: Plan(**one))
+        return value
+
+    def plan(self, has_draft: bool) -> Plan:
+        """The tree's shape, and the mode if left open. Raises UserError where the mode needs a draft and has none."""
+        mode = self.mode or ("serial" if has_draft else "ar")
+        if mode != "ar" and not has_draft:
+            raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
+        return Plan(mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled)
+
+    def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
+        """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
+        holes = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        values = {name: getattr(self, name) for name in holes if getattr(self, name) is not None}
+        return SamplingParams(
+            **{**model_defaults, **values},
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=dict(self.logit_bias),
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+def _as_value_error(check: Callable[[], object]) -> None:
+    """Ranges live in params.py; pydantic wants them refused with a ValueError."""
+    try:
+        check()
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
+def load(cli: Mapping[str, object], file: Path | None = None) -> Settings:
+    """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
+    below = _read_yaml(file) if file is not None else {}
+    by_env = {name for name in Settings.model_fields if os.environ.get(env_name(name))}
+    given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
+
+    def label(name: str) -> str:
+        if name in cli:
+            return flag_name(name)
+        return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
+
+    try:
+        return Settings(**given)  # pyright: ignore[reportArgumentType]
+    except ValidationError as error:
+        raise UsageError(explain(error, label)) from None
+
+
+def flag_name(name: str) -> str:
+    """top_p -> --top-p."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """top_p -> SWIFTSPEC_TOP_P."""
+    return ENV_PREFIX + name.upper()
+
+
+def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
+    """The first complaint in one line: `--top-p must be a number, not 'much'`."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "a value"
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "value_error":  # words of params.py, which begin with the field's name
+        message = str(context["error"])
+        return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
+    wanted = {
+        "float": "be a number", "int": "be a whole number", "bool": "be true or false", "string": "be text",
+        "dict": "be a JSON object from token id to number", "list": "be a list",
+        "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
+        "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
+    }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
+    return f"{label(name)} must {wanted}, not {first['input']!r}"
+
+
+def _read_yaml(file: Path) -> dict[str, object]:
+    """The file's values by field name; empty ones count as left out."""
+    import yaml  # not needed for --help
+
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+    except yaml.YAMLError as error:
+        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
+    values = {str(key).replace("-", "_"): value for key, value in data.items()}
+    unknown = [str(key) for key in data if str(key).replace("-", "_") not in Settings.model_fields]
+    if unknown:
+        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0])}")
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _hint(key: str) -> str:
+    known = [name.replace("_", "-") for name in Settings.model_fields]
+    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

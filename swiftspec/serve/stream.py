@@ -1,0 +1,194 @@
+"""Tokens to text as they come: exact, never half a character, never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from swiftspec.engine import Chunk
+
+BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, and for the start of one
+PATIENCE = 8  # tokens that may hang on one unfinished character before the window is cut
+
+
+class Codec(Protocol):
+    """What a Detokenizer needs of a TextCodec."""
+
+    special: frozenset[int]
+    byte_tokens: frozenset[int]
+
+    def spell(self, tokens: Sequence[int]) -> str: ...
+
+
+class Detokenizer:
+    """Turns tokens into text piece by piece; all pieces together are the text of all tokens.
+
+    Decodes a window: the last tokens already told (decoders look at what stands before), then those still to tell.
+    `context`: tokens before the first, which are not told: with them a first word keeps its leading space.
+    """
+
+    def __init__(self, codec: Codec, context: Sequence[int] = ()) -> None:
+        self._codec = codec
+        self._told = self._anchor([token for token in context if token not in codec.special])
+        self._waiting: list[int] = []
+        self._firm = 0  # so many of them are no open run of byte tokens
+
+    def push(self, tokens: Iterable[int]) -> str:
+        """Adds tokens and returns the text that is certain by now."""
+        for token in tokens:
+            if token not in self._codec.special:
+                self._waiting.append(token)
+                # Byte tokens (<0xE2>) are decoded as a run: until it has ended, any of them can still change.
+                if token not in self._codec.byte_tokens:
+                    self._firm = len(self._waiting)
+        ready = self._firm
+        text = self._text(ready)
+        if text.endswith(BROKEN):
+            ready = self._boundary(ready, text) if ready > PATIENCE else 0
+            text = self._text(ready)
+        self._tell(ready)
+        return text
+
+    def finish(self) -> str:
+        """The rest, whole characters or not."""
+        text = self._text(len(self._waiting))
+        self._tell(len(self._waiting))
+        return text
+
+    def _text(self, count: int) -> str:
+        if not count:
+            return ""
+        before = self._codec.spell(self._told) if self._told else ""
+        return self._codec.spell([*self._told, *self._waiting[:count]])[len(before) :]
+
+    def _tell(self, count: int) -> None:
+        if count:
+            self._told = self._anchor(self._waiting[:count])
+            self._waiting = self._waiting[count:]
+            self._firm = max(self._firm - count, 0)
+
+    def _anchor(self, tokens: Sequence[int]) -> list[int]:
+        """The end of `tokens` that what follows is decoded after: the last token, and a run of byte tokens whole."""
+        at = len(tokens) - 1
+        while at > 0 and tokens[at] in self._codec.byte_tokens:
+            at -= 1
+        return list(tokens[max(at, 0) :])
+
+    def _boundary(self, ready: int, text: str) -> int:
+        """Bytes that never become characters end in BROKEN for ever. A character has four bytes at most, so one of the
+        last tokens starts afresh: the latest place where text cut in two is the text."""
+        for at in range(ready - 1, max(ready - 5, 0), -1):
+            if self._text(at) + self._codec.spell(self._waiting[at:ready]) == text:
+                return at
+        return 0
+
+
+class StopStrings:
+    """Looks for stop strings in text that comes in pieces. Independent of where the pieces are cut: of several stop
+    strings that one ends the text that is complete first, and of those the longest."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[int, bool]:
+        """How many characters of all text not yet released may go out now, and whether the text ends there."""
+        self._held += text
+        ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if ends:
+            return min(ends)[1], True
+        hold = next((n for n in range(min(self._longest - 1, len(self._held)), 0, -1) if self._may_begin(n)), 0)
+        release = len(self._held) - hold
+        self._held = self._held[release:]
+        return release, False
+
+    def _may_begin(self, count: int) -> bool:
+        tail = self._held[-count:]
+        return any(stop.startswith(tail) for stop in self._stops)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text to show; `accepted`: it was the draft's guess."""
+
+    text: str
+    accepted: bool
+
+
+class TextStream:
+    """The pieces of one answer. After (or during) the iteration `token_ids`, `text` and `finish_reason` say what came:
+    finish_reason is None as long as the answer has not come to its own end."""
+
+    def __init__(
+        self, chunks: Iterator[Chunk], codec: Codec, stops: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        self._chunks = chunks
+        self._detokenizer = Detokenizer(codec, context)
+        self._stops = StopStrings(stops)
+        self._held: list[Piece] = []
+        self.token_ids: list[int] = []  # up to the token that completed a stop string
+        self.text = ""
+        self.finish_reason: str | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Ends at the first stop string. Closing it, or an exception, ends the request."""
+        try:
+            for chunk in self._chunks:
+                yield from self._chunk(chunk)
+                if self.finish_reason is not None:
+                    return
+        finally:
+            close = getattr(self._chunks, "close", None)
+            if close is not None:
+                close()
+
+    def rest(self) -> Iterator[Piece]:
+        """What is still held back of an answer that was broken off."""
+        if self.finish_reason is None:
+            yield from self._told(self._add(Piece(self._detokenizer.finish(), False), last=True))
+
+    def _chunk(self, chunk: Chunk) -> Iterator[Piece]:
+        out: list[Piece] = []
+        for index, token in enumerate(chunk.token_ids):
+            self.token_ids.append(token)
+            out += self._add(Piece(self._detokenizer.push((token,)), index < chunk.accepted))
+            if self.finish_reason is not None:
+                break
+        else:
+            if chunk.finish_reason is not None:
+                out += self._add(Piece(self._detokenizer.finish(), False), last=True)
+                self.finish_reason = self.finish_reason or chunk.finish_reason
+        yield from self._told(out)
+
+    def _add(self, piece: Piece, last: bool = False) -> list[Piece]:
+        """Takes new text, gives what may be shown of all that is held."""
+        self._held.append(piece)
+        count, ended = self._stops.push(piece.text)
+        if ended:
+            self.finish_reason = "stop"
+        elif last:
+            count = sum(len(held.text) for held in self._held)
+        out: list[Piece] = []
+        while self._held and count:
+            first = self._held.pop(0)
+            if len(first.text) > count:
+                self._held.insert(0, Piece(first.text[count:], first.accepted))
+                first = Piece(first.text[:count], first.accepted)
+            count -= len(first.text)
+            out.append(first)
+        return out
+
+    def _told(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Joins neighbours of one kind, so that a round costs at most a few writes."""
+        joined: list[Piece] = []
+        for piece in pieces:
+            if joined and joined[-1].accepted == piece.accepted:
+                joined[-1] = Piece(joined[-1].text + piece.text, piece.accepted)
+            elif piece.text:
+                joined.append(piece)
+        for piece in joined:
+            self.text += piece.text
+            yield piece

@@ -1,0 +1,121 @@
+"""The terminal: phases of the start, Ctrl-C, colours, and text that must not steer the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from swiftspec.engine import Chunk
+
+ACCEPTED = "underline green"
+C0 = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}  # to their pictures
+CONTROLS = C0 | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
+
+
+def visible(text: str) -> str:
+    """Text whose control characters show instead of steering the terminal."""
+    return text.translate(CONTROLS)
+
+
+class Painter:
+    """Writes an answer to a terminal: accepted draft tokens underlined and, unless NO_COLOR is set, coloured."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        with console.capture() as capture:  # rich knows what this terminal can do; asking once is enough
+            console.print(Text("x", ACCEPTED), end="")
+        self._before, _, self._after = capture.get().partition("x")
+
+    def write(self, text: str, accepted: bool) -> None:
+        text = visible(text)
+        if accepted:  # no underline runs on over the end of a line
+            text = "\n".join(f"{self._before}{line}{self._after}" if line else "" for line in text.split("\n"))
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Interrupt:
+    """Ctrl-C ends an answer between two rounds, so that nothing is left half done. Before the first token, and when
+    pressed a second time, it raises KeyboardInterrupt on the spot."""
+
+    def __init__(self) -> None:
+        self.pressed = False
+        self._began = False
+        self._before: Any = None
+
+    def __enter__(self) -> Interrupt:
+        self._before = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _press(self, number: int, frame: FrameType | None) -> None:
+        if self.pressed or not self._began:
+            raise KeyboardInterrupt
+        self.pressed = True
+
+    def watch(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """The chunks, until Ctrl-C."""
+        try:
+            for chunk in chunks:
+                self._began = True
+                yield chunk
+                if self.pressed:
+                    return
+        finally:
+            close = getattr(chunks, "close", None)
+            if close is not None:
+                close()
+
+
+class Phases:
+    """Says on stderr what the start is busy with: one live line in a terminal, else a line per phase; or nothing."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._began = self._phase_began = time.monotonic()
+        self._done: list[str] = []
+        self._phase: str | None = None
+        self._status: Status | None = None
+        self._lines = not quiet
+        if self._lines and sys.stderr.isatty():
+            self._status = Status("starting", console=Console(stderr=True))
+            self._status.start()
+
+    def begin(self, phase: str, step: str = "") -> None:
+        """Names the phase that starts now; `step` is news of one that runs already."""
+        if phase != self._phase:
+            self._end()
+            self._phase, self._phase_began = phase, time.monotonic()
+            if self._lines and self._status is None:
+                print(f"swiftspec: {phase}", file=sys.stderr, flush=True)
+        if self._status is not None:
+            self._status.update(f"{phase} {step}".rstrip())
+
+    def ready(self) -> None:
+        """Ends the last phase and says what the start took."""
+        self._end()
+        self.close()
+        if self._lines:
+            total = time.monotonic() - self._began
+            print(f"swiftspec: ready in {total:.1f} s ({', '.join(self._done)})", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Takes the live line away; also after a failure."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _end(self) -> None:
+        if self._phase is not None:
+            self._done.append(f"{self._phase} {time.monotonic() - self._phase_began:.1f}")
+            self._phase = None
