@@ -18,7 +18,7 @@ SIZE = 700
 
 def texts() -> list[str]:
     """All prompts, starts of files first. A file that this Python no longer has is left out."""
-    names = json.loads((DEMO / "provenance.json").read_text())["held_out_files"]
+    names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
     files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
     lines = [file.read_text(encoding="utf-8").splitlines(keepends=True) for file in files if file.is_file()]
     return [_cut(file) for file in lines] + [_cut(file[len(file) // 2 :]) for file in lines]

@@ -9,7 +9,7 @@ from swiftspec.errors import UserError
 
 MODES = ("ar", "serial")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
-MAX_BIAS = 1e4
+MAX_BIAS = 1e9  # as good as infinite, and safe in float32
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 
 

@@ -169,11 +169,7 @@ def no_pickle(path: str, source: str) -> list[str]:
     complaints = [f"{path} imports {top}" for top in sorted(tops & PICKLERS)]
     complaints += [f"{path} uses {name}" for name in uses(path, source, PICKLING)]
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.keyword)
-            and node.arg == "allow_pickle"
-            and ast.unparse(node.value) != "False"
-        ):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
             complaints.append(f"{path}:{node.value.lineno} allows pickle")
     return complaints
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swiftspec.engine import Stats
 from swiftspec.params import Plan
@@ -231,7 +232,7 @@ def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
     yield write_model(folder / "mute", weights), "the tokenizer cannot be read"
     path = write_tokenizer(write_model(folder / "hot", weights), tokenizer)
     (path / "generation_config.json").write_text('{"temperature": -1}')
-    yield path, "temperature must lie in"
+    yield path, "temperature must be 0"
     yield folder / "nowhere", "no such directory"
 
 
@@ -241,6 +242,12 @@ def test_bad_models(command: Command, pair: list[str], tmp_path: Path) -> None:
         assert words in message, path
     cut = tmp_path / "cut"
     assert "damaged" in command.refuses(*pair[:2], "--draft-model", str(cut), "--prompt", "a", code=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_there(command: Command, pair: list[str]) -> None:
+    message = command.refuses(*pair, "--device", "cuda", "--prompt", "a", code=1)
+    assert "PyTorch finds no NVIDIA GPU here" in message
 
 
 def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Path) -> None:

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from swiftspec.engine import LLM, Chunk
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
-FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FROM_MODEL = {  # names in generation_config.json and ours
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
 MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
 
 
@@ -83,7 +86,8 @@ def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -
         check_pair(codec, TextCodec(draft_path))
 
     phases.begin("target weights")
-    dtype = _dtype(settings.dtype, target_path)
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, target_path, device)
     threads = _use_threads(settings.threads)
     import torch
 
@@ -95,6 +99,7 @@ def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -
             draft_path,
             plan,
             dtype=getattr(torch, dtype),
+            device=device,
             max_model_len=settings.max_model_len,
             vocab_size=codec.size,
             progress=_Weights(phases),
@@ -139,7 +144,7 @@ def generation_defaults(path: Path) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        values = {name: data[name] for name in FROM_MODEL if data.get(name) is not None}
+        values = {ours: data[name] for name, ours in FROM_MODEL.items() if data.get(name) is not None}
         if data.get("do_sample") is False:
             values["temperature"] = 0.0
         SamplingParams(**values)
@@ -148,12 +153,23 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     return values
 
 
-def _dtype(name: str, target: Path) -> str:
+def _device(name: str) -> str:
+    """The device to run on. Raises UserError where a GPU is asked for and none is there."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise UserError("--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or a CUDA build of torch")
+    return ("cuda" if found else "cpu") if name == "auto" else name
+
+
+def _dtype(name: str, target: Path, device: str) -> str:
     """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
     if name != "auto":
         return name
     own = ModelConfig.from_dir(target).dtype
-    return "bfloat16" if own in ("bfloat16", "float16") and _cpu_has_bf16() else own
+    fast = device == "cuda" or _cpu_has_bf16()
+    return "bfloat16" if own in ("bfloat16", "float16") and fast else own
 
 
 def _cpu_has_bf16() -> bool:

@@ -59,6 +59,9 @@ class Settings(BaseSettings):
         Literal["auto", "float32", "bfloat16", "float16", "float64"],
         Flag(MODELS, default="auto: bfloat16 for 16-bit weights where the CPU has it, else the checkpoint's"),
     ] = Field("auto", description="Type of activations and dense weights.")
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Flag(MODELS, default="auto: cuda where PyTorch finds an NVIDIA GPU, else cpu")
+    ] = Field("auto", description="Where the models run.")
     max_model_len: Annotated[int | None, Flag(MODELS, "N", "what the target was made for")] = Field(
         None, description="Longest context in tokens, prompt and answer together."
     )
@@ -106,7 +109,7 @@ class Settings(BaseSettings):
     logit_bias: Annotated[dict[int, float], NoDecode, Flag(SAMPLING, "JSON", "{}")] = Field(
         default_factory=dict, description='Added to the logits, by token id: {"42": -5}.'
     )
-    max_tokens: Annotated[int | None, Flag(STOPPING, "N", "to the end of the context")] = Field(
+    max_tokens: Annotated[int | None, Flag(STOPPING, "N", FROM_MODEL.format("to the end of the context"))] = Field(
         None, description="Longest answer in tokens."
     )
     stop: Annotated[list[str], NoDecode, Flag(STOPPING, "TEXT", "none")] = Field(
@@ -162,7 +165,7 @@ class Settings(BaseSettings):
 
     def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
-        holes = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        holes = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
         values = {name: getattr(self, name) for name in holes if getattr(self, name) is not None}
         return SamplingParams(
             **{**model_defaults, **values},
@@ -170,7 +173,6 @@ class Settings(BaseSettings):
             frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias),
             seed=self.seed,
-            max_tokens=self.max_tokens,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,

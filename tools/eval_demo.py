@@ -1,0 +1,110 @@
+"""Measure the embedded pair on the files that it never saw, and cut the benchmark prompts from them.
+
+python tools/eval_demo.py            # bits per byte, agreement; into swiftspec/demo/provenance.json
+python tools/eval_demo.py prompts    # bench/prompts/heldout.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from train_demo import DEMO, ROOT, library_files, load_data, make_model, nats, record
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+PROMPTS = ROOT / "bench" / "prompts" / "heldout.jsonl"
+TOP = (1, 2, 4, 8)
+
+
+def write_prompts(args: argparse.Namespace) -> None:
+    """24 pieces of 300 to 1200 characters that start and end with a line: by turns a file's start and its middle."""
+    rng = random.Random(args.seed)
+    rows = []
+    for i, (name, text) in enumerate(library_files()["held_out"][:24]):
+        first = 0 if i % 2 == 0 else text.find("\n", int(len(text) * rng.uniform(0.2, 0.7))) + 1
+        last = text.find("\n", first + rng.randint(300, 1100)) + 1
+        piece = text[first:last]
+        assert 300 <= len(piece) <= 1250, name
+        rows.append({"name": f"{name}:{text.count(chr(10), 0, first) + 1}", "prompt": piece})
+    PROMPTS.parent.mkdir(parents=True, exist_ok=True)
+    PROMPTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def load_int4(path: Path) -> LlamaForCausalLM:
+    """The AWQ checkpoint as plain weights (fields of 4 bits, eight output columns to a word in AutoAWQ's order)."""
+
+    def unpack(words: torch.Tensor) -> torch.Tensor:
+        shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28])
+        return ((words[..., None] >> shifts) & 15).flatten(-2)
+
+    model, stored = make_model("target", 0), load_file(path / "model.safetensors")
+    state = {k: v.float() for k, v in stored.items() if v.dtype == torch.float16 and not k.endswith(".scales")}
+    for name in [k.removesuffix(".qweight") for k in stored if k.endswith(".qweight")]:
+        codes, zeros = unpack(stored[f"{name}.qweight"]), unpack(stored[f"{name}.qzeros"])
+        scales = stored[f"{name}.scales"].float()
+        group = len(codes) // len(scales)
+        state[f"{name}.weight"] = ((codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model.eval()
+
+
+@torch.no_grad()
+def greedy_choice(target: LlamaForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    return target(input_ids=ids, use_cache=False).logits.argmax(-1)
+
+
+@torch.no_grad()
+def ranks(draft: LlamaForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> np.ndarray:
+    """At each position, how many tokens the draft puts before the wanted one."""
+    logits = draft(input_ids=ids, use_cache=False).logits.float()
+    return (logits > logits.gather(-1, wanted[..., None])).sum(-1).flatten().numpy()
+
+
+def shares(places: np.ndarray) -> dict[str, float]:
+    return {f"top{k}": round(float((places < k).mean()), 4) for k in TOP}
+
+
+def measure(args: argparse.Namespace) -> None:
+    _, (ids, factor) = load_data(args)
+    target, facts = load_int4(args.out / "target"), {}
+    draft = LlamaForCausalLM.from_pretrained(args.out / "draft", dtype=torch.float32).eval()
+    exact = LlamaForCausalLM.from_pretrained(args.work / "target", dtype=torch.float32).eval()
+    for name, model in {"target_before_quantisation": exact, "target_int4": target, "draft": draft}.items():
+        for length in (1024, 256) if model is not exact else (1024,):
+            value = nats(model, ids, length)
+            facts[f"{name}_{length}"] = {"nats_a_token": round(value, 4), "bits_a_byte": round(value * factor, 4)}
+            print(name, length, facts[f"{name}_{length}"], flush=True)
+
+    windows = [torch.from_numpy(w) for w in np.array_split(ids[: len(ids) // 512 * 512].reshape(-1, 512)[::8], 8)]
+    facts["agreement_on_text"] = shares(np.concatenate([ranks(draft, w, greedy_choice(target, w)) for w in windows]))
+    tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
+    places = []
+    for line in PROMPTS.read_text().splitlines():
+        prompt = tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"]
+        text = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=128, do_sample=False,
+                               min_new_tokens=128, pad_token_id=0)  # fmt: skip
+        places.append(ranks(draft, text[:, :-1], text[:, 1:])[prompt.shape[1] - 1 :])
+    facts["agreement_on_greedy_continuations"] = shares(np.concatenate(places))
+    print(json.dumps(facts, indent=1))
+    record("held_out", args, "tools/eval_demo.py", windows="disjoint, of the length in the name, all 25 files", **facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["measure", "prompts"], nargs="?", default="measure")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo")
+    parser.add_argument("--out", type=Path, default=DEMO)
+    parser.add_argument("--seed", type=int, default=11)
+    args = parser.parse_args()
+    args.tests_share = 0.0
+    {"measure": measure, "prompts": write_prompts}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Train the embedded pair on the sources of the CPython standard library.
+
+    python tools/train_demo.py tokenizer
+    python tools/train_demo.py target --steps 2600 --decay 800
+    python tools/quantize_demo.py                     # in an environment of its own, see there
+    python tools/train_demo.py draft --steps 2000 --tokens 2048
+    python tools/eval_demo.py
+
+Everything is a function of the seed and of the interpreter's own library (Python 3.11). The held-out files below are
+only measured on: neither the tokenizer nor a training step nor the quantiser's calibration sees them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "swiftspec" / "demo"
+VOCAB = 4096
+EOS = "<|endoftext|>"
+
+HELD_OUT = (
+    "argparse.py", "asyncio/queues.py", "bisect.py", "calendar.py", "colorsys.py", "configparser.py", "csv.py",
+    "dataclasses.py", "fractions.py", "getopt.py", "gzip.py", "heapq.py", "html/parser.py", "http/cookies.py",
+    "json/decoder.py", "queue.py", "sched.py", "shutil.py", "statistics.py", "string.py", "tempfile.py", "textwrap.py",
+    "urllib/robotparser.py", "wave.py", "zipfile.py",
+)  # fmt: skip
+TESTS = {"test", "tests", "idle_test"}
+# installed packages, tables of characters, and text that is not source
+SKIPPED = {"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__", "config", "lib-dynload"}
+
+# A newline stands alone, so that a prompt which ends in one goes on as the training text did; the indentation after it
+# is one piece; a word takes the space or the mark before it along; runs of marks stay together.
+PIECES = r"\n|(?<=\n)[ \t]+|[^\s\p{L}\p{N}]?\p{L}+| \p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]"
+
+CHAT_TEMPLATE = """\
+{#- A base model of source code: the conversation is one text, which the model continues. -#}
+{%- for message in messages -%}
+{%- if message['content'] is string -%}{%- set text = message['content'] -%}
+{%- else -%}{%- set text = message['content'] | map(attribute='text') | join('') -%}{%- endif -%}
+{%- if message['role'] == 'system' -%}{%- set text = '# ' + text | trim | replace('\\n', '\\n# ') -%}{%- endif -%}
+{{- text -}}
+{%- if not loop.last and not text.endswith('\\n') -%}{{- '\\n' -}}{%- endif -%}
+{%- endfor -%}
+"""
+
+SHAPES = {
+    "target": {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,
+               "head_dim": 64, "intermediate_size": 1024},
+    "draft": {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 5, "num_key_value_heads": 1,
+              "head_dim": 32, "intermediate_size": 448},
+}  # fmt: skip
+
+
+# -- the data
+
+
+def library_files() -> dict[str, list[tuple[str, str]]]:
+    """The library's sources as (name, text) in three lists: `library`, `tests` and `held_out`."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found: dict[str, list[tuple[str, str]]] = {"library": [], "tests": [], "held_out": []}
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        name = path.relative_to(root)
+        if SKIPPED.intersection(name.parts) or name.name.startswith(("_sysconfigdata", "bad_coding")):
+            continue
+        try:
+            text = path.read_text("utf-8")
+        except UnicodeDecodeError:
+            continue
+        if not text.strip() or len(text) > 400_000:
+            continue
+        where = "held_out" if name.as_posix() in HELD_OUT else "tests" if TESTS.intersection(name.parts) else "library"
+        found[where].append((name.as_posix(), text))
+    assert len(found["held_out"]) == len(HELD_OUT), "a held-out file is missing from this library"
+    return found
+
+
+def tokens_of(files: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    eos = tokenizer.convert_tokens_to_ids(EOS)
+    return np.array([i for ids in tokenizer([t for _, t in files])["input_ids"] for i in [eos, *ids]], dtype=np.int64)
+
+
+class Windows:
+    """Batches of random windows; each depends on the seed and the step alone, so a resumed run sees the same ones."""
+
+    def __init__(self, library: np.ndarray, tests: np.ndarray, seed: int, tests_share: float):
+        self.library, self.tests, self.seed, self.tests_share = library, tests, seed, tests_share
+
+    def __call__(self, step: int, tokens: int, length: int, share: float = 1.0) -> torch.Tensor:
+        rng = np.random.default_rng((self.seed, step))
+        rows = []
+        for _ in range(tokens // length):
+            text = self.tests if rng.random() < self.tests_share * share else self.library
+            start = rng.integers(len(text) - length - 1)
+            rows.append(text[start : start + length + 1])
+        return torch.from_numpy(np.stack(rows))
+
+
+# -- train and measure
+
+
+def make_model(which: str, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, max_position_embeddings=2048, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, **SHAPES[which],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    for name, p in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            torch.nn.init.zeros_(p)
+    return model
+
+
+def is_hidden_matrix(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def make_optimizers(model: LlamaForCausalLM, lr: float) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if is_hidden_matrix(n)]
+    tables = [p for n, p in named if not is_hidden_matrix(n) and p.ndim == 2]
+    norms = [p for n, p in named if p.ndim == 1]
+    muon = torch.optim.Muon(matrices, lr=lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    groups = [{"params": tables, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}]
+    return [muon, torch.optim.AdamW(groups, lr=0.7 * lr, betas=(0.9, 0.95), fused=True)]
+
+
+def int4_grid(w: torch.Tensor, group: int = 128) -> torch.Tensor:
+    """The nearest weights that AutoAWQ's 4-bit groups with zero points can hold (its min-max rule, no scaling)."""
+    g = w.reshape(-1, group)
+    high, low = g.amax(1, keepdim=True), g.amin(1, keepdim=True)
+    scale = ((high - low).clamp(min=1e-5) / 15).half().float()
+    zero = (-torch.round(low / scale)).clamp(0, 15)
+    return ((torch.round(g / scale) + zero).clamp(0, 15).sub_(zero) * scale).reshape(w.shape)
+
+
+@contextlib.contextmanager
+def on_int4_grid(model: LlamaForCausalLM, active: bool) -> Iterator[None]:
+    """Compute with rounded weights and step the exact ones: what is left to round at the end costs nothing."""
+    kept = [(p, p.data) for n, p in model.named_parameters() if active and is_hidden_matrix(n)]
+    for p, w in kept:
+        p.data = int4_grid(w)
+    yield
+    for p, w in kept:
+        p.data = w
+
+
+@torch.no_grad()
+def nats(model: LlamaForCausalLM, ids: np.ndarray, length: int, windows: int | None = None) -> float:
+    """Mean loss per token over disjoint windows (evenly spread ones when `windows` is given)."""
+    starts = np.arange(0, len(ids) - length - 1, length)
+    if windows is not None:
+        starts = starts[np.linspace(0, len(starts) - 1, min(windows, len(starts))).astype(int)]
+    total = 0.0
+    for group in np.array_split(starts, math.ceil(len(starts) * length / 4096)):
+        batch = torch.from_numpy(np.stack([ids[s : s + length + 1] for s in group]))
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        total += F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten()).item() * len(group)
+    return total / len(starts)
+
+
+def train(
+    model: LlamaForCausalLM,
+    batch_at: Callable[[int], torch.Tensor],
+    loss_of: Callable[[torch.Tensor], torch.Tensor],
+    held_out: tuple[np.ndarray, float],
+    args: argparse.Namespace,
+) -> list[dict[str, float]]:
+    """Warm up, hold, decay to zero. Returns the losses; leaves the int4-rounded weights in the model if asked to."""
+    optimizers = make_optimizers(model, args.lr)
+    base = [[g["lr"] for g in o.param_groups] for o in optimizers]
+    checkpoint = args.work / f"{args.command}.pt"
+    first, log, recent = 0, [], []
+    if args.resume:
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for o, s in zip(optimizers, state["optimizers"], strict=True):
+            o.load_state_dict(s)
+        first, log = state["step"], state["log"]
+    began = time.monotonic()
+    for step in range(first, args.steps):
+        factor = min(1.0, (step + 1) / 60, (args.steps - step) / args.decay)
+        for o, lrs in zip(optimizers, base, strict=True):
+            for g, lr in zip(o.param_groups, lrs, strict=True):
+                g["lr"] = lr * factor
+        with on_int4_grid(model, step >= args.steps - args.int4_steps):
+            loss = loss_of(batch_at(step))
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+        recent.append(loss.item())
+        done = step + 1
+        if done % 20 == 0 or done == args.steps:
+            pace = (time.monotonic() - began) / (done - first)
+            print(f"step {done}/{args.steps} loss {np.mean(recent[-20:]):.4f} {pace:.3f} s/step", flush=True)
+        if done % 100 == 0 or done == args.steps:
+            with on_int4_grid(model, done > args.steps - args.int4_steps):
+                held = nats(model, held_out[0], 256, 64)
+            log.append({"step": done, "loss": round(float(np.mean(recent[-100:])), 4), "held_out": round(held, 4)})
+            print(f"  held out {held:.4f} nats a token, {held * held_out[1]:.4f} bits a byte", flush=True)
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(state | {"step": done, "log": log}, checkpoint)
+    for name, p in model.named_parameters():
+        if args.int4_steps and is_hidden_matrix(name):
+            p.data = int4_grid(p.data)
+    return log
+
+
+# -- the commands
+
+
+def make_tokenizer(args: argparse.Namespace) -> None:
+    files = library_files()
+    tok = Tokenizer(models.BPE())
+    tok.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tok.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tok.train_from_iterator(
+        (text for _, text in files["library"]),
+        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False),
+    )
+    assert tok.get_vocab_size() == VOCAB and tok.token_to_id(EOS) == 0
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tok, bos_token=EOS, eos_token=EOS, pad_token=EOS, model_max_length=2048,
+        clean_up_tokenization_spaces=False, chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
+    fast.save_pretrained(args.work / "tokenizer")
+    path = args.work / "tokenizer" / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (args.work / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
+    sizes = {k: {"files": len(v), "bytes": sum(len(t.encode()) for _, t in v)} for k, v in files.items()}
+    corpus = "".join(EOS + t for k in ("library", "tests") for _, t in files[k])
+    record("data", args, source="CPython standard library", licence="PSF-2.0", python=sys.version.split()[0], **sizes,
+           training_sha256=hashlib.sha256(corpus.encode()).hexdigest(), held_out_files=list(HELD_OUT))  # fmt: skip
+
+
+def load_data(args: argparse.Namespace) -> tuple[Windows, tuple[np.ndarray, float]]:
+    """The training windows, and the held-out tokens with their bits per byte for one nat per token."""
+    tokenizer = AutoTokenizer.from_pretrained(args.work / "tokenizer")
+    files = library_files()
+    ids = {k: tokens_of(v, tokenizer) for k, v in files.items()}
+    size = sum(len(t.encode()) for _, t in files["held_out"])
+    print({k: len(v) for k, v in ids.items()}, f"tokens; {size / len(ids['held_out']):.3f} bytes a token held out")
+    factor = len(ids["held_out"]) / size / math.log(2)
+    return Windows(ids["library"], ids["tests"], args.seed, args.tests_share), (ids["held_out"], factor)
+
+
+def tidy_config(out: Path) -> None:
+    """Drop what says where and with what the files were written; say where generation ends."""
+    path = out / "config.json"
+    config = json.loads(path.read_text())
+    dtype = config.pop("torch_dtype", None) or config.pop("dtype", None)
+    for key in ("_name_or_path", "_attn_implementation_autoset", "transformers_version", "use_cache", "dtype"):
+        config.pop(key, None)
+    config |= {"torch_dtype": dtype, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+
+
+def save(model: LlamaForCausalLM, out: Path, work: Path, dtype: torch.dtype) -> None:
+    model.to(dtype).save_pretrained(out)
+    tidy_config(out)
+    for file in sorted((work / "tokenizer").iterdir()):
+        (out / file.name).write_bytes(file.read_bytes())
+
+
+def length_at(step: int, args: argparse.Namespace) -> int:
+    """Short windows first, long ones while the rate decays."""
+    left = (args.steps - step) / args.decay
+    return 1024 if left < 0.6 else 512 if left < 1.2 else 256
+
+
+def train_target(args: argparse.Namespace) -> None:
+    windows, held_out = load_data(args)
+    model = make_model("target", args.seed)
+
+    def batch_at(step: int) -> torch.Tensor:
+        return windows(step, args.tokens, length_at(step, args), share=min(1.0, (args.steps - step) / args.decay))
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+
+    log = train(model, batch_at, loss_of, held_out, args)
+    save(model, args.work / "target", args.work, torch.float32)
+    record(
+        "target", args, seed=args.seed, steps=args.steps, tokens_a_step=args.tokens, losses=log, shape=SHAPES["target"]
+    )
+
+
+@torch.no_grad()
+def own_text(target: LlamaForCausalLM, windows: Windows, rows: int, seed: int) -> torch.Tensor:
+    """What the target itself writes after pieces of the training files: half of it greedy, half sampled."""
+    torch.manual_seed(seed)
+    parts = []
+    for i, greedy in enumerate((True, False)):
+        prompt = windows(1_000_000 + i, rows // 2 * 48, 48)[:, :48]
+        how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 0.8, "top_k": 0}
+        how |= {"min_new_tokens": 209, "max_new_tokens": 209, "pad_token_id": 0}
+        parts.append(target.generate(prompt, attention_mask=torch.ones_like(prompt), **how))
+    return torch.cat(parts)
+
+
+def train_draft(args: argparse.Namespace) -> None:
+    windows, held_out = load_data(args)
+    teacher = LlamaForCausalLM.from_pretrained(args.teacher or args.work / "target", dtype=torch.bfloat16).eval()
+    model = make_model("draft", args.seed + 1)
+    table = teacher.get_input_embeddings().weight.data.float()
+    width = model.config.hidden_size
+    table = table @ torch.linalg.svd(table, full_matrices=False).Vh[:width].T
+    model.get_input_embeddings().weight.data = table * (0.02 / table.std())
+    if not args.resume:
+        began = time.monotonic()
+        torch.save(own_text(teacher, windows, args.own_rows, args.seed), args.work / "own_text.pt")
+        print(f"the target's own text took {time.monotonic() - began:.0f} s", flush=True)
+    own = torch.load(args.work / "own_text.pt", weights_only=True)
+
+    def batch_at(step: int) -> torch.Tensor:
+        if step % 4 == 3:
+            rows = np.random.default_rng((args.seed, step)).permutation(len(own))[: args.tokens // 256]
+            return own[torch.from_numpy(rows)]
+        return windows(step, args.tokens, length_at(step, args))
+
+    def loss_of(batch: torch.Tensor) -> torch.Tensor:
+        labels = batch[:, 1:].flatten()
+        with torch.no_grad():
+            wanted = teacher(input_ids=batch[:, :-1], use_cache=False).logits.float().flatten(0, 1)
+            wanted = wanted.softmax(-1).mul_(0.9)
+            wanted[torch.arange(len(labels)), labels] += 0.1
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), wanted)
+
+    log = train(model, batch_at, loss_of, held_out, args)
+    save(model, args.out / "draft", args.work, torch.bfloat16)
+    record(
+        "draft",
+        args,
+        seed=args.seed + 1,
+        steps=args.steps,
+        tokens_a_step=args.tokens,
+        losses=log,
+        shape=SHAPES["draft"],
+    )
+
+
+def record(section: str, args: argparse.Namespace, script: str = "tools/train_demo.py", **facts: object) -> None:
+    """Add a section to the provenance file, with the command that made it."""
+    argv, skip = [], False
+    for word in sys.argv[1:]:
+        if not skip and word not in ("--work", "--out", "--resume", "--no-compile"):
+            argv.append(word)
+        skip = word in ("--work", "--out")
+    path = args.out / "provenance.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known[section] = {"command": " ".join(["python", script, *argv]), **facts}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=["tokenizer", "target", "draft"])
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "build" / "demo", help="tokenizer, checkpoints, exact target"
+    )
+    parser.add_argument("--out", type=Path, default=DEMO, help="where the pair and provenance.json go")
+    parser.add_argument("--teacher", type=Path, help="target to distil from (default: the one in --work)")
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=2600)
+    parser.add_argument("--decay", type=int, default=800, help="last steps, over which the rate falls to zero")
+    parser.add_argument("--int4-steps", type=int, default=0, help="last steps, computed with weights rounded to int4")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens a step")
+    parser.add_argument("--tests-share", type=float, default=0.2, help="share of windows from the library's own tests")
+    parser.add_argument("--own-rows", type=int, default=512, help="windows of the target's own text for the draft")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    {"tokenizer": make_tokenizer, "target": train_target, "draft": train_draft}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
