@@ -123,11 +123,12 @@ def test_help_names_every_flag_with_default_and_variable() -> None:
 
 def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
     config = tmp_path / "generation_config.json"
-    config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_length": 3}')
+    config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_new_tokens": 3}')
     defaults = generation_defaults(tmp_path)
     sampling = load({"top_p": "0.5", "presence_penalty": "1", "stop": ["x"]}).sampling(defaults)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.presence_penalty) == (0.6, 0.5, 0, 1.0)
-    assert sampling.stop == ("x",)
+    assert (sampling.stop, sampling.max_tokens) == (("x",), 3)
+    assert load({"max_tokens": "7"}).sampling(defaults).max_tokens == 7
     config.write_text('{"do_sample": false, "top_p": 0.9}')
     assert load({}).sampling(generation_defaults(tmp_path)).greedy
     assert load({"temperature": "1"}).sampling(generation_defaults(tmp_path)).temperature == 1
