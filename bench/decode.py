@@ -26,6 +26,7 @@ from bench.peers import load_transformers
 from swiftspec.engine import LLM
 from swiftspec.params import Plan, SamplingParams
 
+PLAN = Plan()
 Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
 
 
@@ -180,9 +181,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verify-batch", type=int, default=Plan.verify_batch)
-    parser.add_argument("--draft-leaves", type=int, default=Plan.draft_leaves)
-    parser.add_argument("--draft-steps", type=int, default=Plan.draft_steps)
+    parser.add_argument("--verify-batch", type=int, default=PLAN.verify_batch)
+    parser.add_argument("--draft-leaves", type=int, default=PLAN.draft_leaves)
+    parser.add_argument("--draft-steps", type=int, default=PLAN.draft_steps)
     parser.add_argument("--coupled", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

@@ -81,7 +81,7 @@ class Plan:
     draft_leaves: int = 8  # w, leaves expanded per expansion
     draft_steps: int = 4  # d, expansions per round
     coupled: bool = True  # children ranked under the target's own noise
-    tau: float = 1.0  # temperature of the coupled weights
+    tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
 
     def __post_init__(self) -> None:
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")

@@ -1,6 +1,6 @@
 """Invariant 3: a mask row is the node's ancestors and itself, by brute force from the parents."""
 
-import torch
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,16 +21,16 @@ def test_rows_are_ancestors_and_self(parents: list[int]) -> None:
         while at >= 0:
             ancestry.add(at)
             at = parents[at]
-        assert set(rows[node].nonzero().flatten().tolist()) == ancestry
+        assert set(np.flatnonzero(rows[node]).tolist()) == ancestry
 
 
 def test_a_chain_is_causal() -> None:
-    assert torch.equal(mask.from_parents([-1, 0, 1, 2]), mask.causal(4))
+    assert (mask.from_parents([-1, 0, 1, 2]) == mask.causal(4)).all()
 
 
 @given(st.integers(1, 5), st.integers(1, 600))
 def test_padding_adds_visible_columns_on_the_left(n: int, width: int) -> None:
-    rows = torch.zeros(n, width, dtype=torch.bool)
+    rows = np.zeros((n, width), dtype=np.bool_)
     padded = mask.pad_left(rows)
     extra = padded.shape[1] - width
     assert padded[:, :extra].all() and not padded[:, extra:].any()
@@ -39,5 +39,5 @@ def test_padding_adds_visible_columns_on_the_left(n: int, width: int) -> None:
 
 
 def test_fixed_widths_are_few() -> None:
-    shapes = {mask.pad_left(torch.zeros(1, w, dtype=torch.bool)).shape[1] for w in range(1, 257)}
+    shapes = {mask.pad_left(np.zeros((1, w), dtype=np.bool_)).shape[1] for w in range(1, 257)}
     assert len(shapes) <= 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -31,7 +31,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tree = DraftTree(1 + SLOTS * CHILDREN, SLOTS, dtype=torch.float64)
+        self.tree = DraftTree(1 + SLOTS * CHILDREN, SLOTS)
         self.tree.reset(5)
         self.nodes = [Node(5, None, 0.0)]
         self.used = 0
@@ -44,10 +44,10 @@ class TreeMachine(RuleBasedStateMachine):
         leaves = self.tree.best_leaves(w)
         expected = [self.nodes[i] for i in leaves.nodes.tolist()]
         assert all(n in live for n in expected)
-        torch.testing.assert_close([n.weight for n in expected], weights)
+        np.testing.assert_allclose([n.weight for n in expected], weights)
         for row, node in enumerate(expected):
             node.slot = self.used + row
-            seen = leaves.mask[row].nonzero().flatten().tolist()
+            seen = np.flatnonzero(leaves.mask[row]).tolist()
             assert seen == sorted(n.slot for n in node.ancestry() if n.slot is not None)
             assert leaves.tokens[row] == node.token and leaves.depths[row] == len(node.ancestry()) - 1
         self.used += len(expected)
@@ -57,7 +57,7 @@ class TreeMachine(RuleBasedStateMachine):
         weights = st.sampled_from([0.0, -0.5, -1.0, -1.0, -3.0, NEG_INF])  # ties, sure children, dead children
         logprobs = [[data.draw(weights) for _ in range(CHILDREN)] for _ in expected]
         tokens = [data.draw(st.permutations(range(VOCAB)))[:CHILDREN] for _ in expected]
-        self.tree.add_children(leaves.nodes, torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64))
+        self.tree.add_children(leaves.nodes, np.array(tokens), np.array(logprobs))
         for node, row, weight in zip(expected, tokens, logprobs, strict=True):
             node.children = [Node(t, node, node.weight + lp) for t, lp in zip(row, weight, strict=True)]
             self.nodes += node.children
@@ -85,7 +85,7 @@ class TreeMachine(RuleBasedStateMachine):
         chosen, tokens, parents = self.tree.best_subtree(bs)
         live = [n for n in self.nodes if n.weight > NEG_INF]
         best = sorted((n.weight for n in live), reverse=True)[:bs]
-        torch.testing.assert_close(sorted((self.nodes[i].weight for i in chosen), reverse=True), best)
+        np.testing.assert_allclose(sorted((self.nodes[i].weight for i in chosen), reverse=True), best)
         assert chosen[0] == 0 and parents[0] == -1
         for place in range(1, len(chosen)):
             node = self.nodes[chosen[place]]
@@ -108,14 +108,13 @@ class TreeMachine(RuleBasedStateMachine):
     def arrays_hold(self) -> None:
         tree, n = self.tree, len(self.nodes)
         assert (tree.count, tree.expanded) == (n, self.used)
-        expected = torch.tensor([node.weight for node in self.nodes], dtype=torch.float64)
-        torch.testing.assert_close(tree.logprob[:n], expected, atol=1e-9, rtol=0)
+        np.testing.assert_allclose(tree.logprob[:n], [node.weight for node in self.nodes], atol=1e-9, rtol=0)
         slots = [SLOTS if node.slot is None else node.slot for node in self.nodes]
         assert tree.slot[:n].tolist() == slots
         for node, slot in zip(self.nodes, slots, strict=True):
             if node.slot is not None:  # slot order is topological, the root first
                 assert all((a.slot or 0) <= slot for a in node.ancestry())
-        paths = tree.path_tokens(torch.arange(n))
+        paths = tree.path_tokens(np.arange(n))
         assert paths == [[a.token for a in node.ancestry()[1:]] for node in self.nodes]
 
     @invariant()

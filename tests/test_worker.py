@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -80,7 +81,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
     assert cache.tree_len == tree.expanded
     for slot in range(prefix):
         oracle.check(drafter.runner, slot, verified[: slot + 1])
-    nodes = torch.arange(tree.count)
+    nodes = np.arange(tree.count)
     for slot, path in zip(tree.slot[: tree.count].tolist(), tree.path_tokens(nodes), strict=True):
         if slot < tree.slots:
             oracle.check(drafter.runner, prefix + slot, [*verified, *path])

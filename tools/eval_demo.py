@@ -1,38 +1,25 @@
-"""Measure the embedded pair on the files that it never saw, and cut the benchmark prompts from them.
+"""Measure the embedded pair on the files that it never saw: bits per byte, and how often the draft agrees.
 
-python tools/eval_demo.py            # bits per byte, agreement; into swiftspec/demo/provenance.json
-python tools/eval_demo.py prompts    # bench/prompts/heldout.jsonl
+python tools/eval_demo.py    # prints, and adds a section to swiftspec/demo/provenance.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from train_demo import DEMO, ROOT, library_files, load_data, make_model, nats, record
+from train_demo import DEMO, ROOT, load_data, make_model, nats, record
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-PROMPTS = ROOT / "bench" / "prompts" / "heldout.jsonl"
+sys.path.insert(0, str(ROOT))
+from bench.heldout import read_prompts
+
 TOP = (1, 2, 4, 8)
-
-
-def write_prompts(args: argparse.Namespace) -> None:
-    """24 pieces of 300 to 1200 characters that start and end with a line: by turns a file's start and its middle."""
-    rng = random.Random(args.seed)
-    rows = []
-    for i, (name, text) in enumerate(library_files()["held_out"][:24]):
-        first = 0 if i % 2 == 0 else text.find("\n", int(len(text) * rng.uniform(0.2, 0.7))) + 1
-        last = text.find("\n", first + rng.randint(300, 1100)) + 1
-        piece = text[first:last]
-        assert 300 <= len(piece) <= 1250, name
-        rows.append({"name": f"{name}:{text.count(chr(10), 0, first) + 1}", "prompt": piece})
-    PROMPTS.parent.mkdir(parents=True, exist_ok=True)
-    PROMPTS.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def load_int4(path: Path) -> LlamaForCausalLM:
@@ -85,8 +72,7 @@ def measure(args: argparse.Namespace) -> None:
     facts["agreement_on_text"] = shares(np.concatenate([ranks(draft, w, greedy_choice(target, w)) for w in windows]))
     tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
     places = []
-    for line in PROMPTS.read_text().splitlines():
-        prompt = tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"]
+    for prompt in [torch.tensor([ids]) for ids in read_prompts(tokenizer)]:
         text = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=128, do_sample=False,
                                min_new_tokens=128, pad_token_id=0)  # fmt: skip
         places.append(ranks(draft, text[:, :-1], text[:, 1:])[prompt.shape[1] - 1 :])
@@ -97,13 +83,12 @@ def measure(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["measure", "prompts"], nargs="?", default="measure")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo")
     parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument("--seed", type=int, default=11)
     args = parser.parse_args()
     args.tests_share = 0.0
-    {"measure": measure, "prompts": write_prompts}[args.command](args)
+    measure(args)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Train the embedded pair on the sources of the CPython standard library.
 
     python tools/train_demo.py tokenizer
-    python tools/train_demo.py target --steps 2600 --decay 800
-    python tools/quantize_demo.py                     # in an environment of its own, see there
-    python tools/train_demo.py draft --steps 2000 --tokens 2048
+    python tools/train_demo.py target --steps 1050 --decay 500 --int4-steps 150 --tests-share 0.1
+    python tools/quantize_demo.py    # in an environment of its own, see there
+    python tools/train_demo.py draft --steps 1500 --decay 750 --tests-share 0.1 --tokens 2048
     python tools/eval_demo.py
 
 Everything is a function of the seed and of the interpreter's own library (Python 3.11). The held-out files below are

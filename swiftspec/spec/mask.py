@@ -8,35 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.bool_]  # [n, W]
 
 WIDTHS = (8, 16, 32, 64, 128, 256)  # the few fixed shapes that masks are padded to, so that few graphs serve every tree
 
 
-def from_parents(parents: Sequence[int]) -> Tensor:
-    """Rows of a whole tree in topological order: [n, n] bool, row i = the ancestors of node i and itself.
+def from_parents(parents: Sequence[int]) -> Rows:
+    """Rows of a whole tree in topological order: [n, n], row i = the ancestors of node i and itself.
 
     `parents[i] < i`; a negative parent marks a root.
     """
-    rows: list[list[bool]] = []
+    rows = np.eye(len(parents), dtype=np.bool_)
     for node, parent in enumerate(parents):
-        row = rows[parent].copy() if parent >= 0 else [False] * len(parents)
-        row[node] = True
-        rows.append(row)
-    return torch.tensor(rows)
+        if parent >= 0:
+            rows[node] |= rows[parent]
+    return rows
 
 
-def causal(n: int) -> Tensor:
-    """Rows of a chain, such as a prompt chunk: [n, n] bool, lower triangular."""
-    return torch.ones(n, n, dtype=torch.bool).tril_()
+def causal(n: int) -> Rows:
+    """Rows of a chain, such as a prompt chunk: [n, n], lower triangular."""
+    return np.tri(n, dtype=np.bool_)
 
 
-def pad_left(rows: Tensor) -> Tensor:
+def pad_left(rows: Rows) -> Rows:
     """Pads [n, W] with visible columns to the next fixed width (beyond the widest: to its next multiple).
 
     The added columns stand for older slots, which every row sees.
     """
-    width = rows.shape[1]
+    n, width = rows.shape
     fixed = next((w for w in WIDTHS if w >= width), -(-width // WIDTHS[-1]) * WIDTHS[-1])
-    return torch.nn.functional.pad(rows, (fixed - width, 0), value=True) if fixed > width else rows
+    padded = np.ones((n, fixed), dtype=np.bool_)
+    padded[:, fixed - width :] = rows
+    return padded

@@ -182,12 +182,10 @@ class Sampler:
         shaped = self.shape(logits, paths)
         if tau is not None and not self.params.greedy:
             shaped = (shaped + self.noise.rows(positions + 1, shaped.dtype)) / tau
-        best = shaped.topk(min(k, self.vocab))
-        top = best.values[:, :1]
-        total = (shaped - top).exp_().sum(-1, keepdim=True).log_() + top  # logsumexp, whose maximum is at hand
+        best = shaped.log_softmax(-1).topk(min(k, self.vocab))
         # The tree counts on children never outweighing their parents: rounding must not lift a sure one above 0, and a
         # draft whose logits overflow has no opinion.
-        return best.indices, (best.values - total).nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
+        return best.indices, best.values.nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:

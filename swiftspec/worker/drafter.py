@@ -114,8 +114,7 @@ class LocalDrafter:
         self._plan = plan
         self._vocab = vocab
         nodes = 1 + runner.tree_slots * plan.children
-        dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
-        self.tree = DraftTree(nodes, runner.tree_slots, dtype=dtype, device=runner.model.device)
+        self.tree = DraftTree(nodes, runner.tree_slots)
         self.pending: list[int] = []
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
@@ -164,11 +163,11 @@ class LocalDrafter:
         tokens, logprobs = self._sampler.children(
             logits,
             paths,
-            leaves.depths + self._root_at,
+            torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
             k=self._plan.children,
             tau=self._plan.tau if self._plan.coupled else None,
         )
-        self.tree.add_children(leaves.nodes, tokens, logprobs)
+        self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree, moves their KV to the prefix and keeps the new root's sub-tree."""
@@ -179,7 +178,7 @@ class LocalDrafter:
             return
         # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
-        slots = [s for s in self.tree.slot[torch.tensor(path)].tolist() if s < self.tree.slots]
+        slots = [slot for slot in self.tree.slot[path].tolist() if slot < self.tree.slots]
         self.runner.cache.commit(slots)
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])

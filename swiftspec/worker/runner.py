@@ -6,13 +6,17 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec.kv_cache import KVCache, MoveKV
+
+Ints = NDArray[np.int64]
 
 PREFILL_CHUNK = 256  # rows: large enough to be bound by compute, small enough to be interrupted
 
@@ -45,24 +49,25 @@ class Runner:
         )
         self.busy = 0.0  # seconds spent in forwards
         self._sequence = torch.zeros(max(PREFILL_CHUNK, tree_slots), dtype=torch.int64, device=model.device)
+        self._counting = torch.arange(self.cache.capacity, device=model.device)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends `tokens` to the prefix, whose tree must be empty, in chunks and without logits."""
         for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = tokens[start : start + PREFILL_CHUNK]
+            chunk = np.array(tokens[start : start + PREFILL_CHUNK])
             first = self.cache.append_prefix(len(chunk))
-            self._forward(torch.tensor(chunk), None, first, tree_mask.causal(len(chunk)), head=False)
+            self._forward(chunk, None, first, tree_mask.causal(len(chunk)), head=False)
 
     def forward_chain(self, tokens: Sequence[int]) -> Tensor:
         """Runs verified tokens without KV and the root after them: the root becomes tree slot 0, the others join the
         prefix. Returns the root's logits [1, vocab]."""
         first = self.cache.append_prefix(len(tokens) - 1)
         self.cache.append_tree(1)
-        logits = self._forward(torch.tensor(tokens), None, first, tree_mask.causal(len(tokens)))
+        logits = self._forward(np.array(tokens), None, first, tree_mask.causal(len(tokens)))
         assert logits is not None
         return logits[-1:]
 
-    def forward_tree(self, tokens: Tensor, depths: Tensor, mask: Tensor) -> Tensor:
+    def forward_tree(self, tokens: Ints, depths: Ints, mask: tree_mask.Rows) -> Tensor:
         """Appends rows to the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]. Returns logits
         [n, vocab]."""
         start = self.cache.prefix_len[0]
@@ -72,16 +77,16 @@ class Runner:
         return logits
 
     def _forward(
-        self, tokens: Tensor, positions: Tensor | None, first: int, mask: Tensor, *, head: bool = True
+        self, tokens: Ints, positions: Ints | None, first: int, mask: tree_mask.Rows, *, head: bool = True
     ) -> Tensor | None:
         """One forward over rows in slots `first` and on; without `positions` [n] each row stands at its slot."""
         device, rows = self.model.device, tokens.shape[0]
-        slots = torch.arange(first, first + rows, device=device)
+        slots = self._counting[first : first + rows]
         batch = Batch(
-            tokens=tokens.to(device),
-            positions=slots if positions is None else positions.to(device),
+            tokens=torch.from_numpy(tokens).to(device),
+            positions=slots if positions is None else torch.from_numpy(positions).to(device),
             slots=slots,
-            mask=tree_mask.pad_left(mask.to(device)),
+            mask=torch.from_numpy(tree_mask.pad_left(mask)).to(device),
             sequence=self._sequence[:rows],
             kv_len=torch.tensor(self.cache.kv_len(), device=device),
         )

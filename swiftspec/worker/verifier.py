@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from swiftspec.batch import Proposal, VerifyResult
@@ -61,9 +62,10 @@ class LocalVerifier:
         """Forward, sample at every node, walk, and commit the accepted path."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
-        logits = self.runner.forward_tree(torch.tensor(proposal.tokens), depths, mask)
+        logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
-        sampled = self._sampler.draw(logits, paths, depths.to(logits.device) + proposal.prefix_len)
+        positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
+        sampled = self._sampler.draw(logits, paths, positions)
         path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
         self.runner.cache.commit(path)
         self._sampler.observe(tokens)
