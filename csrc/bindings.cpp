@@ -48,6 +48,68 @@ void noise_bits(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t row
   swiftspec::host::noise_bits(seed, stream, args.positions, rows, vocab, args.out);
 }
 
+void check(bool ok, const char* message) {
+  if (!ok) throw py::value_error(message);
+}
+
+void linear(uintptr_t x, uintptr_t norm, float eps, uintptr_t weight, uintptr_t bias, uintptr_t residual, uintptr_t out,
+            uintptr_t logits, bool swiglu, int64_t rows, int64_t k, int64_t n) {
+  size_arg("rows", rows, 0);
+  size_arg("k", k, 16);
+  size_arg("n", n, 16);
+  check(k % 16 == 0 && n % (swiglu ? 32 : 16) == 0, "k must be a multiple of 16, and n of 16 (with swiglu of 32)");
+  check((out == 0) != (logits == 0), "give one of out and logits");
+  const swiftspec::host::LinearArgs args{
+      pointer_arg<const uint16_t>("x", x, rows),
+      pointer_arg<const uint16_t>("norm", norm, 0),
+      eps,
+      pointer_arg<const uint16_t>("weight", weight, n),
+      pointer_arg<const float>("bias", bias, 0),
+      pointer_arg<const uint16_t>("residual", residual, 0),
+      pointer_arg<uint16_t>("out", out, 0),
+      pointer_arg<float>("logits", logits, 0),
+      swiglu, rows, k, n};
+  py::gil_scoped_release unlocked;
+  swiftspec::host::linear(args);
+}
+
+void attention(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t slots, uintptr_t mask, uintptr_t keys,
+               uintptr_t values, uintptr_t out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity,
+               int64_t length, int64_t width, int dim) {
+  size_arg("rows", rows, 0);
+  size_arg("kv_heads", kv_heads, 1);
+  size_arg("length", length, 1);
+  check(heads % kv_heads == 0 && heads / kv_heads >= 1 && heads / kv_heads <= 16, "1 to 16 query heads a kv head");
+  check(dim % 32 == 0 && dim >= 32 && dim <= 256, "dim must be a multiple of 32 up to 256");
+  check(length <= capacity && width >= 0 && width <= length, "width <= length <= capacity must hold");
+  const swiftspec::host::AttentionArgs args{
+      pointer_arg<const uint16_t>("qkv", qkv, rows),
+      pointer_arg<const uint16_t>("cos", cos, rows),
+      pointer_arg<const uint16_t>("sin", sin, rows),
+      pointer_arg<const int64_t>("slots", slots, rows),
+      pointer_arg<const uint8_t>("mask", mask, rows),
+      pointer_arg<uint16_t>("keys", keys, rows),
+      pointer_arg<uint16_t>("values", values, rows),
+      pointer_arg<uint16_t>("out", out, rows),
+      rows, heads, kv_heads, capacity, length, width, dim};
+  for (int64_t row = 0; row < rows; ++row) {
+    check(args.slots[row] >= 0 && args.slots[row] < length, "a slot lies outside the slots in use");
+  }
+  py::gil_scoped_release unlocked;
+  swiftspec::host::attention(args);
+}
+
+void log_top_k(uintptr_t x, int64_t rows, int64_t vocab, int64_t k, uintptr_t tokens, uintptr_t values) {
+  size_arg("rows", rows, 0);
+  size_arg("vocab", vocab, 1);
+  check(k >= 1 && k <= vocab, "k must lie in 1..vocab");
+  const float* in = pointer_arg<const float>("x", x, rows);
+  int64_t* ids = pointer_arg<int64_t>("tokens", tokens, rows);
+  float* out = pointer_arg<float>("values", values, rows);
+  py::gil_scoped_release unlocked;
+  swiftspec::host::log_top_k(in, rows, vocab, k, ids, out);
+}
+
 #ifdef SWIFTSPEC_WITH_CUDA
 void noise_bits_cuda(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, int64_t vocab,
                      uintptr_t out, uintptr_t cuda_stream) {
@@ -71,6 +133,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("noise_bits", &noise_bits, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("rows"),
         py::arg("vocab"), py::arg("out"),
         "Fill out[rows, vocab] (uint32, host) with the noise of the rows at positions[rows] (int32, host).");
+  m.def("has_bf16", &swiftspec::host::has_bf16, "Whether this CPU runs linear and attention (AVX-512 BF16).");
+  m.def("linear", &linear, py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("weight"), py::arg("bias"),
+        py::arg("residual"), py::arg("out"), py::arg("logits"), py::arg("swiglu"), py::arg("rows"), py::arg("k"),
+        py::arg("n"), "RMSNorm, product and epilogue in bfloat16; see LinearArgs in kernels.h. 0 is null.");
+  m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
+        py::arg("keys"), py::arg("values"), py::arg("out"), py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
+        py::arg("capacity"), py::arg("length"), py::arg("width"), py::arg("dim"),
+        "RoPE, KV append and masked attention in bfloat16; see AttentionArgs in kernels.h.");
+  m.def("log_top_k", &log_top_k, py::arg("x"), py::arg("rows"), py::arg("vocab"), py::arg("k"), py::arg("tokens"),
+        py::arg("values"), "The k largest of log_softmax(x[rows, vocab]) by row, with their columns.");
   m.def("gumbel", &swiftspec::noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
   m.def("gumbel64", &swiftspec::noise::gumbel64, py::arg("bits"), "The float64 Gumbel draw of 32 noise bits.");
 #ifdef SWIFTSPEC_WITH_CUDA

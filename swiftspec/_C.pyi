@@ -9,3 +9,36 @@ def noise_bits_cuda(
 ) -> None: ...
 def gumbel(bits: int) -> float: ...
 def gumbel64(bits: int) -> float: ...
+def has_bf16() -> bool: ...
+def linear(
+    x: int,
+    norm: int,
+    eps: float,
+    weight: int,
+    bias: int,
+    residual: int,
+    out: int,
+    logits: int,
+    swiglu: bool,
+    rows: int,
+    k: int,
+    n: int,
+) -> None: ...
+def attention(
+    qkv: int,
+    cos: int,
+    sin: int,
+    slots: int,
+    mask: int,
+    keys: int,
+    values: int,
+    out: int,
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    capacity: int,
+    length: int,
+    width: int,
+    dim: int,
+) -> None: ...
+def log_top_k(x: int, rows: int, vocab: int, k: int, tokens: int, values: int) -> None: ...

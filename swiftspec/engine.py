@@ -13,7 +13,7 @@ from swiftspec.config import ModelConfig
 from swiftspec.decode import Round, decode
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
-from swiftspec.ops import reference
+from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.drafter import Drafter, Expendable, LocalDrafter, NoDrafter
 from swiftspec.worker.runner import Runner
@@ -99,10 +99,13 @@ class LLM:
 
         def runner(path: str | Path, tree_slots: int) -> Runner:
             context = self.max_model_len + self.plan.verify_batch  # a stop takes effect a round late
+            shape = ModelConfig.from_dir(path)
+            kind = dtype if dtype is not None else getattr(torch, shape.dtype)
+            ops = host if host.fits(shape, kind, device) else reference
             model = load_model(
-                path, dtype=dtype, device=device, ops=reference, max_positions=context + tree_slots, progress=progress
+                path, dtype=kind, device=device, ops=ops, max_positions=context + tree_slots, progress=progress
             )
-            return Runner(model, reference.move_kv, context=context, tree_slots=tree_slots)
+            return Runner(model, ops, context=context, tree_slots=tree_slots)
 
         self._target = runner(target, self.plan.verify_batch)
         self._draft: Runner | None = None

@@ -46,7 +46,7 @@ def truth(checkpoint: Path) -> list[int]:
 
 def make_runner(path: Path, context: int = 400) -> Runner:
     model = load_model(path, dtype=torch.float64, ops=reference, max_positions=context + TREE)
-    return Runner(model, reference.move_kv, context=context, tree_slots=TREE)
+    return Runner(model, reference, context=context, tree_slots=TREE)
 
 
 def poison_free(runner: Runner) -> None:

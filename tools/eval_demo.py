@@ -9,11 +9,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from demo_data import DEMO, ROOT, load_data, record
 from safetensors.torch import load_file
-from train_demo import DEMO, ROOT, load_data, make_model, nats, record
+from train_demo import make_model, nats
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 sys.path.insert(0, str(ROOT))
@@ -22,7 +24,7 @@ from bench.heldout import read_prompts
 TOP = (1, 2, 4, 8)
 
 
-def load_int4(path: Path) -> LlamaForCausalLM:
+def load_int4(path: Path) -> Any:
     """The AWQ checkpoint as plain weights (fields of 4 bits, eight output columns to a word in AutoAWQ's order)."""
 
     def unpack(words: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "demo")
     parser.add_argument("--out", type=Path, default=DEMO)
     parser.add_argument("--seed", type=int, default=11)

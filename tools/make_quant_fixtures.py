@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -47,8 +48,8 @@ def tidy(out: Path) -> None:
 
 
 def make_awq(out: Path) -> None:
-    from awq import AutoAWQForCausalLM
-    from awq.utils.packing_utils import dequantize_gemm
+    from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # in an environment of its own
+    from awq.utils.packing_utils import dequantize_gemm  # pyright: ignore[reportMissingImports] # in an environment of its own
 
     plain = out / "plain"
     tiny_llama().save_pretrained(plain)
@@ -70,19 +71,19 @@ def make_awq(out: Path) -> None:
 
 
 def make_compressed_tensors(out: Path, preset: str) -> None:
-    from compressed_tensors import ModelCompressor
-    from compressed_tensors.quantization import (
+    from compressed_tensors import ModelCompressor  # pyright: ignore[reportMissingImports] # in an environment of its own
+    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports] # in an environment of its own
         QuantizationConfig,
         QuantizationStatus,
         apply_quantization_config,
         preset_name_to_scheme,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams  # pyright: ignore[reportMissingImports] # in an environment of its own
 
     model = tiny_llama().bfloat16()
     scheme = preset_name_to_scheme(preset, ["Linear"])
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
-    quantised = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_scale")]
+    quantised: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if hasattr(m, "weight_scale")]
     for _, module in quantised:
         groups = module.weight.data.unflatten(-1, (-1, GROUP))
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
@@ -101,7 +102,7 @@ def make_compressed_tensors(out: Path, preset: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("library", choices=["awq", "compressed-tensors"])
     parser.add_argument("--out", type=Path, default=DATA)
     args = parser.parse_args()

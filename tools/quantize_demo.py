@@ -20,8 +20,8 @@ import random
 from pathlib import Path
 
 import torch
-from awq import AutoAWQForCausalLM
-from train_demo import DEMO, ROOT, library_files, tidy_config
+from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # in an environment of its own
+from demo_data import DEMO, ROOT, library_files, tidy_config
 from transformers import PreTrainedTokenizerFast
 
 QUANTISATION = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
@@ -42,7 +42,7 @@ def calibration_texts(tokenizer: PreTrainedTokenizerFast, count: int, length: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=ROOT / "build" / "demo" / "target")
     parser.add_argument("--out", type=Path, default=DEMO / "target")
     parser.add_argument("--texts", type=int, default=16)

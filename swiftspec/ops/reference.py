@@ -249,6 +249,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 
+def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first."""
+    best = scores.log_softmax(-1).topk(k)
+    return best.indices, best.values
+
+
 def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:
     """In place, in all layers: slots source[i] -> start + i; source [m] ascends, source[i] >= start + i."""
     for buffer in (k, v):

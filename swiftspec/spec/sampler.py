@@ -6,12 +6,15 @@ sampling parameters and target logits, whatever tree looked it up. Letters: n ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from swiftspec.ops import reference
 from swiftspec.params import SamplingParams
+
+LogTopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 TARGET_STREAM = 0
 NEG_INF = float("-inf")
@@ -173,6 +176,7 @@ class Sampler:
         *,
         k: int,
         tau: float | None,
+        log_top_k: LogTopK = reference.log_top_k,
     ) -> tuple[Tensor, Tensor]:
         """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], likeliest first.
 
@@ -182,10 +186,10 @@ class Sampler:
         shaped = self.shape(logits, paths)
         if tau is not None and not self.params.greedy:
             shaped = (shaped + self.noise.rows(positions + 1, shaped.dtype)) / tau
-        best = shaped.log_softmax(-1).topk(min(k, self.vocab))
+        tokens, logprobs = log_top_k(shaped, min(k, self.vocab))
         # The tree counts on children never outweighing their parents: rounding must not lift a sure one above 0, and a
         # draft whose logits overflow has no opinion.
-        return best.indices, best.values.nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
+        return tokens, logprobs.nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:

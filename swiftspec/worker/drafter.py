@@ -166,6 +166,7 @@ class LocalDrafter:
             torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
             k=self._plan.children,
             tau=self._plan.tau if self._plan.coupled else None,
+            log_top_k=self.runner.ops.log_top_k,
         )
         self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
 

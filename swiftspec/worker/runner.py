@@ -14,7 +14,7 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.spec import mask as tree_mask
-from swiftspec.spec.kv_cache import KVCache, MoveKV
+from swiftspec.spec.kv_cache import KVCache
 
 Ints = NDArray[np.int64]
 
@@ -31,19 +31,27 @@ class Model(Protocol):
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor | None: ...
 
 
+class Ops(Protocol):
+    """What a round needs of the module of operators that the model was built with."""
+
+    def move_kv(self, k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int, /) -> None: ...
+    def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
+
+
 class Runner:
     """Runs one model over one sequence's prefix and tree, and keeps its books: slots, forwards, busy time."""
 
-    def __init__(self, model: Model, move_kv: MoveKV, *, context: int, tree_slots: int) -> None:
+    def __init__(self, model: Model, ops: Ops, *, context: int, tree_slots: int) -> None:
         config = model.config
         self.model = model
+        self.ops = ops
         self.tree_slots = tree_slots
         self.cache = KVCache(
             config.num_layers,
             config.num_kv_heads,
             config.head_dim,
             context + tree_slots,
-            move_kv,
+            ops.move_kv,
             dtype=model.dtype,
             device=model.device,
         )
