@@ -1,7 +1,7 @@
 """What the embedded pair is made from: the corpus, the tokenizer, the training windows; and what is noted about it.
 
-The corpus is the running interpreter's own library (Python 3.11). The held-out files below are only measured on: neither
-the tokenizer nor a training step nor the quantiser's calibration sees them. `train_demo.py` has the commands.
+The corpus is the running interpreter's own library (Python 3.11). The held-out files below are only measured on:
+neither the tokenizer nor a training step nor the quantiser's calibration sees them. `train_demo.py` has the commands.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ def make_tokenizer(args: argparse.Namespace) -> None:
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (args.work / "tokenizer" / "chat_template.jinja").unlink(missing_ok=True)
-    sizes: dict[str, Any] = {k: {"files": len(v), "bytes": sum(len(t.encode()) for _, t in v)} for k, v in files.items()}
+    sizes: dict[str, Any] = {
+        k: {"files": len(v), "bytes": sum(len(t.encode()) for _, t in v)} for k, v in files.items()
+    }
     corpus = "".join(EOS + t for k in ("library", "tests") for _, t in files[k])
     record("data", args, source="CPython standard library", licence="PSF-2.0", python=sys.version.split()[0], **sizes,
            training_sha256=hashlib.sha256(corpus.encode()).hexdigest(), held_out_files=list(HELD_OUT))  # fmt: skip

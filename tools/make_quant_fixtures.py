@@ -48,8 +48,8 @@ def tidy(out: Path) -> None:
 
 
 def make_awq(out: Path) -> None:
-    from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # in an environment of its own
-    from awq.utils.packing_utils import dequantize_gemm  # pyright: ignore[reportMissingImports] # in an environment of its own
+    from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # own environment
+    from awq.utils.packing_utils import dequantize_gemm  # pyright: ignore[reportMissingImports] # own environment
 
     plain = out / "plain"
     tiny_llama().save_pretrained(plain)
@@ -71,14 +71,16 @@ def make_awq(out: Path) -> None:
 
 
 def make_compressed_tensors(out: Path, preset: str) -> None:
-    from compressed_tensors import ModelCompressor  # pyright: ignore[reportMissingImports] # in an environment of its own
-    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports] # in an environment of its own
+    from compressed_tensors import ModelCompressor  # pyright: ignore[reportMissingImports] # own environment
+    from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports] # own environment
         QuantizationConfig,
         QuantizationStatus,
         apply_quantization_config,
         preset_name_to_scheme,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams  # pyright: ignore[reportMissingImports] # in an environment of its own
+    from compressed_tensors.quantization.utils import (  # pyright: ignore[reportMissingImports] # own environment
+        calculate_qparams,
+    )
 
     model = tiny_llama().bfloat16()
     scheme = preset_name_to_scheme(preset, ["Linear"])

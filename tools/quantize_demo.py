@@ -20,7 +20,7 @@ import random
 from pathlib import Path
 
 import torch
-from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # in an environment of its own
+from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # own environment
 from demo_data import DEMO, ROOT, library_files, tidy_config
 from transformers import PreTrainedTokenizerFast
 
