@@ -49,8 +49,8 @@ struct AttentionArgs {
 };
 void attention(const AttentionArgs& args);
 
-// Per row of x [rows, vocab] float32: the k largest of log_softmax(x), largest first, and where they stand. NaN is never
-// among them; a row without k candidates is filled up with -inf.
+// Per row of x [rows, vocab] float32: the k largest of log_softmax(x), largest first, and where they stand. None is above
+// 0 or NaN; a row without k candidates is filled up with -inf.
 void log_top_k(const float* x, int64_t rows, int64_t vocab, int64_t k, int64_t* tokens, float* values);
 
 }  // namespace host

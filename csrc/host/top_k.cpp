@@ -46,7 +46,10 @@ SWIFTSPEC_BF16 void row_top_k(const float* x, int64_t vocab, int64_t k, int64_t*
     total = _mm512_mask_add_ps(total, lanes, total, exp16(_mm512_sub_ps(part, top)));
   }
   const float normaliser = values[0] + std::log(_mm512_reduce_add_ps(total));
-  for (int64_t i = 0; i < k; ++i) values[i] -= normaliser;
+  for (int64_t i = 0; i < k; ++i) {
+    const float value = values[i] - normaliser;
+    values[i] = value <= 0.0f ? value : std::isnan(value) ? kNone : 0.0f;  // a parent's weight bounds its children's
+  }
 }
 
 }  // namespace

@@ -225,7 +225,8 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first."""
+    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
+    above 0 and never NaN."""
     if scores.dtype != torch.float32:
         return reference.log_top_k(scores, k)
     scores = scores.contiguous()

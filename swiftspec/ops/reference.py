@@ -250,9 +250,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first."""
+    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first.
+
+    Never above 0, which rounding would allow and a tree of likely paths could not bear; and -inf, not NaN, where the
+    scores have overflowed.
+    """
     best = scores.log_softmax(-1).topk(k)
-    return best.indices, best.values
+    return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
 
 
 def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:

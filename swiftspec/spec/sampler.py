@@ -186,10 +186,7 @@ class Sampler:
         shaped = self.shape(logits, paths)
         if tau is not None and not self.params.greedy:
             shaped = (shaped + self.noise.rows(positions + 1, shaped.dtype)) / tau
-        tokens, logprobs = log_top_k(shaped, min(k, self.vocab))
-        # The tree counts on children never outweighing their parents: rounding must not lift a sure one above 0, and a
-        # draft whose logits overflow has no opinion.
-        return tokens, logprobs.nan_to_num_(NEG_INF, neginf=NEG_INF).clamp_max_(0)
+        return log_top_k(shaped, min(k, self.vocab))
 
 
 def top_p(logits: Tensor, p: float) -> Tensor:

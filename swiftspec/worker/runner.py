@@ -96,7 +96,7 @@ class Runner:
             slots=slots,
             mask=torch.from_numpy(tree_mask.pad_left(mask)).to(device),
             sequence=self._sequence[:rows],
-            kv_len=torch.tensor(self.cache.kv_len(), device=device),
+            kv_len=torch.from_numpy(np.array(self.cache.kv_len())).to(device),
         )
         began = time.perf_counter()
         logits = self.model.forward(batch, self.cache, head=head)
