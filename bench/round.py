@@ -103,7 +103,7 @@ def main() -> None:
             f"d={d}: {best['tokens']:.2f} tok/round; ms a round: target {best['target']:.2f},"
             f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
         )
-    llm = LLM(DEMO / "target", DEMO / "draft", Plan(), dtype=torch.bfloat16)
+    llm = LLM(DEMO / "target", DEMO / "draft", Plan(draft_steps=4), dtype=torch.bfloat16)
     for name, count, milliseconds in breakdown(llm, prompts, sampling):
         print(f"  {name:24} {count:5.2f} a round  {milliseconds:.3f} ms")
 

@@ -79,7 +79,7 @@ class Plan:
     mode: str = "serial"
     verify_batch: int = 8  # bs, nodes verified per round, the root counted
     draft_leaves: int = 8  # w, leaves expanded per expansion
-    draft_steps: int = 4  # d, expansions per round
+    draft_steps: int = 3  # d, expansions per round
     coupled: bool = True  # children ranked under the target's own noise
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
 

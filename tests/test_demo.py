@@ -59,14 +59,14 @@ def test_serial_equals_ar_token_for_token(sampling: SamplingParams) -> None:
 
 @pytest.mark.slow
 def test_the_tree_gives_at_least_2_7_tokens_a_round() -> None:
-    assert tokens_per_round(LLM(TARGET, DRAFT, dtype=torch.bfloat16), 0.0, len(prompts())) >= 2.7
+    assert tokens_per_round(LLM(TARGET, DRAFT, Plan(draft_steps=4), dtype=torch.bfloat16), 0.0, len(prompts())) >= 2.7
 
 
 @pytest.mark.slow
 def test_coupled_noise_makes_sampling_nearly_as_predictable_as_greedy() -> None:
     """At temperature 1: at least 85 % of the greedy ratio, 1.2 times the uncoupled one."""
-    coupled = LLM(TARGET, DRAFT, dtype=torch.bfloat16)
-    uncoupled = LLM(TARGET, DRAFT, Plan(coupled=False), dtype=torch.bfloat16)
+    coupled = LLM(TARGET, DRAFT, Plan(draft_steps=4), dtype=torch.bfloat16)
+    uncoupled = LLM(TARGET, DRAFT, Plan(draft_steps=4, coupled=False), dtype=torch.bfloat16)
     every = len(prompts())
     greedy, with_noise = tokens_per_round(coupled, 0.0, every), tokens_per_round(coupled, 1.0, every)
     assert with_noise >= 0.85 * greedy

@@ -78,7 +78,7 @@ class Settings(BaseSettings):
         8, description="Tree nodes verified per round, the root counted."
     )
     draft_leaves: Annotated[int, Flag(TREE, "W")] = Field(8, description="Leaves expanded per draft forward.")
-    draft_steps: Annotated[int, Flag(TREE, "D")] = Field(4, description="Draft forwards per round.")
+    draft_steps: Annotated[int, Flag(TREE, "D")] = Field(3, description="Draft forwards per round.")
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
     )
