@@ -110,6 +110,23 @@ void log_top_k(uintptr_t x, int64_t rows, int64_t vocab, int64_t k, uintptr_t to
   swiftspec::host::log_top_k(in, rows, vocab, k, ids, out);
 }
 
+void move_kv(uintptr_t region, int64_t layer_stride, int64_t layers, int64_t kv_heads, int64_t capacity,
+             int64_t slot_bytes, uintptr_t source, int64_t count, int64_t start) {
+  size_arg("layers", layers, 1);
+  size_arg("kv_heads", kv_heads, 1);
+  size_arg("slot_bytes", slot_bytes, 1);
+  check(start >= 0 && count >= 0 && start + count <= capacity, "the slots do not fit the region");
+  const swiftspec::host::MoveArgs args{pointer_arg<uint8_t>("region", region, 1), layer_stride, layers, kv_heads,
+                                       capacity, slot_bytes, pointer_arg<const int64_t>("source", source, count),
+                                       count, start};
+  for (int64_t i = 0; i < count; ++i) {
+    check(args.source[i] >= start + i && args.source[i] < capacity, "a source lies before its place or outside");
+    check(i == 0 || args.source[i] > args.source[i - 1], "sources must ascend");
+  }
+  py::gil_scoped_release unlocked;
+  swiftspec::host::move_kv(args);
+}
+
 #ifdef SWIFTSPEC_WITH_CUDA
 void noise_bits_cuda(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, int64_t vocab,
                      uintptr_t out, uintptr_t cuda_stream) {
@@ -143,6 +160,9 @@ PYBIND11_MODULE(_C, m) {
         "RoPE, KV append and masked attention in bfloat16; see AttentionArgs in kernels.h.");
   m.def("log_top_k", &log_top_k, py::arg("x"), py::arg("rows"), py::arg("vocab"), py::arg("k"), py::arg("tokens"),
         py::arg("values"), "The k largest of log_softmax(x[rows, vocab]) by row, with their columns.");
+  m.def("move_kv", &move_kv, py::arg("region"), py::arg("layer_stride"), py::arg("layers"), py::arg("kv_heads"),
+        py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"), py::arg("start"),
+        "Moves cache slots forward in place; see MoveArgs in kernels.h.");
   m.def("gumbel", &swiftspec::noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
   m.def("gumbel64", &swiftspec::noise::gumbel64, py::arg("bits"), "The float64 Gumbel draw of 32 noise bits.");
 #ifdef SWIFTSPEC_WITH_CUDA

@@ -53,6 +53,16 @@ void attention(const AttentionArgs& args);
 // 0 or NaN; a row without k candidates is filled up with -inf.
 void log_top_k(const float* x, int64_t rows, int64_t vocab, int64_t k, int64_t* tokens, float* values);
 
+// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in bytes.
+struct MoveArgs {
+  uint8_t* region;        // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
+  int64_t layer_stride;   // bytes from one layer to the next
+  int64_t layers, kv_heads, capacity, slot_bytes;
+  const int64_t* source;  // [count]
+  int64_t count, start;
+};
+void move_kv(const MoveArgs& args);
+
 }  // namespace host
 
 namespace cuda {

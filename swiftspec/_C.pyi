@@ -42,3 +42,14 @@ def attention(
     dim: int,
 ) -> None: ...
 def log_top_k(x: int, rows: int, vocab: int, k: int, tokens: int, values: int) -> None: ...
+def move_kv(
+    region: int,
+    layer_stride: int,
+    layers: int,
+    kv_heads: int,
+    capacity: int,
+    slot_bytes: int,
+    source: int,
+    count: int,
+    start: int,
+) -> None: ...

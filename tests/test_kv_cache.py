@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.ops import reference
+from swiftspec.ops import host, reference
 from swiftspec.spec.kv_cache import KVCache
 
 CAPACITY = 40
@@ -17,9 +17,11 @@ POISON = 1e4  # in every slot that is free
 class CacheMachine(RuleBasedStateMachine):
     """Two sequences of unequal prefixes under one tree; every written slot carries a number of its own."""
 
+    move = staticmethod(reference.move_kv)
+
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(2, 1, 2, CAPACITY, reference.move_kv, sequences=2, dtype=torch.float64)
+        self.cache = KVCache(2, 1, 2, CAPACITY, self.move, sequences=2, dtype=torch.float64)
         self._poison()
         self.prefix: list[list[float]] = [[], []]
         self.tree: list[float] = []
@@ -88,6 +90,16 @@ class CacheMachine(RuleBasedStateMachine):
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
 TestKVCache = CacheMachine.TestCase
+
+
+class NativeCacheMachine(CacheMachine):
+    """The same books over the native move, which serves any dtype."""
+
+    move = staticmethod(host.move_kv)
+
+
+NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestNativeKVCache = NativeCacheMachine.TestCase
 
 
 def test_slots_that_are_in_place_are_not_moved() -> None:

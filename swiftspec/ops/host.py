@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.ops import reference
-from swiftspec.ops.reference import Cache, Weight, embed, move_kv, rope_tables
+from swiftspec.ops.reference import Cache, Weight, embed, rope_tables
 
 if TYPE_CHECKING:
     from swiftspec.batch import Batch
@@ -222,6 +222,26 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
         if part.rows is not None:
             out[part.rows] = result
     return out
+
+
+def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:
+    """In place, in all layers: slots source[i] -> start + i, where source [m] ascends and source[i] >= start + i."""
+    layers, sequences, kv_heads, capacity, head_dim = k.shape
+    assert k.is_contiguous() and v.is_contiguous()
+    slot = head_dim * k.element_size()
+    region = kv_heads * capacity * slot
+    for buffer in (k, v):
+        _C.move_kv(
+            buffer.data_ptr() + sequence * region,
+            sequences * region,
+            layers,
+            kv_heads,
+            capacity,
+            slot,
+            source.data_ptr(),
+            source.shape[0],
+            start,
+        )
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

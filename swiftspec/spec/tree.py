@@ -59,7 +59,9 @@ class DraftTree:
     def best_leaves(self, w: int) -> Leaves:
         """Takes the w likeliest leaves (fewer when there are fewer), hands each the next tree slot and its mask row."""
         unexpanded = self.slot[: self.count] == self.slots
-        nodes = _best(np.where(unexpanded, self.logprob[: self.count], NEG_INF), w)
+        weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
+        nodes = weights.argpartition(-w)[-w:] if w < self.count else np.arange(self.count)
+        nodes = nodes[weights[nodes] > NEG_INF]
         first, after = self.expanded, self.expanded + nodes.shape[0]
         assert after <= self.slots
         own = np.arange(first, after)
@@ -84,7 +86,8 @@ class DraftTree:
 
         Connected because of equal weights the earlier node, hence the parent, comes first.
         """
-        nodes = np.sort(_best(self.logprob[: self.count], bs))
+        order = np.argsort(-self.logprob[: self.count], kind="stable")[:bs]
+        nodes = np.sort(order[self.logprob[order] > NEG_INF])
         place = {node: i for i, node in enumerate(nodes.tolist())}
         parents = [place[p] for p in self.parent[nodes].tolist()]
         return list(place), self.token[nodes].tolist(), [-1, *parents[1:]]
@@ -147,9 +150,3 @@ class DraftTree:
                 node = int(self.parent[node])
             paths.append(path[::-1])
         return paths
-
-
-def _best(weights: Floats, count: int) -> Ints:
-    """The indices of the `count` largest weights, largest first and of equal ones the earlier; -inf is no weight."""
-    order = np.argsort(-weights, kind="stable")[:count]
-    return order[weights[order] > NEG_INF]
