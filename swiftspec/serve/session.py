@@ -88,7 +88,7 @@ def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -
     phases.begin("target weights")
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, target_path, device)
-    threads = _use_threads(settings.threads)
+    threads = _use_threads(settings.threads, target_path, dtype, device)
     import torch
 
     from swiftspec.engine import LLM
@@ -181,10 +181,14 @@ def _cpu_has_bf16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _use_threads(count: int | None) -> int:
+def _use_threads(count: int | None, target: Path, dtype: str, device: str) -> int:
+    """Native operators take one thread; what torch is left with is so small that a second one would only wait."""
     import torch
 
-    count = count or min(_physical_cores(), MOST_THREADS)
+    from swiftspec.ops import host
+
+    native = host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
+    count = count or (1 if native else min(_physical_cores(), MOST_THREADS))
     torch.set_num_threads(count)
     return count
 
