@@ -33,5 +33,7 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
             yield done
         drafter.grow()
         result = pending.wait()
+        drafter.observe(result)
+        verifier.settle()
         done = Round(result.tokens, len(proposal.tokens) - 1)
-        proposal = drafter.observe(result)
+        proposal = drafter.propose()

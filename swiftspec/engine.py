@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from typing import Unpack
 
-import torch
+from torch.distributed.rendezvous import rendezvous
 
 from swiftspec.config import ModelConfig
 from swiftspec.decode import Round, decode
 from swiftspec.errors import UserError
-from swiftspec.model.loader import load_model
-from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.worker.drafter import Drafter, Expendable, LocalDrafter, NoDrafter
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.verifier import LocalVerifier
-
-Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+from swiftspec.remote.rank import Rank
+from swiftspec.remote.world import START_TIMEOUT, World
+from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
+from swiftspec.worker.roles import Models, Options
+from swiftspec.worker.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,34 @@ class Completion:
     stats: Stats
 
 
+def join_world() -> World | None:
+    """The ranks that a launcher such as torchrun has started, this one among them; None if it is alone. Raises
+    UserError where the launcher's variables make no sense."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    try:
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        host = os.environ["MASTER_ADDR"]
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"WORLD_SIZE is set, but {error}: start several ranks with torchrun") from None
+    return World(rank, size, local_rank, local_size, host, store)
+
+
+def serve_rank(
+    world: World, target: str | Path, draft: str | Path | None, plan: Plan, **options: Unpack[Options]
+) -> None:
+    """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
+    models = Models.check(target, draft, plan, world, options)
+    Rank(world, plan, models, options.get("progress")).follow()
+
+
 class LLM:
     """A target model and perhaps a draft, decoding one request at a time.
 
-    `vocab_size`: the base vocabulary that both tokenizers share; rows of the heads beyond it count as -inf. None takes
-    the smaller of the two heads. Raises UserError where a model cannot be loaded or the pair does not fit.
+    With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
+    where a model cannot be loaded or the pair does not fit.
     """
 
     def __init__(
@@ -80,47 +104,30 @@ class LLM:
         draft: str | Path | None = None,
         plan: Plan | None = None,
         *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        max_model_len: int | None = None,
-        vocab_size: int | None = None,
-        progress: Progress | None = None,
+        world: World | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.plan = plan if plan is not None else Plan(mode="serial" if draft is not None else "ar")
-        if self.plan.mode != "ar" and draft is None:
-            raise UserError(f"mode {self.plan.mode} needs a draft model: name one, or take mode ar")
-        config = ModelConfig.from_dir(Path(target))
-        self.max_model_len = max_model_len if max_model_len is not None else config.max_position_embeddings
-        if not 2 <= self.max_model_len <= config.max_position_embeddings:
-            limit = config.max_position_embeddings
-            raise UserError(f"max_model_len must lie in 2..{limit} for this target, not {self.max_model_len}")
-        self.eos_token_ids = config.eos_token_ids
-        heads = [config.vocab_size]
-
-        def runner(path: str | Path, tree_slots: int) -> Runner:
-            context = self.max_model_len + self.plan.verify_batch  # a stop takes effect a round late
-            shape = ModelConfig.from_dir(path)
-            kind = dtype if dtype is not None else getattr(torch, shape.dtype)
-            ops = host if host.fits(shape, kind, device) else reference
-            model = load_model(
-                path, dtype=kind, device=device, ops=ops, max_positions=context + tree_slots, progress=progress
-            )
-            return Runner(model, ops, context=context, tree_slots=tree_slots)
-
-        self._target = runner(target, self.plan.verify_batch)
-        self._draft: Runner | None = None
-        if self.plan.mode != "ar" and draft is not None:
-            self._draft = runner(draft, 4 * self.plan.draft_leaves * self.plan.draft_steps + self.plan.draft_leaves)
-            heads.append(self._draft.model.config.vocab_size)
-        self.vocab_size = min(heads) if vocab_size is None else vocab_size
-        if self.vocab_size > min(heads):
-            raise UserError(f"the tokenizer has {self.vocab_size} tokens, but a model's head only {min(heads)}")
-        self.verifier = LocalVerifier(self._target, self.vocab_size)
+        models = Models.check(target, draft, self.plan, world, options)
+        self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
+        self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
+        progress = options.get("progress")
+        self._rank = None if world is None else Rank(world, self.plan, models, progress)
+        self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
-        if self._draft is not None:
-            self.drafter = LocalDrafter(self._draft, self.plan, self.vocab_size)
+        if self._rank is not None:
+            self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
+        else:
+            self.verifier = models.verifier(self.plan, progress=progress)
+            if self.plan.mode != "ar":
+                self.drafter = models.drafter(self.plan, progress=progress)
         self._requests = 0
         self.stats = Stats()
+
+    def close(self) -> None:
+        """Sends the other ranks home. Alone it has nothing to do."""
+        if self._rank is not None:
+            self._rank.leave()
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
@@ -189,7 +196,7 @@ class LLM:
                 self.verifier.close()
 
     def _busy(self) -> tuple[float, float]:
-        return self._target.busy, self._draft.busy if self._draft is not None else 0.0
+        return self.verifier.busy, self.drafter.busy
 
 
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:

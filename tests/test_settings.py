@@ -59,7 +59,7 @@ BAD = [
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
     (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
     (["--threads", "0"], "--threads must be at least 1"),
-    (["--mode", "fast"], "--mode must be one of ar, serial, not 'fast'"),
+    (["--mode", "fast"], "--mode must be one of ar, serial, async, not 'fast'"),
     (["--dtype", "int8"], "--dtype must be one of auto, float32"),
     (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
     (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.params import Plan, SamplingParams, split_ranks
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
@@ -62,6 +62,7 @@ class Settings(BaseSettings):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Flag(MODELS, default="auto: cuda where PyTorch finds an NVIDIA GPU, else cpu")
     ] = Field("auto", description="Where the models run.")
+    share_gpus: Annotated[bool, Flag(MODELS)] = Field(False, description="Let several ranks run on one GPU.")
     max_model_len: Annotated[int | None, Flag(MODELS, "N", "what the target was made for")] = Field(
         None, description="Longest context in tokens, prompt and answer together."
     )
@@ -71,14 +72,27 @@ class Settings(BaseSettings):
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
-    mode: Annotated[Literal["ar", "serial"] | None, Flag(TREE, default="serial with a draft model, else ar")] = Field(
-        None, description="serial: draft tree and verification in turns. ar: one token per forward, no draft."
+    mode: Annotated[
+        Literal["ar", "serial", "async"] | None,
+        Flag(TREE, default="with a draft model async on several ranks, serial on one; else ar"),
+    ] = Field(
+        None,
+        description="async: the draft group grows the tree while the target group verifies. serial: in turns, on one"
+        " group. ar: one token per forward, no draft.",
+    )
+    target_tp: Annotated[int | None, Flag(TREE, "X", "the ranks that the draft leaves")] = Field(
+        None, ge=1, description="Ranks that share the target model."
+    )
+    draft_tp: Annotated[int | None, Flag(TREE, "Y", "a quarter of the ranks, at least 1")] = Field(
+        None, ge=1, description="Ranks that share the draft model, in mode async."
     )
     verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
         8, description="Tree nodes verified per round, the root counted."
     )
     draft_leaves: Annotated[int, Flag(TREE, "W")] = Field(8, description="Leaves expanded per draft forward.")
-    draft_steps: Annotated[int, Flag(TREE, "D")] = Field(3, description="Draft forwards per round.")
+    draft_steps: Annotated[int | None, Flag(TREE, "D", "async: as many as fit into a target forward; serial: 3")] = (
+        Field(None, description="Draft forwards per round.")
+    )
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
     )
@@ -151,17 +165,25 @@ class Settings(BaseSettings):
 
     @field_validator("verify_batch", "draft_leaves", "draft_steps")
     @classmethod
-    def _plan_value(cls, value: int, info: ValidationInfo) -> int:
+    def _plan_value(cls, value: int | None, info: ValidationInfo) -> int | None:
         one: dict[str, Any] = {str(info.field_name): value}
         _as_value_error(lambda: Plan(**one))
         return value
 
-    def plan(self, has_draft: bool) -> Plan:
-        """The tree's shape, and the mode if left open. Raises UserError where the mode needs a draft and has none."""
-        mode = self.mode or ("serial" if has_draft else "ar")
+    def plan(self, has_draft: bool, ranks: int = 1) -> Plan:
+        """The tree's shape, and what is left open of mode and split. Raises UserError where the mode needs a draft and
+        has none, and where the split does not add up."""
+        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
-        return Plan(mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled)
+        try:
+            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
+        except UserError as error:
+            raise UsageError(str(error)) from None
+        return Plan(
+            mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
+            target_tp=target_tp, draft_tp=draft_tp,
+        )  # fmt: skip
 
     def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
