@@ -36,6 +36,7 @@ def decode(
     """Decodes the requests one after another: rank 0 returns the answers, the others follow."""
     world = join_world()
     options["dtype"] = getattr(torch, dtype)
+    target = target.format(rank=world.rank if world is not None else 0)
     try:
         if world is not None and world.rank > 0:
             with _failing_at(draft_fails_at):

@@ -50,7 +50,11 @@ class Rank:
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         mine = [models.target] if here.side == "target" else []
         mine += [models.draft] if self._drafter is not None and models.draft is not None else []
-        self._links.report([models.facts(plan), *map(fingerprint, mine)], error)
+        try:
+            self._links.report([models.facts(plan), *map(fingerprint, mine)], error)
+        except UserError:
+            self.leave()
+            raise
 
     def lead(self, plan: Plan) -> tuple[LeadingVerifier, Drafter, Plan]:
         """The roles of rank 0, and the plan with d filled in."""
@@ -82,3 +86,4 @@ class Rank:
         self._links.leave()
         if self._group is not None:
             self._group.close()
+            self._group = None

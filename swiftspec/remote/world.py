@@ -93,7 +93,7 @@ class Links:
         """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
 
         `facts`: what must be equal in the whole job, then what must be in the group. Raises UserError on rank 0 with
-        the first reason, after sending everyone home.
+        the first reason.
         """
         marks = np.frombuffer(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts), np.int32)
         for channel in self.followers:
@@ -104,7 +104,6 @@ class Links:
         if up is not None:
             up.send(*((Call.READY, marks) if error is None else (Call.LOST, to_words(error))))
         elif error is not None:
-            self.leave()
             raise UserError(error)
 
     def leave(self) -> None:
