@@ -1,7 +1,7 @@
 // The LL protocol (SwiftSpec paper, section 3.3, after NCCL's "low latency" protocol): every 8 bytes in memory are 4 bytes
 // of data and a 32-bit flag, written and read as one. A reader polls for the flag of its epoch and then has the data, so
 // an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: what loads and
-// stores is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
+// stores a line is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
 //
 // Epochs. All ranks of a group count their exchanges alike. In an exchange each rank sends at least one line to every
 // other rank and receives all that they send. The lines from one rank to another live in `slots` places used in turn,
@@ -131,17 +131,15 @@ struct Bfloat16 {
 // A look at a line: whether both halves carry the flag, and if so their data.
 template <class Memory>
 SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
-  const uint64_t low = Memory::load(&line.half[0]);
-  const uint64_t high = Memory::load(&line.half[1]);
-  if (!ready(low, flag) || !ready(high, flag)) return false;
-  payload = static_cast<uint64_t>(data_of(high)) << 32 | data_of(low);
+  const Line seen = Memory::load(line);
+  if (!ready(seen.half[0], flag) || !ready(seen.half[1], flag)) return false;
+  payload = static_cast<uint64_t>(data_of(seen.half[1])) << 32 | data_of(seen.half[0]);
   return true;
 }
 
 template <class Memory>
 SWIFTSPEC_HD void put(Line& line, uint32_t flag, uint64_t payload) {
-  Memory::store(&line.half[0], pack(static_cast<uint32_t>(payload), flag));
-  Memory::store(&line.half[1], pack(static_cast<uint32_t>(payload >> 32), flag));
+  Memory::store(line, {{pack(static_cast<uint32_t>(payload), flag), pack(static_cast<uint32_t>(payload >> 32), flag)}});
 }
 
 // Polls one line. `wait.again(source)` is called after each look that fails, `wait.rest()` before the first; when

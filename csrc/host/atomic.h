@@ -6,6 +6,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../ll.h"
+
 namespace swiftspec::host {
 
 template <class T>
@@ -25,9 +27,12 @@ bool replace(T& word, T expected, T value) {
   return std::atomic_ref<T>(word).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
 }
 
-struct Memory {  // of a Session
-  static uint64_t load(const uint64_t* word) { return host::load(*word); }
-  static void store(uint64_t* word, uint64_t value) { host::store(*word, value); }
+struct Memory {  // of a Session: the halves of a line one by one
+  static ll::Line load(const ll::Line& line) { return {{host::load(line.half[0]), host::load(line.half[1])}}; }
+  static void store(ll::Line& line, const ll::Line& value) {
+    host::store(line.half[0], value.half[0]);
+    host::store(line.half[1], value.half[1]);
+  }
 };
 
 }  // namespace swiftspec::host

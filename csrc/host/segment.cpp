@@ -101,8 +101,8 @@ Segment::Segment(const std::string& name, int rank, int size, size_t bytes, doub
   if (file.fd < 0 && errno == ENOENT) throw TimedOut("rank 0 has not made shared memory " + name + " in time");
   if (file.fd < 0) fail("shared memory " + name);
   try {
-    map(file.fd, rank == 0);
-    join(until - now());
+    map(file.fd, rank == 0, until);
+    join(until);
   } catch (...) {
     shm_unlink(name.c_str());
     release();
@@ -123,11 +123,12 @@ void Segment::release() {
   }
 }
 
-void Segment::map(int fd, bool create) {
+void Segment::map(int fd, bool create, double until) {
   // Reserved now: a full /dev/shm is an error here, and would be a signal at the first store.
   if (create && (errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes_))) != 0) fail("shared memory " + name_);
   struct stat info {};
-  while (fstat(fd, &info) == 0 && info.st_size == 0) std::this_thread::sleep_for(kSleep);
+  while (fstat(fd, &info) == 0 && info.st_size == 0 && now() < until) std::this_thread::sleep_for(kSleep);
+  if (info.st_size == 0) throw TimedOut("rank 0 has not sized shared memory " + name_ + " in time");
   if (info.st_uid != geteuid() || static_cast<size_t>(info.st_size) != bytes_) {
     throw std::invalid_argument("shared memory " + name_ + " was made by another user or with other sizes");
   }
@@ -141,8 +142,7 @@ void Segment::map(int fd, bool create) {
   }
 }
 
-void Segment::join(double seconds) {
-  const double until = now() + seconds;
+void Segment::join(double until) {
   while (load(header_->magic) != kMagic && now() < until) std::this_thread::sleep_for(kSleep);
   if (load(header_->magic) != kMagic) throw TimedOut("rank 0 has not finished shared memory " + name_ + " in time");
   if (header_->size != size_) throw std::invalid_argument("the ranks disagree on the size of the group");

@@ -49,8 +49,8 @@ class Segment {
 
  private:
   struct Header;
-  void map(int fd, bool create);
-  void join(double seconds);
+  void map(int fd, bool create, double until);
+  void join(double until);
   void release();
 
   std::string name_;

@@ -59,8 +59,9 @@ class SharedGroup:
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: `x` of every rank, in their order. Any dtype."""
         _on_host(x)
+        x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        self._group.all_gather(x.contiguous().data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
+        self._group.all_gather(x.data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
         return out
 
     def close(self) -> None:

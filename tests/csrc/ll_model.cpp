@@ -106,6 +106,7 @@ const char* walk(const Model& model, size_t& states) {
   while (!open.empty()) {
     const State state = open.back();
     open.pop_back();
+    ++states;
     next.clear();
     if (!steps(model, state, next)) return "stale";
     bool finished = true;
@@ -115,7 +116,6 @@ const char* walk(const Model& model, size_t& states) {
       if (seen.insert(s.key()).second) open.push_back(s);
     }
   }
-  states += seen.size();
   return "ok";
 }
 
