@@ -1,11 +1,12 @@
 """Shared memory against sockets, between two processes: the all-reduce of a tensor-parallel layer (12 KB: 8 rows of 384
 float32) by LL and by gloo, and the round trip of a message (100 words) by mailbox and by TCP over localhost.
 
-    python -m bench.ll [--runs 5] [--calls 2000]
+    python -m bench.ll [--runs 5] [--calls 2000] [--no-pin]
 
 Median and 98th percentile of a call, as the caller in Python sees it, in microseconds. The ways take turns within a
 run; of several runs the best median counts, and the percentile of the same run, since other work on the machine
-disturbs whichever is on. A table, then one line of JSON.
+disturbs whichever is on. Each process keeps to a core of its own, sockets and all; with --no-pin the system places
+them, on a busy machine often both on one. A table, then one line of JSON.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ def receive(peer: socket.socket, size: int) -> bytes:
     return data
 
 
-def ways(rank: int, folder: Path, names: list[str]) -> dict[str, Callable[[], object]]:
+def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Callable[[], object]]:
     """What one process calls, by name; both call the same one at a time."""
-    spin = len(os.sched_getaffinity(0)) >= 2
     group = SharedGroup(names[0], rank, 2, spin=spin)
     mailbox = Mailbox(names[1], rank, spin=spin)
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
@@ -94,15 +94,20 @@ def measure(call: Callable[[], object], calls: int) -> tuple[float, float]:
     return times[len(times) // 2], times[len(times) * 98 // 100]
 
 
-def run_rank(rank: int, folder: Path, names: list[str], runs: int, calls: int) -> list[dict[str, tuple[float, float]]]:
+def run_rank(
+    rank: int, folder: Path, names: list[str], runs: int, calls: int, pin: bool
+) -> list[dict[str, tuple[float, float]]]:
     torch.set_num_threads(1)
-    mine = ways(rank, folder, names)
+    cores = sorted(os.sched_getaffinity(0))
+    if pin:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    mine = ways(rank, folder, names, spin=len(cores) >= 2)
     results = [{name: measure(call, calls) for name, call in mine.items()} for _ in range(runs)]
     dist.destroy_process_group()
     return results
 
 
-def show(results: list[dict[str, tuple[float, float]]]) -> None:
+def show(results: list[dict[str, tuple[float, float]]], pinned: bool) -> None:
     best = {name: min(run[name] for run in results) for name in WAYS}
     ratios = {
         "all_reduce": best["all_reduce gloo"][0] / best["all_reduce LL"][0],
@@ -112,28 +117,29 @@ def show(results: list[dict[str, tuple[float, float]]]) -> None:
     for name, (median, late) in best.items():
         print(f"{name:20} {median:10.1f} {late:10.1f}")
     print(f"LL is {ratios['all_reduce']:.1f}x as fast as gloo, the mailbox {ratios['round_trip']:.1f}x as fast as TCP")
-    print(json.dumps({"best": best, "ratios": ratios, "runs": results, "cores": len(os.sched_getaffinity(0))}))
+    print(json.dumps({"best": best, "ratios": ratios, "runs": results, "pinned": pinned, "cores": os.cpu_count()}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--no-pin", dest="pin", action="store_false")
     parser.add_argument("--join", nargs=3, metavar=("FOLDER", "GROUP", "MAILBOX"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.join:
-        run_rank(1, Path(args.join[0]), args.join[1:], args.runs, args.calls)
+        run_rank(1, Path(args.join[0]), args.join[1:], args.runs, args.calls, args.pin)
         return
     with tempfile.TemporaryDirectory() as folder:
         names = [new_name(), new_name()]
-        shape = ["--runs", str(args.runs), "--calls", str(args.calls)]
+        shape = ["--runs", str(args.runs), "--calls", str(args.calls), *([] if args.pin else ["--no-pin"])]
         other = subprocess.Popen([sys.executable, "-m", "bench.ll", *shape, "--join", folder, *names])
         try:
-            results = run_rank(0, Path(folder), names, args.runs, args.calls)
+            results = run_rank(0, Path(folder), names, args.runs, args.calls, args.pin)
             other.wait(60)
         finally:
             other.kill()
-    show(results)
+    show(results, args.pin)
 
 
 if __name__ == "__main__":

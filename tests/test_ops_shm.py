@@ -248,6 +248,21 @@ def test_a_group_that_does_not_come_together() -> None:
     assert not [path for path in left_behind() if path.name == name[1:]]
 
 
+def test_a_rank_killed_before_all_have_come() -> None:
+    name = new_name()
+    path = Path("/dev/shm") / name[1:]
+    code = f"from swiftspec import _C; _C.Group({name!r}, 0, 3, 4096, 60.0, False)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as first:
+        while not path.exists():
+            assert first.poll() is None
+            time.sleep(0.01)
+        assert path.stat().st_mode & 0o777 == 0o600
+        threading.Timer(0.2, first.kill).start()
+        with pytest.raises(ConnectionError, match="rank 0 ended while the group was being formed"):
+            SharedGroup(name, 1, 3, spin=False, capacity=4096)
+    assert not path.exists()
+
+
 def test_take_follows_wait() -> None:
     mailbox = mailboxes()[0]
     with pytest.raises(ValueError, match="announced"):

@@ -2,8 +2,8 @@
 
 One rank makes a name with `new_name`, sends it to the others by whatever they started with, and all open it together;
 opening returns when all are there, and from then on the name is gone and nothing outlives the processes. A rank that
-ends, even by SIGKILL, is noticed within 0.1 s by whoever waits for it. Errors are Python's own: TimeoutError (a
-deadline), ConnectionError (a peer has ended, left or given up), other OSError (no shared memory to be had).
+ends, even by SIGKILL, is noticed within a fraction of a second by whoever waits for it. Errors are Python's own:
+TimeoutError (a deadline), ConnectionError (a peer has ended, left or given up), other OSError (no shared memory).
 """
 
 from __future__ import annotations
