@@ -25,7 +25,7 @@ class Group(Protocol):
     size: int
 
     def all_reduce(self, x: Tensor, /) -> Tensor:
-        """The sum of the ranks' x [n, D], as `sum_in_rank_order` has it: a new tensor."""
+        """The sum of the ranks' x [n, D], as `sum_in_rank_order` has it; perhaps in place."""
         ...
 
     def all_gather(self, x: Tensor, /) -> Tensor:

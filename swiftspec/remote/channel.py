@@ -1,131 +1,51 @@
-"""A stream of flat messages between two ranks, over TCP: the bridge between groups, and a leader's word to its group.
+"""A stream of flat messages between two ranks: the bridge between groups, and a leader's word to its followers.
 
 Point to point, so that nothing spans both groups: a peer that is gone is the end of this stream and of nothing else. An
-idle receiver waits as long as it likes and sleeps meanwhile, which a collective with its timeout could not.
+idle receiver waits as long as it likes, which a collective with its timeout could not.
 """
 
 from __future__ import annotations
 
-import secrets
-import socket
-import struct
-import time
-from collections.abc import Callable
-
-import numpy as np
+from typing import Protocol
 
 from swiftspec.batch import Words
 from swiftspec.model.parallel import Store
+from swiftspec.ops.shm import new_name
+from swiftspec.remote.shared import SharedChannel
+from swiftspec.remote.tcp import Door, call
 
-HEAD = struct.Struct("=II")  # kind, count of words
-MAX_WORDS = 1 << 24  # 64 MiB: far beyond any prompt, so more is a broken stream
-SEND_TIMEOUT = 30.0  # seconds; only a peer that reads nothing for so long makes a sender wait
 
+class Channel(Protocol):
+    """Messages of a kind and int32 words, in order. Raises ConnectionError once the peer is gone."""
 
-class Channel:
-    """Messages of a kind and int32 words, in order. Raises ConnectionError once the peer is gone.
-
-    After an exception in the middle of a message the stream is of no more use, and says so.
-    """
-
-    def __init__(self, sock: socket.socket, peer: str) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self.peer = peer
-        self._sock = sock
-        self._buffer = bytearray()
-        self._sound = True
+    peer: str  # who that is, for people
 
     def send(self, kind: int, words: Words | None = None) -> None:
         """Hands a message over; returns before it is read."""
-        body = b"" if words is None else words.astype(np.int32, copy=False).tobytes()
-        self._sock.settimeout(SEND_TIMEOUT)
-        self._guarded(lambda: self._sock.sendall(HEAD.pack(kind, len(body) // 4) + body))
+        ...
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (message := self._complete()) is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"no message from {self.peer} within {timeout:g} s")
-            self._sock.settimeout(left)
-            self._guarded(self._read)
-        return message
+        ...
 
-    def close(self) -> None:
-        self._sound = False
-        self._sock.close()
-
-    def _read(self) -> None:
-        try:
-            data = self._sock.recv(1 << 16)
-        except TimeoutError:
-            return
-        if not data:
-            raise ConnectionError(f"{self.peer} is gone")
-        self._buffer += data
-
-    def _complete(self) -> tuple[int, Words] | None:
-        """Takes the first message from the buffer if all of it is there."""
-        if len(self._buffer) < HEAD.size:
-            return None
-        kind, count = HEAD.unpack_from(self._buffer)
-        if count > MAX_WORDS:
-            self._sound = False
-            raise ConnectionError(f"{self.peer} sent a message of {count} words: not one of ours")
-        end = HEAD.size + 4 * count
-        if len(self._buffer) < end:
-            return None
-        words = np.frombuffer(bytes(self._buffer[HEAD.size : end]), np.int32)
-        del self._buffer[:end]
-        return kind, words
-
-    def _guarded(self, act: Callable[[], None]) -> None:
-        if not self._sound:
-            raise ConnectionError(f"the connection to {self.peer} is closed")
-        try:
-            act()
-        except BaseException as error:  # an interrupt too leaves half a message behind
-            self._sound = False
-            if isinstance(error, OSError):
-                raise ConnectionError(f"{self.peer} is gone ({error})") from None
-            raise
+    def close(self) -> None: ...
 
 
-def accept(store: Store, name: str, host: str, peer: str, timeout: float) -> Channel:
-    """Waits at an address that it leaves in the store under `name`; only who has read it there gets in."""
-    ticket = secrets.token_bytes(16)
-    with socket.create_server((host, 0)) as server:
-        server.settimeout(timeout)
-        store.set(name, f"{host} {server.getsockname()[1]} {ticket.hex()}")
-        while True:
-            try:
-                sock, _ = server.accept()
-            except TimeoutError:
-                raise ConnectionError(f"{peer} has not called within {timeout:g} s") from None
-            sock.settimeout(timeout)
-            if secrets.compare_digest(_exactly(sock, len(ticket)), ticket):
-                return Channel(sock, peer)
-            sock.close()
+def accept(store: Store, key: str, peer: str, *, host: str | None, spin: bool, timeout: float) -> Channel:
+    """Waits for `dial` with the same key. `host`: this machine's address; None where both are on one machine, and then
+    `spin` says whether each of its ranks has a core. Raises OSError when nobody comes."""
+    if host is None:
+        name = new_name()
+        store.set(key, f"shared {name}")
+        return SharedChannel(name, 0, peer, spin=spin, timeout=timeout)
+    door = Door(host)
+    store.set(key, f"tcp {door.address}")
+    return door.wait(peer, timeout)
 
 
-def dial(store: Store, name: str, peer: str, timeout: float) -> Channel:
+def dial(store: Store, key: str, peer: str, *, spin: bool, timeout: float) -> Channel:
     """The other end of `accept`."""
-    host, port, ticket = store.get(name).decode().split()
-    sock = socket.create_connection((host, int(port)), timeout)
-    sock.sendall(bytes.fromhex(ticket))
-    return Channel(sock, peer)
-
-
-def _exactly(sock: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        try:
-            more = sock.recv(count - len(data))
-        except OSError:
-            break
-        if not more:
-            break
-        data += more
-    return data
+    kind, _, where = store.get(key).decode().partition(" ")
+    if kind == "shared":
+        return SharedChannel(where, 1, peer, spin=spin, timeout=timeout)
+    return call(where, peer, timeout)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
-from swiftspec.errors import UserError
+from swiftspec.errors import RankLost, UserError
 from swiftspec.model.parallel import TensorParallel
+from swiftspec.model.shared import SharedParallel
 from swiftspec.params import Plan
 from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, follow
 from swiftspec.remote.group import DraftService, GroupDrafter
@@ -32,21 +33,18 @@ class Rank:
         models = replace(models, vocab_size=self._links.share(models.vocab_size))
         self._verifier: LocalVerifier | None = None
         self._drafter: LocalDrafter | None = None
-        self._group: TensorParallel | None = None
+        self._group: TensorParallel | SharedParallel | None = None
         error: str | None = None
         try:
             if here.size > 1:
-                self._group = TensorParallel.join(
-                    world.store, here.side, here.rank, here.size, device=models.device, timeout=COLLECTIVE_TIMEOUT,
-                    share_device=models.share_device,
-                )  # fmt: skip
+                self._group = _join(world, here, models)
             if here.side == "target":
                 self._verifier = models.verifier(plan, self._group, progress)
             if here.side == "draft" or plan.mode == "serial":
                 self._drafter = models.drafter(plan, self._group, progress)
         except UserError as problem:
             error = str(problem)
-        except (RuntimeError, MemoryError) as problem:  # no memory, no device, no group
+        except (RankLost, RuntimeError, MemoryError) as problem:  # no memory, no device, no group
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         mine = [models.target] if here.side == "target" else []
         mine += [models.draft] if self._drafter is not None and models.draft is not None else []
@@ -87,3 +85,12 @@ class Rank:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _join(world: World, here: Place, models: Models) -> TensorParallel | SharedParallel:
+    """The group of this rank, over the fastest wire there is."""
+    store, name, timeout = world.store, here.side, COLLECTIVE_TIMEOUT
+    if world.one_machine and models.device.type == "cpu":
+        return SharedParallel.join(store, name, here.rank, here.size, spin=world.spin, timeout=timeout)
+    device, share = models.device, models.share_device
+    return TensorParallel.join(store, name, here.rank, here.size, device=device, timeout=timeout, share_device=share)

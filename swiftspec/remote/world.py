@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,15 @@ class World:
     local_size: int
     host: str
     store: Store
+
+    @property
+    def one_machine(self) -> bool:
+        return self.local_size == self.size
+
+    @property
+    def spin(self) -> bool:
+        """Whether a rank that waits may keep its core busy: there is one for each."""
+        return self.local_size <= (os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +70,20 @@ class Links:
     @staticmethod
     def connect(world: World, plan: Plan) -> Links:
         """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
-        here, links, store = Place.of(world.rank, plan), Links(), world.store
-        host = "127.0.0.1" if world.local_size == world.size else _address_towards(world.host)
+        here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
+        host = None if world.one_machine else _address_towards(world.host)
         first = world.rank - here.rank
         try:
             if here.rank > 0:
-                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", START_TIMEOUT)
+                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
                 return links
             for rank in range(first + 1, first + here.size):
-                links.followers.append(accept(store, f"rank/{rank}", host, f"rank {rank}", START_TIMEOUT))
+                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=START_TIMEOUT)
+                links.followers.append(follower)
             if plan.mode == "async" and here.side == "target":
-                links.drafts = accept(store, "bridge", host, "the draft group", START_TIMEOUT)
+                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=START_TIMEOUT)
             elif plan.mode == "async":
-                links.target = dial(store, "bridge", "the target group", START_TIMEOUT)
+                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=START_TIMEOUT)
         except (OSError, RuntimeError) as error:  # the store's are RuntimeErrors
             raise RankLost(f"rank {world.rank} found no connection at the start: {_line(error)}") from None
         return links
