@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.channel import Channel
+from swiftspec.remote.shared import SharedChannel
 from swiftspec.remote.world import World
 from swiftspec.spec import verify
 from swiftspec.spec.kv_cache import KVCache
@@ -35,7 +35,7 @@ from swiftspec.spec.tree import DraftTree
 from swiftspec.worker.runner import Runner
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_forward"), (Channel, "send"), (Channel, "recv"), (KVCache, "commit"), (Sampler, "draw"),
+    (Runner, "_forward"), (SharedChannel, "send"), (SharedChannel, "recv"), (KVCache, "commit"), (Sampler, "draw"),
     (Sampler, "children"), (DraftTree, "best_leaves"), (DraftTree, "add_children"), (DraftTree, "best_subtree"),
     (DraftTree, "walk"), (DraftTree, "reroot"), (verify, "walk"),
 ]  # fmt: skip

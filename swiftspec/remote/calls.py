@@ -7,8 +7,9 @@ everywhere and nothing inside a round needs a word. Only the leader sees clocks,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +44,16 @@ class Call(IntEnum):
     LOST = 15
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A message of one word."""
+
+    value: int
+
+    def pack(self) -> Words:
+        return np.array([self.value], np.int32)
+
+
 def to_words(text: str) -> Words:
     """Text as int32 words, filled up with blanks."""
     data = text.encode()
@@ -54,8 +65,17 @@ def to_text(words: Words) -> str:
     return words.tobytes().decode(errors="replace").rstrip()
 
 
-def tell(followers: Sequence[Channel], call: Call, words: Words | None = None) -> None:
+class Message(Protocol):
+    """What has a flat form."""
+
+    def pack(self) -> Words: ...
+
+
+def tell(followers: Sequence[Channel], call: Call, message: Message | None = None) -> None:
     """Sends a call to all followers. Raises RankLost when one is gone, since its group cannot go on without it."""
+    if not followers:
+        return
+    words = None if message is None else message.pack()
     for follower in followers:
         try:
             follower.send(call, words)
@@ -75,8 +95,7 @@ class LeadingVerifier:
         return self._verifier.busy
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        opening = Opening(request, tuple(tokens), sampling, prompt_len)
-        tell(self._followers, Call.VERIFIER_OPEN, opening.pack())
+        tell(self._followers, Call.VERIFIER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len))
         self._verifier.open(request, tokens, sampling, prompt_len)
 
     def submit(self, proposal: Proposal) -> LocalPending:
@@ -84,7 +103,7 @@ class LeadingVerifier:
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """As `LocalVerifier.verify`, on all ranks of the group."""
-        tell(self._followers, Call.VERIFY, proposal.pack())
+        tell(self._followers, Call.VERIFY, proposal)
         return self._verifier.verify(proposal)
 
     def settle(self) -> None:
@@ -113,12 +132,11 @@ class LeadingDrafter:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        tell(self._followers, Call.STEPS, np.array([steps], np.int32))
+        tell(self._followers, Call.STEPS, Number(steps))
         self._drafter.steps = steps
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        opening = Opening(request, tuple(tokens), sampling, prompt_len)
-        tell(self._followers, Call.DRAFTER_OPEN, opening.pack())
+        tell(self._followers, Call.DRAFTER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len))
         self._together(lambda: self._drafter.open(request, tokens, sampling, prompt_len))
 
     def propose(self) -> Proposal:
@@ -130,7 +148,7 @@ class LeadingDrafter:
         self._together(self._drafter.grow)
 
     def observe(self, result: VerifyResult) -> None:
-        tell(self._followers, Call.OBSERVE, result.pack())
+        tell(self._followers, Call.OBSERVE, result)
         self._together(lambda: self._drafter.observe(result))
 
     def close(self) -> None:

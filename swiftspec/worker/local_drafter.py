@@ -28,7 +28,7 @@ class LocalDrafter:
         nodes = 1 + runner.tree_slots * plan.children
         self.tree = DraftTree(nodes, runner.tree_slots)
         self.pending: list[int] = []
-        self._moves: tuple[Sequence[int], Sequence[int]] | None = None  # cache slots: to the prefix, and to keep
+        self._root = 0  # node that is the root by now; `settle` makes it node 0
         self.steps = plan.steps
 
     @property
@@ -42,7 +42,7 @@ class LocalDrafter:
         self._sampler.observe(tokens[prompt_len:])
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
-        self.pending, self._moves = [], None
+        self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
         self.tree.reset(tokens[-1])
 
@@ -62,10 +62,10 @@ class LocalDrafter:
         self._round = result.round + 1
 
     def settle(self) -> None:
-        """Does the cache's part of the last re-root, which a proposal need not wait for."""
-        if self._moves is not None:
-            self.runner.cache.commit(*self._moves)
-            self._moves = None
+        """Re-roots tree and cache where `observe` only noted the new root; a proposal need not wait for that."""
+        if self._root != 0:
+            self.runner.cache.commit(*self.tree.reroot(self._root))
+            self._root = 0
 
     def close(self) -> None:
         self.runner.reset()
@@ -99,19 +99,19 @@ class LocalDrafter:
         self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
 
     def _best(self) -> Proposal:
-        _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch)
+        _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root)
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
 
     def _reroot(self, tokens: Sequence[int]) -> None:
-        """Walks the verified tokens down the tree: their KV is for the prefix, and the new root's sub-tree stays."""
+        """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
         path = [0, *self.tree.walk(tokens)]
         if len(path) > len(tokens):  # all of them are nodes
-            self._moves = self.tree.reroot(path[-1])
+            self._root = path[-1]
             return
         # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
         slots = [slot for slot in self.tree.slot[path].tolist() if slot < self.tree.slots]
-        self._moves = slots, ()
+        self.runner.cache.commit(slots)
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])
 
@@ -127,9 +127,11 @@ class AheadDrafter(LocalDrafter):
         self.grow()
 
     def propose(self) -> Proposal:
-        if self.tree.count < self._plan.verify_batch:
+        best = self._best()
+        if len(best.tokens) < self._plan.verify_batch:
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
-        return self._best()
+            best = self._best()
+        return best
 
     def grow(self) -> None:
         for _ in range(self.steps):

@@ -90,7 +90,7 @@ class Models:
 
     def runner(self, path: Path, plan: Plan, tree_slots: int, group: Group | None, progress: Progress | None) -> Runner:
         """Loads one of the two models, or this rank's share of it."""
-        context = self.max_model_len + plan.verify_batch  # a stop takes effect a round late
+        context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
         ops = host if host.fits(config, kind, self.device) else reference
