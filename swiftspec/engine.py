@@ -171,8 +171,8 @@ class LLM:
         drafter = Expendable(self.drafter)
         began = time.perf_counter()
         try:
+            drafter.open(request, prompt, sampling, len(prompt))  # first: elsewhere it reads the prompt meanwhile
             self.verifier.open(request, prompt, sampling, len(prompt))
-            drafter.open(request, prompt, sampling, len(prompt))
             opened = time.perf_counter()
             stats.prompt_time = opened - began
             busy = self._busy()

@@ -61,6 +61,7 @@ class Rank:
         if self._links.drafts is not None:
             drafter = GroupDrafter(self._links.drafts)
             if plan.draft_steps is None:
+                drafter.measure()  # at the same time, as they will run: they share caches and memory
                 times = verification_time(verifier, plan.verify_batch), drafter.expansion_time()
                 plan = replace(plan, draft_steps=steps_for(*times))
                 drafter.set_steps(plan.steps)
