@@ -1,0 +1,31 @@
+// The kernels on AVX2 and FMA.
+#include "level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "headers.h"
+
+SWIFTSPEC_BEGIN_TARGET("avx2,fma")
+
+namespace swiftspec::host {
+namespace avx2 {
+namespace {
+#include "vector256.h"
+#include "vector.h"
+#include "product.h"
+#include "linear.h"
+#include "attention.h"
+#include "sampling.h"
+}  // namespace
+}  // namespace avx2
+
+Kernels avx2_kernels() {
+  return {avx2::linear<float>, avx2::linear<uint16_t>, avx2::attention<float>, avx2::attention<uint16_t>,
+          avx2::gumbel,        avx2::gumbel_row,       avx2::draw,             avx2::children};
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif
