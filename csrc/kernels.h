@@ -1,5 +1,5 @@
-// Every launch, on one page. Raw pointers, sizes and (on the device) a stream; the callers have checked the arguments.
-// A launch is asynchronous and throws std::runtime_error when CUDA refuses it.
+// Every launch, on one page. Raw pointers, sizes and (on the device) a stream; the callers have checked the
+// arguments. A launch is asynchronous and throws std::runtime_error when CUDA refuses it.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +17,21 @@ namespace host {
 void noise_bits(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
                 uint32_t* out);
 
-// The kernels below exist for several sets of instructions. `level` is the one in use: "avx512_bf16", "avx512", "avx2", or
-// "none" where the CPU or the architecture has none of them; then they throw. `use_level` changes it (for tests): false where
-// this CPU has no such level.
+// The kernels below exist for several sets of instructions. `level` is the one in use: "avx512_bf16",
+// "avx512", "avx2", or "none" where the CPU or the architecture has none of them; then they throw.
+// `use_level` changes it (for tests): false where this CPU has no such level.
 const char* level();
 bool use_level(const std::string& name);
 
+// How many threads share a large product or a long prompt chunk, the caller's among them; 1 at first. It
+// holds for the process; not to be changed while an operator runs. A forked child starts again with one.
+void set_threads(int count);
+int threads();
+
 enum class Format : uint8_t { f32, bf16, int4 };
 
-// A projection made ready at load, in blocks of 16 outputs; see host/product.h for their layout. N is padded to 16, K to 8.
+// A projection made ready at load, in blocks of 16 outputs; see host/product.h for their layout. N is padded
+// to 16, K to 8.
 struct Weights {
   Format format;
   const void* data;
@@ -34,8 +40,9 @@ struct Weights {
   int64_t k, n, group;  // inputs, outputs; of int4 the inputs of a group, a multiple of 16 that divides k
 };
 
-// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights go with
-// a float32 model. A row's result does not depend, to the bit, on the other rows. One of out and logits is given.
+// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32
+// weights go with a float32 model. A row's result does not depend, to the bit, on the other rows. One of out
+// and logits is given.
 struct LinearArgs {
   const Weights* weights;
   const void* x;         // [rows, k] T
@@ -49,20 +56,21 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, bool wide);  // wide: T is float32
 
-// RoPE on q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are taken in the order
-// of their positions, which is the order of a row's visible slots: a row's result does not depend, to the bit, on the other
-// rows or on which slots its keys have.
+// RoPE on q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are
+// taken in the order of their positions, which is the order of a row's visible slots: a row's result does not
+// depend, to the bit, on the other rows or on which slots its keys have.
 struct AttentionArgs {
   const void* qkv;       // [rows, (heads + 2 kv_heads) dim]
   const void* cos;       // [rows, dim]
   const void* sin;       // [rows, dim], negative in its first half
   const int64_t* slots;  // [rows]
-  const uint8_t* mask;   // [rows, width], over the last `width` of the `length` slots in use; older ones are visible
-  void* keys;            // [kv_heads, capacity, dim]
-  void* values;          // the same
-  void* out;             // [rows, heads dim]
+  const uint8_t*
+      mask;      // [rows, width], over the last `width` of the `length` slots in use; older ones are visible
+  void* keys;    // [kv_heads, capacity, dim]
+  void* values;  // the same
+  void* out;     // [rows, heads dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int64_t dim;           // of a head, a multiple of 16, at most 256
+  int64_t dim;  // of a head, a multiple of 16, at most 256
 };
 void attention(const AttentionArgs& args, bool wide);
 
@@ -70,13 +78,15 @@ void attention(const AttentionArgs& args, bool wide);
 void gumbel(const uint32_t* bits, int64_t count, float* out);
 
 // out[row, token] = that noise of `noise_bits`; out is rows x vocab, contiguous.
-void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab, float* out);
+void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
+                 float* out);
 
-// Scores of a vocabulary: ((logits + bias) / temperature + noise) / tau, where there is a bias, a noise, a tau.
+// Scores of a vocabulary: ((logits + bias) / temperature + noise) / tau, where there is a bias, a noise, a
+// tau.
 struct ScoreArgs {
-  const float* logits;  // [rows, stride], of which the first `vocab` columns count
-  const float* bias;    // [vocab], or null
-  const float* noise;   // [*, vocab], or null
+  const float* logits;           // [rows, stride], of which the first `vocab` columns count
+  const float* bias;             // [vocab], or null
+  const float* noise;            // [*, vocab], or null
   const int64_t* rows_of_noise;  // [rows], which row of the noise
   float temperature, tau;        // tau only with noise
   int64_t rows, vocab, stride;
@@ -85,14 +95,15 @@ struct ScoreArgs {
 // Per row the token of the highest score, of equal ones the first; tau plays no part.
 void draw(const ScoreArgs& args, int64_t* tokens);
 
-// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a row without k
-// candidates is filled up with -inf.
+// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a
+// row without k candidates is filled up with -inf.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values);
 
-// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in bytes.
+// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in
+// bytes.
 struct MoveArgs {
-  uint8_t* region;        // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
-  int64_t layer_stride;   // bytes from one layer to the next
+  uint8_t* region;       // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
+  int64_t layer_stride;  // bytes from one layer to the next
   int64_t layers, kv_heads, capacity, slot_bytes;
   const int64_t* source;  // [count]
   int64_t count, start;

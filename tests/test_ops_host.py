@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +249,28 @@ def test_the_engine_takes_them_where_they_fit(tmp_path: Path, dtype: torch.dtype
     assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
     answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
+
+
+def test_threads_change_nothing() -> None:
+    """Nor does a second caller, nor a fork, whose child has one thread again."""
+    weight, x = host.pack(dense(640, 384, 4), BF16, "cpu"), random(40, 384, seed=1)
+    residual, alone = (
+        torch.zeros(40, 640, dtype=BF16),
+        host.linear_residual(x, weight, torch.zeros(40, 640, dtype=BF16)),
+    )
+
+    def same(_: int = 0) -> bool:
+        return torch.equal(host.linear_residual(x, weight, residual), alone)
+
+    host.set_threads(3)
+    try:
+        assert host.threads() == 3 and all(same() for _ in range(20))
+        with ThreadPoolExecutor(2) as callers:
+            assert all(callers.map(same, range(40)))
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if host.threads() == 1 and same() else 1)
+        assert os.waitpid(child, 0)[1] == 0 and same()
+    finally:
+        host.set_threads(1)
+    assert host.threads() == 1 and same()

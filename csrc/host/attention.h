@@ -1,12 +1,14 @@
-// Tree attention: RoPE, KV append, then each row against the keys it may see. Read inside a level's namespace.
+// Tree attention: RoPE, KV append, then each row against the keys it may see. Read inside a level's
+// namespace.
 //
-// Rows go in tiles. The leading slots that every row of a tile sees are done for all its queries at once; what else a row
-// sees is gathered, in the order of the slots, and follows without a gap. So the key at position p is number p in every sum
-// (visible slots ascend with their positions), wherever the tile ends and wherever the key lies.
+// Rows go in tiles. The leading slots that every row of a tile sees are done for all its queries at once;
+// what else a row sees is gathered, in the order of the slots, and follows without a gap. So the key at
+// position p is number p in every sum (visible slots ascend with their positions), wherever the tile ends and
+// wherever the key lies.
 
-constexpr int64_t kMaxDim = 256;     // widest head
-constexpr int64_t kAttendRows = 8;   // rows of a tile
-constexpr int64_t kKeyBlocks = 8;    // blocks of 16 keys laid out at a time
+constexpr int64_t kMaxDim = 256;    // widest head
+constexpr int64_t kAttendRows = 8;  // rows of a tile
+constexpr int64_t kKeyBlocks = 8;   // blocks of 16 keys laid out at a time
 
 template <class T>
 using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  // what `product` reads
@@ -37,11 +39,13 @@ void append(const AttentionArgs& a) {
   const int64_t width = (a.heads + 2 * a.kv_heads) * a.dim;
   for (int64_t row = 0; row < a.rows; ++row) {
     const T* k = static_cast<const T*>(a.qkv) + row * width + a.heads * a.dim;
-    const T *cos = static_cast<const T*>(a.cos) + row * a.dim, *sin = static_cast<const T*>(a.sin) + row * a.dim;
+    const T *cos = static_cast<const T*>(a.cos) + row * a.dim,
+            *sin = static_cast<const T*>(a.sin) + row * a.dim;
     for (int64_t g = 0; g < a.kv_heads; ++g) {
       const int64_t at = (g * a.capacity + a.slots[row]) * a.dim;
       rotate(k + g * a.dim, cos, sin, a.dim, static_cast<T*>(a.keys) + at);
-      std::memcpy(static_cast<T*>(a.values) + at, k + (a.kv_heads + g) * a.dim, static_cast<size_t>(a.dim) * sizeof(T));
+      std::memcpy(static_cast<T*>(a.values) + at, k + (a.kv_heads + g) * a.dim,
+                  static_cast<size_t>(a.dim) * sizeof(T));
     }
   }
 }
@@ -49,8 +53,8 @@ void append(const AttentionArgs& a) {
 // What the rows of one tile see: the first `base` slots, and of the others those listed.
 struct Sight {
   int64_t base = 0;
-  std::vector<int32_t> slots;     // of all rows, one after the other
-  int64_t first[kAttendRows + 1]; // where each row's begin
+  std::vector<int32_t> slots;      // of all rows, one after the other
+  int64_t first[kAttendRows + 1];  // where each row's begin
   const int32_t* list(int64_t row) const { return slots.data() + first[row]; }
   int64_t rest(int64_t row) const { return first[row + 1] - first[row]; }
 };
@@ -59,7 +63,7 @@ inline void look(const AttentionArgs& a, int64_t row, int64_t rows, Sight& sight
   const int64_t window = a.length - a.width;
   const uint8_t* mask = a.mask + row * a.width;
   int64_t run = a.width;
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < rows && run > 0; ++r) {
     const void* hidden = std::memchr(mask + r * a.width, 0, static_cast<size_t>(run));
     if (hidden != nullptr) run = static_cast<const uint8_t*>(hidden) - (mask + r * a.width);
   }
@@ -68,13 +72,15 @@ inline void look(const AttentionArgs& a, int64_t row, int64_t rows, Sight& sight
   for (int64_t r = 0; r < rows; ++r) {
     sight.first[r] = static_cast<int64_t>(sight.slots.size());
     for (int64_t slot = sight.base; slot < a.length; ++slot) {
-      if (slot < window || mask[r * a.width + slot - window] != 0) sight.slots.push_back(static_cast<int32_t>(slot));
+      if (slot < window || mask[r * a.width + slot - window] != 0)
+        sight.slots.push_back(static_cast<int32_t>(slot));
     }
   }
   sight.first[rows] = static_cast<int64_t>(sight.slots.size());
 }
 
-// scores[q][i] = x[q] . key i for `count` keys: slot i, or with a list the slot it names. There is room for a multiple of 16.
+// scores[q][i] = x[q] . key i for `count` keys: slot i, or with a list the slot it names. There is room for a
+// multiple of 16.
 template <class T>
 void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count, int64_t dim,
            float* scores, int64_t stride) {
@@ -86,21 +92,25 @@ void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* lis
     for (int64_t b = 0; b < blocks; ++b) {
       const uint8_t* rows[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t key = std::min(start + b * kLanes + i, count - 1);  // the last one again, where there are no more
+        const int64_t key =
+            std::min(start + b * kLanes + i, count - 1);  // the last one again, where there are no more
         rows[i] = reinterpret_cast<const uint8_t*>(keys + (list == nullptr ? key : list[key]) * dim);
       }
       uint8_t* block = laid_out.data() + b * bytes * kLanes;
-      for (int64_t at = 0; at < bytes; at += 4 * kSquare) transpose_square(rows, at, block + at * kLanes);
+      for (int64_t at = 0; at < bytes; at += 4 * kSquare)
+        transpose_square(rows, at, bytes - at, block + at * kLanes);
     }
     const Operand operand{laid_out.data(), bytes * kLanes, dim, nullptr, 0};
     for (int64_t q = 0; q < queries; q += kRowTile) {
       const Inputs<Query<T>> in{x + q * dim, nullptr};
-      product<kFormat>(in, operand, std::min<int64_t>(kRowTile, queries - q), blocks, scores + q * stride + start, stride);
+      product<kFormat>(in, operand, std::min<int64_t>(kRowTile, queries - q), blocks,
+                       scores + q * stride + start, stride);
     }
   }
 }
 
-// Scores become shares[i] = e^(scale (score - highest)), zero up to a multiple of 16. Returns the sum of the shares.
+// Scores become shares[i] = e^(scale (score - highest)), zero up to a multiple of 16. Returns the sum of the
+// shares.
 inline float soften(float* scores, int64_t count, float scale, Share* shares) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + count, scores + end, -std::numeric_limits<float>::infinity());
@@ -126,11 +136,11 @@ constexpr int64_t kWide = 2 * kLanes;  // columns at a time
 
 #ifdef SWIFTSPEC_DOT_BF16
 
-// out[q] += sum over i of shares[q][i] value i, two at a time in that order, for M queries and the `columns` that are left,
-// at most 32. They stand in `out` as interleaving leaves them, until `in_order`.
+// out[q] += sum over i of shares[q][i] value i, two at a time in that order, for M queries and the `columns`
+// that are left, at most 32. They stand in `out` as interleaving leaves them, until `in_order`.
 template <int M>
-void gather_columns(const uint16_t* shares, int64_t stride, const uint16_t* values, const int32_t* list, int64_t count,
-                    int64_t dim, int64_t columns, float* out, int64_t out_stride) {
+void gather_columns(const uint16_t* shares, int64_t stride, const uint16_t* values, const int32_t* list,
+                    int64_t count, int64_t dim, int64_t columns, float* out, int64_t out_stride) {
   const __mmask16 here = columns >= kWide ? 0xffff : 0x00ff;  // pairs of columns
   F total[M][2];
   read(total, out, out_stride);
@@ -138,7 +148,8 @@ void gather_columns(const uint16_t* shares, int64_t stride, const uint16_t* valu
     const int64_t j = std::min(i + 1, count - 1);  // the share beyond the last is zero
     const __m512i first = _mm512_maskz_loadu_epi32(here, values + (list == nullptr ? i : list[i]) * dim);
     const __m512i second = _mm512_maskz_loadu_epi32(here, values + (list == nullptr ? j : list[j]) * dim);
-    const Pair pairs[2] = {(Pair)_mm512_unpacklo_epi16(first, second), (Pair)_mm512_unpackhi_epi16(first, second)};
+    const Pair pairs[2] = {(Pair)_mm512_unpacklo_epi16(first, second),
+                           (Pair)_mm512_unpackhi_epi16(first, second)};
     add_pair(total, pairs, shares + i, stride);
   }
   write(total, out, out_stride);
@@ -154,8 +165,8 @@ inline void in_order(float* columns) {  // quarters 0 2 4 6, 1 3 5 7 -> 0 1 2 3,
 #else
 
 template <int M, int B, class T>
-void gather_blocks(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count, int64_t dim,
-                   float* out, int64_t out_stride) {
+void gather_blocks(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count,
+                   int64_t dim, float* out, int64_t out_stride) {
   F total[M][B];
   read(total, out, out_stride);
   for (int64_t i = 0; i < count; ++i) {
@@ -173,10 +184,11 @@ void gather_blocks(const float* shares, int64_t stride, const T* values, const i
   write(total, out, out_stride);
 }
 
-// out[q] += sum over i of shares[q][i] value i, in that order, for M queries and the `columns` that are left, at most 32.
+// out[q] += sum over i of shares[q][i] value i, in that order, for M queries and the `columns` that are left,
+// at most 32.
 template <int M, class T>
-void gather_columns(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count, int64_t dim,
-                    int64_t columns, float* out, int64_t out_stride) {
+void gather_columns(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count,
+                    int64_t dim, int64_t columns, float* out, int64_t out_stride) {
   if (columns >= kWide && 2 * M <= kChains) {
     gather_blocks<M, 2>(shares, stride, values, list, count, dim, out, out_stride);
     return;
@@ -191,8 +203,8 @@ inline void in_order(float*) {}
 #endif
 
 template <int M = kRowTile, class T>
-void gather(const Share* shares, int64_t queries, int64_t stride, const T* values, const int32_t* list, int64_t count,
-            int64_t dim, float* out, int64_t out_stride) {
+void gather(const Share* shares, int64_t queries, int64_t stride, const T* values, const int32_t* list,
+            int64_t count, int64_t dim, float* out, int64_t out_stride) {
   for (; queries >= M; queries -= M, shares += M * stride, out += M * out_stride) {
     for (int64_t c = 0; c < dim; c += kWide) {
       gather_columns<M>(shares, stride, values + c, list, count, dim, dim - c, out + c, out_stride);
@@ -208,7 +220,8 @@ template <class T>
 void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const Sight& sight) {
   using X = Query<T>;
   const int64_t group = a.heads / a.kv_heads, queries = rows * group, dim = a.dim;
-  const int64_t stride = (a.length + 2 * kLanes) / kLanes * kLanes, out_stride = (dim + kWide - 1) / kWide * kWide;
+  const int64_t stride = (a.length + 2 * kLanes) / kLanes * kLanes,
+                out_stride = (dim + kWide - 1) / kWide * kWide;
   thread_local std::vector<X> x;  // they grow to the largest tile once
   thread_local std::vector<Share> shares;
   thread_local std::vector<float> scores, totals, out;
@@ -255,10 +268,13 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
 template <class T>
 void attention(const AttentionArgs& a) {
   append<T>(a);
-  thread_local Sight sight;
-  for (int64_t row = 0; row < a.rows; row += kAttendRows) {
-    const int64_t rows = std::min(kAttendRows, a.rows - row);
+  const auto one = [&](int64_t piece) {
+    thread_local Sight sight;
+    const int64_t row = piece / a.kv_heads * kAttendRows, rows = std::min(kAttendRows, a.rows - row);
     look(a, row, rows, sight);
-    for (int64_t g = 0; g < a.kv_heads; ++g) attend<T>(a, row, rows, g, sight);
-  }
+    attend<T>(a, row, rows, piece % a.kv_heads, sight);
+  };
+  const int64_t pieces = (a.rows + kAttendRows - 1) / kAttendRows * a.kv_heads;
+  if (a.rows * a.length * a.heads * a.dim >= kWorthSharing) return share(pieces, one);
+  for (int64_t piece = 0; piece < pieces; ++piece) one(piece);
 }

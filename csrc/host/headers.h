@@ -14,3 +14,4 @@
 #include "../kernels.h"
 #include "../noise.h"
 #include "level.h"
+#include "threads.h"

@@ -1,10 +1,10 @@
 // The choice of a level, and the way from every launch to it.
 #include "level.h"
 
-#include "../noise.h"
-
 #include <iterator>
 #include <stdexcept>
+
+#include "../noise.h"
 
 namespace swiftspec::host {
 
@@ -78,9 +78,12 @@ void attention(const AttentionArgs& args, bool wide) {
   known(wide ? k.attention_f32 : k.attention_bf16)(args);
 }
 
-void gumbel(const uint32_t* bits, int64_t count, float* out) { known(in_use().kernels.gumbel)(bits, count, out); }
+void gumbel(const uint32_t* bits, int64_t count, float* out) {
+  known(in_use().kernels.gumbel)(bits, count, out);
+}
 
-void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab, float* out) {
+void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
+                 float* out) {
   const auto kernel = known(in_use().kernels.gumbel_row);
   for (int64_t row = 0; row < rows; ++row) {
     kernel(noise::row_key(seed, stream, static_cast<uint32_t>(positions[row])), vocab, out + row * vocab);

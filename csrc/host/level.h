@@ -9,15 +9,16 @@
 #define SWIFTSPEC_X86 1
 #endif
 
-// The functions between these two may use the instructions of a level; headers of the library are read before them, so
-// that nothing which another file shares is compiled for them.
+// The functions between these two may use the instructions of a level; headers of the library are read before
+// them, so that nothing which another file shares is compiled for them.
 #define SWIFTSPEC_STRING(x) #x
 #if defined(__clang__)
 #define SWIFTSPEC_BEGIN_TARGET(features) \
   _Pragma(SWIFTSPEC_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
 #define SWIFTSPEC_END_TARGET _Pragma("clang attribute pop")
 #else
-#define SWIFTSPEC_BEGIN_TARGET(features) _Pragma("GCC push_options") _Pragma(SWIFTSPEC_STRING(GCC target(features)))
+#define SWIFTSPEC_BEGIN_TARGET(features) \
+  _Pragma("GCC push_options") _Pragma(SWIFTSPEC_STRING(GCC target(features)))
 #define SWIFTSPEC_END_TARGET _Pragma("GCC pop_options")
 #endif
 
@@ -40,6 +41,8 @@ Kernels avx512_kernels();
 Kernels avx512_bf16_kernels();
 
 // Bits of one weight.
-constexpr int64_t bits_of(Format format) { return format == Format::f32 ? 32 : format == Format::bf16 ? 16 : 4; }
+constexpr int64_t bits_of(Format format) {
+  return format == Format::f32 ? 32 : format == Format::bf16 ? 16 : 4;
+}
 
 }  // namespace swiftspec::host

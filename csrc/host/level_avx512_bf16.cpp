@@ -11,11 +11,13 @@ SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
 namespace swiftspec::host {
 namespace avx512_bf16 {
 namespace {
+// clang-format off: each header needs those before it
 #include "vector512.h"
 #include "vector.h"
 #include "product.h"
 #include "linear.h"
 #include "attention.h"
+// clang-format on
 }  // namespace
 }  // namespace avx512_bf16
 

@@ -1,5 +1,5 @@
-// Small-M matrix products with what stands before and after them fused in: RMSNorm in front; bias, residual or
-// SiLU(gate) * up behind. Read inside a level's namespace.
+// Small-M matrix products with what stands before and after them fused in: RMSNorm in front; bias, residual
+// or SiLU(gate) * up behind. Read inside a level's namespace.
 
 // RMSNorm of one row of k, rounded to the model's type before the weight is applied, as transformers does.
 template <class T, class X>
@@ -16,7 +16,8 @@ void normalise(const T* x, const T* weight, float eps, int64_t k, X* out) {
   }
 }
 
-// The rows as a product reads them: normalised if there is a norm, in X, K padded with zeros; and each group's sum.
+// The rows as a product reads them: normalised if there is a norm, in X, K padded with zeros; and each
+// group's sum.
 template <class T, class X>
 Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<float>& sums) {
   const Weights& w = *a.weights;
@@ -30,7 +31,8 @@ Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<f
       if (a.norm != nullptr) {
         normalise(rows + r * w.k, static_cast<const T*>(a.norm), a.eps, w.k, out);
       } else {
-        for (int64_t i = 0; i < w.k; i += kLanes) store_some(out + i, load_some(rows + r * w.k + i, w.k - i), w.k - i);
+        for (int64_t i = 0; i < w.k; i += kLanes)
+          store_some(out + i, load_some(rows + r * w.k + i, w.k - i), w.k - i);
       }
       std::fill(out + w.k, out + padded, X{});
     }
@@ -48,8 +50,8 @@ Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<f
 }
 
 template <class X>
-void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
-                 int64_t stride) {
+void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks,
+                 float* out, int64_t stride) {
   if (format == Format::bf16) {
     product<Format::bf16>(in, w, rows, blocks, out, stride);
   } else if (format == Format::int4) {
@@ -83,7 +85,8 @@ void finish(const LinearArgs& a, const float* sums, int64_t row, int64_t column,
 
 // SiLU(gate) * up of one row. Gates start at `column`, and so do their ups in the second half of the outputs.
 template <class T>
-void finish_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column, int64_t end) {
+void finish_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
+                   int64_t end) {
   const int64_t half = a.weights->n / 2;
   for (; column < end; column += kLanes, gates += kLanes, ups += kLanes) {
     const int64_t count = end - column;
@@ -94,7 +97,8 @@ void finish_swiglu(const LinearArgs& a, const float* gates, const float* ups, in
   }
 }
 
-constexpr int64_t kStrip = 8;  // blocks of outputs that all rows meet before the next: their weights stay in the cache
+constexpr int64_t kStrip =
+    8;  // blocks of outputs that all rows meet before the next: their weights stay in the cache
 
 // The outputs of `strip` for all rows. With swiglu a strip is half as many gates, and their ups.
 template <class T, class X>
@@ -108,7 +112,8 @@ void linear_strip(const LinearArgs& a, const Inputs<X>& in, int64_t strip) {
   };
   constexpr int64_t kStride = (kStrip + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
-  const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n, width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
+  const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,
+                width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
   const int64_t column = strip * width, end = std::min(outputs, column + width);
   const int64_t blocks = (end - column + kLanes - 1) / kLanes;
   const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
@@ -137,5 +142,7 @@ void linear(const LinearArgs& a) {
   const Inputs<X> in = ready_rows<T, X>(a, scratch, sums);
   const int64_t width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
   const int64_t strips = ((a.swiglu ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
-  for (int64_t strip = 0; strip < strips; ++strip) linear_strip<T>(a, in, strip);
+  const auto one = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
+  if (a.rows * a.weights->n * a.weights->k >= kWorthSharing) return share(strips, one);
+  for (int64_t strip = 0; strip < strips; ++strip) one(strip);
 }

@@ -1,21 +1,24 @@
-// A few rows against packed matrices: the inner loop of `linear` and of the scores in `attention`. Sums are float32 in the
-// order of the inputs, one chain per output whatever the tile, so a row's result does not depend on the other rows.
+// A few rows against packed matrices: the inner loop of `linear` and of the scores in `attention`. Sums are
+// float32 in the order of the inputs, one chain per output whatever the tile, so a row's result does not
+// depend on the other rows.
 //
-// A block is sixteen outputs. Its inputs lie in pairs: bf16 [K / 2][16][2]; f32 [K][16]; int4 [K / 8][16] words of eight
-// codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i. K is padded to a multiple of 8.
+// A block is sixteen outputs. Its inputs lie in pairs: bf16 [K / 2][16][2]; f32 [K][16]; int4 [K / 8][16]
+// words of eight codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i. K is padded to a multiple
+// of 8.
 
 struct Operand {
   const uint8_t* data;
   int64_t block_bytes;  // from one block to the next
   int64_t k;            // padded
-  const float* groups;  // int4: [block][K / group][2][16], the scale and what is to be added to (code - 8); or null
-  int64_t group;        // inputs of a quantisation group
+  const float*
+      groups;     // int4: [block][K / group][2][16], the scale and what is to be added to (code - 8); or null
+  int64_t group;  // inputs of a quantisation group
 };
 
 template <class X>
 struct Inputs {
-  const X* x;           // [rows, k]
-  const float* sums;    // [rows, K / group], of each group's inputs; for int4
+  const X* x;         // [rows, k]
+  const float* sums;  // [rows, K / group], of each group's inputs; for int4
 };
 
 #ifdef SWIFTSPEC_DOT_BF16  // AVX-512 BF16 multiplies two inputs of sixteen outputs at once
@@ -30,8 +33,10 @@ inline Pair broadcast_pair(const uint16_t* x) {
   return (Pair)_mm512_set1_epi32(two);
 }
 inline F dot(F sum, Pair weights, Pair row) { return _mm512_dpbf16_ps(sum, weights, row); }
-template <int N> inline Pair nibble_pair(I codes) {
-  // -8 .. 7 in bfloat16, twice: the instruction looks at five bits of a half, of which the fifth is the next code's
+template <int N>
+inline Pair nibble_pair(I codes) {
+  // -8 .. 7 in bfloat16, twice: the instruction looks at five bits of a half, of which the fifth is the next
+  // code's
   alignas(64) static constexpr uint16_t kTable[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
       0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
@@ -51,8 +56,13 @@ inline Pair load_pair(const uint8_t* p) {
   return {as_float(left<16>(two)), as_float(both(two, all_int(0xffff0000)))};
 }
 inline Pair broadcast_pair(const float* x) { return {all(x[0]), all(x[1])}; }
-inline F dot(F sum, Pair weights, Pair row) { return fma(weights.odd, row.odd, fma(weights.even, row.even, sum)); }
-template <int N> inline Pair nibble_pair(I codes) { return {nibble<N>(codes), nibble<N + 4>(codes)}; }
+inline F dot(F sum, Pair weights, Pair row) {
+  return fma(weights.odd, row.odd, fma(weights.even, row.even, sum));
+}
+template <int N>
+inline Pair nibble_pair(I codes) {
+  return {nibble<N>(codes), nibble<N + 4>(codes)};
+}
 
 #endif
 
@@ -116,7 +126,8 @@ void product_f32(const Inputs<float>& in, const Operand& w, float* out, int64_t 
   for (int64_t k = 0; k < w.k; ++k) {
     F weights[B];
 #pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) weights[b] = load(reinterpret_cast<const float*>(w.data + b * w.block_bytes) + k * 16);
+    for (int b = 0; b < B; ++b)
+      weights[b] = load(reinterpret_cast<const float*>(w.data + b * w.block_bytes) + k * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       const F row = all(in.x[m * w.k + k]);
@@ -190,7 +201,8 @@ constexpr int blocks_at_once(int rows) {
 
 // out[r, 16 b + i] = x[r] . W_b[i] for `rows` rows, at most kRowTile, and `blocks` blocks.
 template <Format W, int M = kRowTile, class X>
-void product(const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
+void product(const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+             int64_t stride) {
   if (rows == M) {
     product_blocks<W, M, blocks_at_once(M)>(in, w, blocks, out, stride);
   } else if constexpr (M > 1) {

@@ -72,7 +72,8 @@ inline void draw(const ScoreArgs& a, int64_t* tokens) {
   }
 }
 
-// Puts a candidate in its place among the best so far, largest first; of equal ones the earlier token stays in front.
+// Puts a candidate in its place among the best so far, largest first; of equal ones the earlier token stays
+// in front.
 inline void insert(float value, int64_t token, int64_t k, float* values, int64_t* tokens) {
   int64_t at = k - 1;
   for (; at > 0 && values[at - 1] < value; --at) {
@@ -84,7 +85,8 @@ inline void insert(float value, int64_t token, int64_t k, float* values, int64_t
 }
 
 // The k best scores of a row; all its scores stay in `scores`, which has room for a multiple of 16.
-inline void best_scores(const ScoreArgs& a, int64_t row, int64_t k, float* scores, int64_t* tokens, float* values) {
+inline void best_scores(const ScoreArgs& a, int64_t row, int64_t k, float* scores, int64_t* tokens,
+                        float* values) {
   const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
   for (int64_t i = 0; i < k; ++i) {
     values[i] = -std::numeric_limits<float>::infinity();
@@ -120,7 +122,9 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
     const float normaliser = values[0] + std::log(sum(total));
     for (int64_t i = 0; i < k; ++i) {
       const float value = values[i] - normaliser;
-      values[i] = value <= 0.0f ? value : std::isnan(value) ? kNone : 0.0f;  // a parent's weight bounds its children's
+      values[i] = value <= 0.0f       ? value
+                  : std::isnan(value) ? kNone
+                                      : 0.0f;  // a parent's weight bounds its children's
     }
   }
 }

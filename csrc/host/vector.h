@@ -1,6 +1,9 @@
-// What the kernels need beyond single operations, from either set of them. Every level computes these to the same bits.
+// What the kernels need beyond single operations, from either set of them. Every level computes these to the
+// same bits.
 
 inline constexpr int64_t kLanes = 16;
+inline constexpr int64_t kWorthSharing =
+    1 << 19;  // products of two numbers: below that a thread comes too late
 
 inline float widen_one(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;
@@ -9,7 +12,8 @@ inline float widen_one(uint16_t x) {
   return out;
 }
 
-// In bits, the bfloat16 next to each lane: ties to even, as torch rounds; NaN stays NaN. The upper halves count.
+// In bits, the bfloat16 next to each lane: ties to even, as torch rounds; NaN stays NaN. The upper halves
+// count.
 inline I to_bf16(F x) {
   const I bits = as_int(x);
   const I rounded = add(bits, add(all_int(0x7fff), both(right<16>(bits), all_int(1))));
@@ -76,7 +80,8 @@ inline float highest(F x) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// e^x, x held to -87.3 .. 88: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes), relative error below 3e-7.
+// e^x, x held to -87.3 .. 88: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2] (Cephes), relative error below
+// 3e-7.
 inline F exponential(F x) {
   x = smallest(largest(x, all(-87.3f)), all(88.0f));
   const F n = round_even(mul(x, all(1.44269504f)));

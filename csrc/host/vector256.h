@@ -1,5 +1,5 @@
-// Sixteen lanes in two AVX2 registers. The same names and, operation by operation, the same results as vector512.h.
-// Read inside the target region and the namespace of a level (level_avx2.cpp).
+// Sixteen lanes in two AVX2 registers. The same names and, operation by operation, the same results as
+// vector512.h. Read inside the target region and the namespace of a level (level_avx2.cpp).
 
 struct F {  // sixteen float32
   __m256 a, b;
@@ -48,9 +48,18 @@ inline I mul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi3
 inline I both(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline I either(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
 inline I flip(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
-template <int N> inline I left(I x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
-template <int N> inline I right(I x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
-template <int N> inline I right_signed(I x) { return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)}; }
+template <int N>
+inline I left(I x) {
+  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+template <int N>
+inline I right(I x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+template <int N>
+inline I right_signed(I x) {
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
 inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -75,12 +84,13 @@ inline __m256 lower(F x) { return x.a; }
 inline __m256 upper(F x) { return x.b; }
 
 // Eight codes of each lane: for i in 0..3 nibble i belongs to input 2i and nibble 4 + i to input 2i + 1.
-template <int N> inline F nibble(I codes) {  // code N less 8, as a number
+template <int N>
+inline F nibble(I codes) {  // code N less 8, as a number
   return to_float(sub(both(right<4 * N>(codes), all_int(15)), all_int(8)));
 }
 
 // Sixteen rows of four 32-bit words into columns.
-inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, uint8_t* out) {
+inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, int64_t, uint8_t* out) {
   float* to = reinterpret_cast<float*>(out);
   for (int r = 0; r < 16; r += 4, to += 4) {
     __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));

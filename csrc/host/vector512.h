@@ -1,5 +1,6 @@
-// Sixteen lanes in one AVX-512 register. The same names and, operation by operation, the same results as vector256.h.
-// Read inside the target region and the namespace of a level (level_avx512.cpp, level_avx512_bf16.cpp).
+// Sixteen lanes in one AVX-512 register. The same names and, operation by operation, the same results as
+// vector256.h. Read inside the target region and the namespace of a level (level_avx512.cpp,
+// level_avx512_bf16.cpp).
 
 using F = __m512;   // sixteen float32
 using I = __m512i;  // sixteen 32-bit integers
@@ -30,9 +31,18 @@ inline I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
 inline I both(I a, I b) { return _mm512_and_si512(a, b); }
 inline I either(I a, I b) { return _mm512_or_si512(a, b); }
 inline I flip(I a, I b) { return _mm512_xor_si512(a, b); }
-template <int N> inline I left(I a) { return _mm512_slli_epi32(a, N); }
-template <int N> inline I right(I a) { return _mm512_srli_epi32(a, N); }
-template <int N> inline I right_signed(I a) { return _mm512_srai_epi32(a, N); }
+template <int N>
+inline I left(I a) {
+  return _mm512_slli_epi32(a, N);
+}
+template <int N>
+inline I right(I a) {
+  return _mm512_srli_epi32(a, N);
+}
+template <int N>
+inline I right_signed(I a) {
+  return _mm512_srai_epi32(a, N);
+}
 inline F as_float(I a) { return _mm512_castsi512_ps(a); }
 inline I as_int(F a) { return _mm512_castps_si512(a); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
@@ -52,16 +62,20 @@ inline __m256 lower(F x) { return _mm512_castps512_ps256(x); }
 inline __m256 upper(F x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
 
 // Eight codes of each lane: for i in 0..3 nibble i belongs to input 2i and nibble 4 + i to input 2i + 1.
-template <int N> inline F nibble(I codes) {  // code N less 8, as a number
+template <int N>
+inline F nibble(I codes) {  // code N less 8, as a number
   const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * N), table);  // it reads the low four bits of a lane
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * N),
+                               table);  // it reads the low four bits of a lane
 }
 
-// Sixteen rows of sixteen 32-bit words into columns.
-inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, uint8_t* out) {
+// Sixteen rows of sixteen 32-bit words into columns; of eight, where a row has no more than `bytes` left.
+inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, int64_t bytes, uint8_t* out) {
+  const bool whole = bytes >= 64;
+  const __mmask16 words = whole ? 0xffff : 0x00ff;
   __m512i r[16], t[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + offset);
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(words, rows[i] + offset);
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
@@ -76,11 +90,14 @@ inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, u
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; ++j) {
-    const __m512i low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88), high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
-    const __m512i low2 = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd), high2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
+    const __m512i low = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x88),
+                  high = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x88);
+    const __m512i low2 = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xdd),
+                  high2 = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xdd);
     _mm512_storeu_si512(out + j * 64, _mm512_shuffle_i32x4(low, high, 0x88));
-    _mm512_storeu_si512(out + (8 + j) * 64, _mm512_shuffle_i32x4(low, high, 0xdd));
     _mm512_storeu_si512(out + (4 + j) * 64, _mm512_shuffle_i32x4(low2, high2, 0x88));
+    if (!whole) continue;
+    _mm512_storeu_si512(out + (8 + j) * 64, _mm512_shuffle_i32x4(low, high, 0xdd));
     _mm512_storeu_si512(out + (12 + j) * 64, _mm512_shuffle_i32x4(low2, high2, 0xdd));
   }
 }

@@ -41,10 +41,15 @@ __all__ = [
     "pack_norm",
     "prepare",
     "rope_tables",
+    "set_threads",
+    "threads",
     "tree_attention",
 ]
 
 level = _C.level  # the instructions in use: "avx512_bf16", "avx512", "avx2", or "none" where these operators cannot run
+
+set_threads = _C.set_threads  # how many share large products and prompt chunks, for the process; 1 at first
+threads = _C.threads
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
