@@ -250,6 +250,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("set_threads", &set_threads, py::arg("count"),
         "How many threads share large products, the caller's among them.");
   m.def("threads", &swiftspec::host::threads, "What set_threads was told; 1 at first, and after a fork.");
+  m.def("peak", &swiftspec::host::peak, py::arg("rounds"), py::arg("wide"),
+        "Run a loop of products alone; how many floating-point operations it was.");
   py::class_<swiftspec::host::Weights>(m, "Weights", "A projection's addresses and sizes; see kernels.h.")
       .def(py::init(&make_weights), py::arg("format"), py::arg("data"), py::arg("groups"), py::arg("bias"),
            py::arg("k"), py::arg("n"), py::arg("group"));

@@ -28,6 +28,10 @@ bool use_level(const std::string& name);
 void set_threads(int count);
 int threads();
 
+// A loop of nothing but the products that `linear` is made of, for benchmarks. Returns how many
+// floating-point operations it was.
+int64_t peak(int64_t rounds, bool wide);
+
 enum class Format : uint8_t { f32, bf16, int4 };
 
 // A projection made ready at load, in blocks of 16 outputs; see host/product.h for their layout. N is padded

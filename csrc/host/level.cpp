@@ -68,6 +68,11 @@ bool use_level(const std::string& name) {
   return false;
 }
 
+int64_t peak(int64_t rounds, bool wide) {
+  float seed[16] = {};
+  return known(wide ? in_use().kernels.peak_f32 : in_use().kernels.peak_bf16)(rounds, seed);
+}
+
 void linear(const LinearArgs& args, bool wide) {
   const Kernels& k = in_use().kernels;
   known(wide ? k.linear_f32 : k.linear_bf16)(args);

@@ -25,6 +25,8 @@
 namespace swiftspec::host {
 
 struct Kernels {
+  int64_t (*peak_f32)(int64_t rounds, float* seed);
+  int64_t (*peak_bf16)(int64_t rounds, float* seed);
   void (*linear_f32)(const LinearArgs&);
   void (*linear_bf16)(const LinearArgs&);
   void (*attention_f32)(const AttentionArgs&);

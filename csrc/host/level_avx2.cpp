@@ -22,7 +22,9 @@ namespace {
 }  // namespace avx2
 
 Kernels avx2_kernels() {
-  return {avx2::linear<float>,
+  return {avx2::peak,
+          avx2::peak,
+          avx2::linear<float>,
           avx2::linear<uint16_t>,
           avx2::attention<float>,
           avx2::attention<uint16_t>,

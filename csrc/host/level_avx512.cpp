@@ -22,7 +22,9 @@ namespace {
 }  // namespace avx512
 
 Kernels avx512_kernels() {
-  return {avx512::linear<float>,
+  return {avx512::peak,
+          avx512::peak,
+          avx512::linear<float>,
           avx512::linear<uint16_t>,
           avx512::attention<float>,
           avx512::attention<uint16_t>,

@@ -23,6 +23,7 @@ namespace {
 
 Kernels avx512_bf16_kernels() {
   Kernels kernels = avx512_kernels();
+  kernels.peak_bf16 = avx512_bf16::peak;
   kernels.linear_bf16 = avx512_bf16::linear<uint16_t>;
   kernels.attention_bf16 = avx512_bf16::attention<uint16_t>;
   return kernels;

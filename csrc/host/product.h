@@ -59,6 +59,7 @@ inline Pair broadcast_pair(const float* x) { return {all(x[0]), all(x[1])}; }
 inline F dot(F sum, Pair weights, Pair row) {
   return fma(weights.odd, row.odd, fma(weights.even, row.even, sum));
 }
+inline F dot(F sum, F weights, F row) { return fma(weights, row, sum); }
 template <int N>
 inline Pair nibble_pair(I codes) {
   return {nibble<N>(codes), nibble<N + 4>(codes)};
@@ -113,7 +114,10 @@ void product_bf16(const Inputs<X>& in, const Operand& w, float* out, int64_t str
   for (int64_t k = 0; k < w.k; k += 2) {
     Pair weights[B];
 #pragma GCC unroll 8
-    for (int b = 0; b < B; ++b) weights[b] = load_pair(w.data + b * w.block_bytes + k * 32);
+    for (int b = 0; b < B; ++b) {
+      weights[b] = load_pair(w.data + b * w.block_bytes + k * 32);
+      _mm_prefetch(reinterpret_cast<const char*>(w.data + (b + B) * w.block_bytes + k * 32), _MM_HINT_T0);
+    }
     add_pair(sum, weights, in.x + k, w.k);
   }
   write(sum, out, stride);
@@ -150,7 +154,10 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
     for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8) {
       I codes[B];
 #pragma GCC unroll 8
-      for (int b = 0; b < B; ++b) codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
+      for (int b = 0; b < B; ++b) {
+        codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
+        _mm_prefetch(reinterpret_cast<const char*>(w.data + (b + B) * w.block_bytes + k * 8), _MM_HINT_T0);
+      }
       add_codes<0>(sum, codes, in.x + k, w.k);
       add_codes<1>(sum, codes, in.x + k, w.k);
       add_codes<2>(sum, codes, in.x + k, w.k);
@@ -208,4 +215,25 @@ void product(const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks
   } else if constexpr (M > 1) {
     product<W, M - 1>(in, w, rows, blocks, out, stride);
   }
+}
+
+// What the arithmetic alone can reach: `rounds` times a product into each of the sums that the registers
+// hold. Of `seed` [16] nothing is known when this is compiled, so nothing is left out. Returns the
+// floating-point operations.
+inline int64_t peak(int64_t rounds, float* seed) {
+#ifdef SWIFTSPEC_DOT_BF16
+  const Pair weight = (Pair)load_int(seed), row = weight;
+  constexpr int64_t kEach = 4 * kLanes;
+#else
+  const F weight = load(seed), row = weight;
+  constexpr int64_t kEach = 2 * kLanes;
+#endif
+  F sums[kChains][1];
+  clear(sums);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kChains; ++m) sums[m][0] = dot(sums[m][0], weight, row);
+  }
+  for (int m = 0; m < kChains; ++m) store(seed, add(load(seed), sums[m][0]));
+  return rounds * kChains * kEach;
 }

@@ -39,17 +39,21 @@ __all__ = [
     "norm_swiglu",
     "pack",
     "pack_norm",
+    "peak",
     "prepare",
     "rope_tables",
     "set_threads",
     "threads",
     "tree_attention",
+    "use_level",
 ]
 
 level = _C.level  # the instructions in use: "avx512_bf16", "avx512", "avx2", or "none" where these operators cannot run
 
 set_threads = _C.set_threads  # how many share large products and prompt chunks, for the process; 1 at first
 threads = _C.threads
+use_level = _C.use_level  # lower ones, for tests and benchmarks; False where this CPU lacks it
+peak = _C.peak  # (rounds, wide) a loop of products alone: how many floating-point operations it was
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
