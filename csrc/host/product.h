@@ -107,16 +107,25 @@ inline void write(const F (&sum)[M][B], float* out, int64_t stride) {
   }
 }
 
+// How far ahead of its use a weight is fetched: a short block from the blocks that come next, a long one from
+// itself.
+inline int64_t fetch_distance(const Operand& w, int blocks) {
+  return w.block_bytes <= 8192 ? blocks * w.block_bytes : 2048;
+}
+
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
 template <int M, int B, class X>
 void product_bf16(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
   F sum[M][B];
   clear(sum);
+  const int64_t ahead = fetch_distance(w, B);
   for (int64_t k = 0; k < w.k; k += 2) {
     Pair weights[B];
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       weights[b] = load_pair(w.data + b * w.block_bytes + k * 32);
-      _mm_prefetch(reinterpret_cast<const char*>(w.data + (b + B) * w.block_bytes + k * 32), _MM_HINT_T0);
+      prefetch(w.data + b * w.block_bytes + k * 32 + ahead);
     }
     add_pair(sum, weights, in.x + k, w.k);
   }
@@ -148,6 +157,7 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
   F sum[M][B];
   clear(sum);
   write(sum, out, stride);
+  const int64_t ahead = fetch_distance(w, B);
   const int64_t groups = w.k / w.group;
   for (int64_t g = 0; g < groups; ++g) {
     clear(sum);
@@ -156,7 +166,7 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) {
         codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
-        _mm_prefetch(reinterpret_cast<const char*>(w.data + (b + B) * w.block_bytes + k * 8), _MM_HINT_T0);
+        prefetch(w.data + b * w.block_bytes + k * 8 + ahead);
       }
       add_codes<0>(sum, codes, in.x + k, w.k);
       add_codes<1>(sum, codes, in.x + k, w.k);
