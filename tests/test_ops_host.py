@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import swiftspec
 from swiftspec import _C
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
@@ -18,7 +19,7 @@ from swiftspec.engine import LLM
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.ops import host, reference
-from swiftspec.params import SamplingParams
+from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.drafter import LocalDrafter
 from tests.tiny import make_checkpoint
@@ -29,6 +30,7 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 DTYPES = [BF16, F32]
 SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
+DEMO = Path(swiftspec.__file__).parent / "demo"
 HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256)]
 
 
@@ -249,6 +251,19 @@ def test_the_engine_takes_them_where_they_fit(tmp_path: Path, dtype: torch.dtype
     assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
     answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, temperature: float) -> None:
+    """In bfloat16 too, where near-ties are many: a row's logits have the same bits in a tree and alone."""
+    sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
+    prompts = [list(range(40, 60)), [7, 300, 12]]
+    plain = LLM(DEMO / "target", None, Plan(mode="ar"), dtype=dtype)
+    expected = [plain.generate(prompt, sampling).token_ids for prompt in prompts]
+    for plan in (Plan(), Plan(draft_steps=5, draft_leaves=3, verify_batch=12)):
+        llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=dtype)
+        assert [llm.generate(prompt, sampling).token_ids for prompt in prompts] == expected
 
 
 def test_threads_change_nothing() -> None:
