@@ -109,7 +109,6 @@ def test_children(
         return samplers(p, vocab, group).children(own, paths, torch.tensor([7, 9, 40]), k=8, tau=tau, **options)
 
     tokens, logprobs = children(None)
-    every = children(None, log_top_k=lambda scores, _: (scores, scores))[1].log_softmax(-1)
     found = on_ranks(size, children)
     for got, values in found:
         assert torch.equal(got, found[0][0]) and torch.equal(values, found[0][1])

@@ -199,7 +199,9 @@ def _dtype(name: str, target: Path, device: str) -> str:
     if name != "auto":
         return name
     own = ModelConfig.from_dir(target).dtype
-    fast = device == "cuda" or _cpu_has_bf16()
+    from swiftspec.ops import host
+
+    fast = device == "cuda" or host.level() != "none" or _cpu_has_bf16()
     return "bfloat16" if own in ("bfloat16", "float16") and fast else own
 
 
@@ -222,6 +224,7 @@ def _use_threads(count: int | None, target: Path, dtype: str, device: str, ranks
     native = host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
     count = count or (1 if native else min(max(physical_cores() // ranks, 1), MOST_THREADS))
     torch.set_num_threads(count)
+    host.set_threads(count)
     return count
 
 
