@@ -103,6 +103,8 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     if found.draft is not None:
         check_pair(codec, TextCodec(found.draft))
 
+    if world is not None and not world.spin:
+        phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
     phases.begin("target weights")
     from swiftspec.engine import LLM
 
