@@ -217,15 +217,15 @@ def _cpu_has_bf16() -> bool:
 
 
 def _use_threads(count: int | None, target: Path, dtype: str, device: str, ranks: int) -> int:
-    """Native operators take one thread; what torch is left with is so small that a second one would only wait. The
-    `ranks` of this machine share its cores."""
+    """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
+    one: what it is left with is so small that a second one would only wait."""
     import torch
 
     from swiftspec.ops import host
 
     native = host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
-    count = count or (1 if native else min(max(physical_cores() // ranks, 1), MOST_THREADS))
-    torch.set_num_threads(count)
+    count = count or min(max(physical_cores() // ranks, 1), MOST_THREADS)
+    torch.set_num_threads(1 if native else count)
     host.set_threads(count)
     return count
 
