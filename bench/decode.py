@@ -83,11 +83,13 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
 
     def generate(prompt: list[int]) -> tuple[list[int], int]:
-        every = available_cores()
+        every, threads = available_cores(), torch.get_num_threads()
         run_on(cores)
-        host.set_threads(len(cores))
+        host.set_threads(min(len(cores), args.threads))
+        torch.set_num_threads(1)  # as the command does beside native operators
         answer = llm.generate(prompt, sampling)
         run_on(every)
+        torch.set_num_threads(threads)
         return answer.token_ids, answer.stats.rounds
 
     return generate
@@ -214,7 +216,6 @@ def main() -> None:
     args = arguments()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    host.set_threads(args.threads)
     world = join_world()
     if world is not None and world.rank > 0:
         torch.set_num_threads(1)
