@@ -137,9 +137,9 @@ def attention_cases(rows: tuple[int, ...], contexts: tuple[int, ...]) -> Iterato
 def sampling_cases(rows: int) -> Iterator[Case]:
     for name, vocab in VOCABULARIES.items():
         logits, places = torch.randn(rows, vocab), torch.arange(rows)
-        scores = Scores(0.8, None, host.gumbel_rows(1, 0, places, vocab), places, 0.7)
+        scores = Scores(0.8, None, host.gumbel_rows(1, 0, places, range(vocab)), places, 0.7)
         runs: dict[str, tuple[Callable[[], Any], int]] = {
-            "noise": (lambda places=places, vocab=vocab: host.gumbel_rows(1, 0, places, vocab), 1),
+            "noise": (lambda places=places, vocab=vocab: host.gumbel_rows(1, 0, places, range(vocab)), 1),
             "draw": (lambda logits=logits, vocab=vocab, scores=scores: host.draw(logits, vocab, scores), 2),
             "children": (lambda logits=logits, vocab=vocab, scores=scores: host.children(logits, vocab, 8, scores), 2),
         }

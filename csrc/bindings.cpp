@@ -141,11 +141,12 @@ void attention(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t slots, uin
   swiftspec::host::attention(args, wide);
 }
 
-void gumbel_rows(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, int64_t vocab,
-                 uintptr_t out) {
-  const NoiseArgs args(positions, rows, vocab, out);
+void gumbel_rows(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, uint32_t first,
+                 int64_t count, uintptr_t out) {
+  const NoiseArgs args(positions, rows, count, out);
   py::gil_scoped_release unlocked;
-  swiftspec::host::gumbel_rows(seed, stream, args.positions, rows, vocab, reinterpret_cast<float*>(args.out));
+  auto* noise = reinterpret_cast<float*>(args.out);
+  swiftspec::host::gumbel_rows(seed, stream, args.positions, rows, first, count, noise);
 }
 
 void gumbel_of(uintptr_t bits, int64_t count, uintptr_t out) {
@@ -356,7 +357,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("gumbel_of", &gumbel_of, py::arg("bits"), py::arg("count"), py::arg("out"),
         "The Gumbel noise (float32) of bits[count] (uint32), as gumbel_rows computes it.");
   m.def("gumbel_rows", &gumbel_rows, py::arg("seed"), py::arg("stream"), py::arg("positions"),
-        py::arg("rows"), py::arg("vocab"), py::arg("out"), "noise_bits, as Gumbel noise (float32).");
+        py::arg("rows"), py::arg("first"), py::arg("count"), py::arg("out"),
+        "noise_bits of `count` tokens from `first` on, as Gumbel noise (float32).");
   m.def("draw", &draw, py::arg("logits"), py::arg("bias"), py::arg("noise"), py::arg("rows_of_noise"),
         py::arg("noise_rows"), py::arg("temperature"), py::arg("rows"), py::arg("vocab"), py::arg("stride"),
         py::arg("tokens"), "The token of each row's highest score; see ScoreArgs in kernels.h.");

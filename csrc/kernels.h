@@ -81,9 +81,9 @@ void attention(const AttentionArgs& args, bool wide);
 // Standard Gumbel noise, -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32 held below 1: the same at every level.
 void gumbel(const uint32_t* bits, int64_t count, float* out);
 
-// out[row, token] = that noise of `noise_bits`; out is rows x vocab, contiguous.
-void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
-                 float* out);
+// out[row, i] = that noise of `noise_bits` for token first + i; out is rows x count, contiguous.
+void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, uint32_t first,
+                 int64_t count, float* out);
 
 // Scores of a vocabulary: ((logits + bias) / temperature + noise) / tau, where there is a bias, a noise, a
 // tau.

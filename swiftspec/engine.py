@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from swiftspec.decode import Round, decode
 from swiftspec.errors import UserError
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.rank import Rank
-from swiftspec.remote.world import START_TIMEOUT, World
+from swiftspec.remote.world import START_TIMEOUT, World, run_on
 from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
 from swiftspec.worker.roles import Models, Options
 from swiftspec.worker.verifier import Verifier
@@ -71,16 +72,19 @@ class Completion:
 def join_world() -> World | None:
     """The ranks that a launcher such as torchrun has started, this one among them; None if it is alone. Raises
     UserError where the launcher's variables make no sense."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     try:
         local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         host = os.environ["MASTER_ADDR"]
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"WORLD_SIZE is set, but {error}: start several ranks with torchrun") from None
-    return World(rank, size, local_rank, local_size, host, store)
+    except (KeyError, ValueError, RuntimeError) as error:  # the store's are RuntimeErrors
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"WORLD_SIZE is set, but {reason}: start several ranks with torchrun") from None
+    world = World(rank, size, local_rank, local_size, host, store)
+    run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
+    return world
 
 
 def serve_rank(
@@ -88,7 +92,12 @@ def serve_rank(
 ) -> None:
     """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
     models = Models.check(target, draft, plan, world, options)
-    Rank(world, plan, models, options.get("progress")).follow()
+    rank = Rank(world, plan, models, options.get("progress"))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
+    try:
+        rank.follow()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class LLM:

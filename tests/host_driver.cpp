@@ -114,7 +114,7 @@ void check_scores(int64_t rows, int64_t vocab) {
   const auto logits = numbers(rows * (vocab + 3), true), bias = numbers(vocab, true);
   std::vector<int32_t> positions = {0, 5};
   std::vector<float> noise(static_cast<size_t>(2 * vocab)), values(static_cast<size_t>(rows));
-  gumbel_rows(9, 1, positions.data(), 2, vocab, noise.data());
+  gumbel_rows(9, 1, positions.data(), 2, 0, vocab, noise.data());
   std::vector<int64_t> which(static_cast<size_t>(rows)), drawn(which), tokens(which);
   for (int64_t& row : which) row = dice() % 2;
   const ScoreArgs args{floats(logits), floats(bias), noise.data(), which.data(), 0.8f,

@@ -36,17 +36,21 @@ def decode(
     requests: Sequence[tuple[list[int], Json]],
     dtype: str = "float64",
     draft_fails_at: int | None = None,
+    engines: int = 1,
     **options: Any,
 ) -> list[Json] | None:
-    """Decodes the requests one after another: rank 0 returns the answers, the others follow."""
+    """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
     world = join_world()
     options["dtype"] = getattr(torch, dtype)
     target = target.format(rank=world.rank if world is not None else 0)
     try:
         if world is not None and world.rank > 0:
-            with _failing_at(draft_fails_at):
-                serve_rank(world, target, draft, Plan(**plan), **options)
+            for _ in range(engines):
+                with _failing_at(draft_fails_at):
+                    serve_rank(world, target, draft, Plan(**plan), **options)
             return None
+        for _ in range(engines - 1):
+            LLM(target, draft, Plan(**plan), world=world, **options).close()
         llm = LLM(target, draft, Plan(**plan), world=world, **options)
     except UserError as error:
         return [{"refused": str(error)}]

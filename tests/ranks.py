@@ -36,12 +36,13 @@ class Pool:
             end.settimeout(PATIENCE)
         self._files = [end.makefile("rw") for end in self._ends]
 
-    def run(self, ranks: int, job: str, **arguments: Any) -> list[Any]:
-        """What the job of that name in tests/jobs.py returns on each of `ranks` ranks. Raises what it raises there."""
+    def run(self, ranks: int, job: str, *, apart: bool = False, **arguments: Any) -> list[Any]:
+        """What the job of that name in tests/jobs.py returns on each of `ranks` ranks. Raises what it raises there.
+        `apart`: each rank believes that it has a machine to itself."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         for rank, file in enumerate(self._files[:ranks]):
-            order = {"job": job, "arguments": arguments, "rank": rank, "ranks": ranks, "port": port}
+            order = {"job": job, "arguments": arguments, "rank": rank, "ranks": ranks, "port": port, "apart": apart}
             file.write(json.dumps(order) + "\n")
             file.flush()
         answers = [json.loads(file.readline() or '{"error": "the process is gone"}') for file in self._files[:ranks]]
@@ -68,10 +69,10 @@ def _live(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as end, end.makefile("rw") as file:
         for line in file:
             order = json.loads(line)
-            os.environ |= {
-                "RANK": str(order["rank"]), "WORLD_SIZE": str(order["ranks"]), "LOCAL_RANK": str(order["rank"]),
-                "LOCAL_WORLD_SIZE": str(order["ranks"]), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(order["port"]),
-            }  # fmt: skip
+            rank, ranks = order["rank"], order["ranks"]
+            local = (0, 1) if order["apart"] else (rank, ranks)
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            os.environ |= dict(zip(names, map(str, (rank, ranks, *local, "127.0.0.1", order["port"])), strict=True))
             try:
                 answer = {"result": getattr(jobs, order["job"])(**order["arguments"])}
             except Exception:

@@ -12,7 +12,7 @@ import pytest
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.errors import DrafterLost
 from swiftspec.params import SamplingParams
-from swiftspec.remote.calls import LeadingDrafter
+from swiftspec.remote.calls import Call, LeadingDrafter, Team
 from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
 from tests.test_channel import connect
@@ -52,12 +52,12 @@ class FakeDraft:
 def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
     here, there = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, [])).run)  # type: ignore[arg-type]
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([]))).run)  # type: ignore[arg-type]
     service.start()
     drafter = GroupDrafter(here, answer_timeout=0.3, open_timeout=0.6)
     yield drafter, draft, there
-    with contextlib.suppress(DrafterLost):
-        drafter.leave()
+    with contextlib.suppress(ConnectionError):
+        here.send(Call.LEAVE)
     service.join(10)
     assert not service.is_alive()
 
@@ -118,7 +118,7 @@ def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -
     drafter, _, there = bridge
     drafter.open(1, [4, 5], GREEDY, 2)
     drafter.propose()
-    drafter.leave()
+    drafter._send(Call.LEAVE)
     time.sleep(0.2)  # its process is about to end
     there.close()
     for _ in range(2):

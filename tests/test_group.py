@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from swiftspec.engine import LLM
+from swiftspec.params import DEFAULT_STEPS
 from tests import slow_reference
 from tests.jobs import sampling_from
 from tests.ranks import Pool
@@ -137,6 +138,41 @@ def test_d_follows_from_the_measured_times(pool: Pool, pairs: Pairs) -> None:
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
 
 
+def test_a_draft_that_fails_while_d_is_measured_is_asked_again(pool: Pool, pairs: Pairs) -> None:
+    plan = {"mode": "async", "target_tp": 1, "draft_tp": 1}
+    answers = decode(pool, pairs["llama"], plan, draft_fails_at=1)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    assert answers[0]["steps"] == DEFAULT_STEPS and answers[0]["lost"] is None
+
+
+def test_a_draft_group_out_of_step_is_lost_for_good_and_the_job_goes_on(pool: Pool, pairs: Pairs) -> None:
+    plan = {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 3}
+    answers = decode(pool, pairs["llama"], plan, draft_fails_at=8)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    assert all("the draft model broke" in answer["lost"] for answer in answers)
+
+
+def test_a_short_context(pool: Pool, pairs: Pairs) -> None:
+    requests = [(PROMPT, {"temperature": 0, "ignore_eos": True})]
+    plan = {"mode": "async", "target_tp": 1, "draft_tp": 1}
+    answer = decode(pool, pairs["llama"], plan, requests=requests, max_model_len=12)[0]
+    assert answer["tokens"] == plain(pairs["llama"][0])[0][:4]
+
+
+def test_the_same_ranks_may_form_one_engine_after_another(pool: Pool, pairs: Pairs) -> None:
+    plan = {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}
+    answers = decode(pool, pairs["llama"], plan, engines=3)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+
+
+@pytest.mark.slow
+def test_ranks_of_several_machines(pool: Pool, pairs: Pairs) -> None:
+    """Over gloo and TCP."""
+    plan = {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}
+    answers = decode(pool, pairs["llama"], plan, apart=True)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+
+
 @pytest.mark.slow
 def test_a_thousand_requests_in_a_row(pool: Pool, pairs: Pairs) -> None:
     """Random lengths and stops, on 1 + 1: the answers of one process, and memory that does not grow."""
@@ -167,7 +203,7 @@ def test_a_thousand_requests_in_a_row(pool: Pool, pairs: Pairs) -> None:
     [
         ({"target_tp": 2, "draft_tp": 1}, "is for 3 ranks, not 2"),
         ({"mode": "serial", "target_tp": 2, "max_model_len": 9999}, "max_model_len must lie in"),
-        ({"device": "cuda"}, "2 ranks on a machine with 0 GPUs: start fewer, or let ranks share one with --share-gpus"),
+        ({"device": "cuda"}, "device cuda: PyTorch finds no NVIDIA GPU here"),
     ],
 )
 def test_what_does_not_fit_is_refused(pool: Pool, pairs: Pairs, values: dict[str, Any], message: str) -> None:

@@ -87,11 +87,11 @@ void gumbel(const uint32_t* bits, int64_t count, float* out) {
   known(in_use().kernels.gumbel)(bits, count, out);
 }
 
-void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
-                 float* out) {
+void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, uint32_t first,
+                 int64_t count, float* out) {
   const auto kernel = known(in_use().kernels.gumbel_row);
   for (int64_t row = 0; row < rows; ++row) {
-    kernel(noise::row_key(seed, stream, static_cast<uint32_t>(positions[row])), vocab, out + row * vocab);
+    kernel(noise::row_key(seed, stream, static_cast<uint32_t>(positions[row])), first, count, out + row * count);
   }
 }
 

@@ -22,13 +22,13 @@ inline I mix(I x) {  // noise::mix
   return flip(x, right<16>(x));
 }
 
-// The noise of one row: noise::bits(key, token) for every token.
-inline void gumbel_row(uint32_t key, int64_t vocab, float* out) {
-  alignas(64) uint32_t first[kLanes];
-  for (uint32_t i = 0; i < kLanes; ++i) first[i] = key + i * noise::kGolden;
-  I at = load_int(first);
-  for (int64_t v = 0; v < vocab; v += kLanes) {
-    store_some(out + v, gumbel_lanes(mix(flip(mix(at), all_int(key)))), vocab - v);
+// The noise of one row: noise::bits(key, token) for `count` tokens from `first` on.
+inline void gumbel_row(uint32_t key, uint32_t first, int64_t count, float* out) {
+  alignas(64) uint32_t lanes[kLanes];
+  for (uint32_t i = 0; i < kLanes; ++i) lanes[i] = key + (first + i) * noise::kGolden;
+  I at = load_int(lanes);
+  for (int64_t v = 0; v < count; v += kLanes) {
+    store_some(out + v, gumbel_lanes(mix(flip(mix(at), all_int(key)))), count - v);
     at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
   }
 }

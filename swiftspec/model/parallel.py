@@ -42,6 +42,11 @@ def sum_in_rank_order(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
+def prefixed(store: Store, name: str) -> Store:
+    """The store's keys under a name of their own."""
+    return PrefixStore(name, store)
+
+
 class TensorParallel:
     """A `Group` of processes over torch's default process group: gloo for CPU tensors, NCCL for CUDA ones.
 

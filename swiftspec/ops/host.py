@@ -234,11 +234,13 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
         )
 
 
-def gumbel_rows(seed: int, stream: int, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, vocab] float32, within 1e-6 of the reference's."""
-    out = torch.empty(positions.shape[0], vocab)
-    places = positions.to(torch.int32)
-    _C.gumbel_rows(seed, stream, places.data_ptr(), positions.shape[0], vocab, out.data_ptr())
+def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of the reference's."""
+    out = torch.empty(positions.shape[0], len(tokens))
+    if len(tokens) > 0:
+        places = positions.to(torch.int32)
+        rows, count = out.shape
+        _C.gumbel_rows(seed, stream, places.data_ptr(), rows, tokens.start, count, out.data_ptr())
     return out
 
 

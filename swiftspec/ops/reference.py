@@ -281,9 +281,9 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
         region[:, :, start : start + source.shape[0]] = region.index_select(2, source)
 
 
-def gumbel_rows(seed: int, stream: int, positions: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, vocab] float32, of nothing else."""
-    bits = noise.noise_bits(seed, stream, positions.tolist(), range(vocab), positions.device)
+def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
+    bits = noise.noise_bits(seed, stream, positions.tolist(), tokens, positions.device)
     return noise.gumbel(bits, torch.float32)
 
 

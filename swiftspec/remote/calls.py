@@ -6,9 +6,11 @@ everywhere and nothing inside a round needs a word. Only the leader sees clocks,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -25,7 +27,7 @@ T = TypeVar("T")
 
 
 class Call(IntEnum):
-    """The kinds of messages; those after LEAVE go upwards."""
+    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start."""
 
     VERIFIER_OPEN = 1
     VERIFY = 2
@@ -71,55 +73,75 @@ class Message(Protocol):
     def pack(self) -> Words: ...
 
 
-def tell(followers: Sequence[Channel], call: Call, message: Message | None = None) -> None:
-    """Sends a call to all followers. Raises RankLost when one is gone, since its group cannot go on without it."""
-    if not followers:
-        return
-    words = None if message is None else message.pack()
-    for follower in followers:
+class Team:
+    """The followers of one leader. A call happens on all ranks of the group or, once one has failed in the middle, on
+    none: nobody knows any more how far the others have come, so the leader raises RankLost from then on."""
+
+    def __init__(self, followers: Sequence[Channel]) -> None:
+        self._followers = followers
+        self.broken: str | None = None  # why
+
+    def call(self, call: Call, message: Message | None, act: Callable[[], T]) -> T:
+        """Has the followers do what `act` does here. A leader alone may fail as it likes, and be asked again."""
+        if not self._followers:
+            return act()
+        if self.broken is not None:
+            raise RankLost(self.broken)
+        words = None if message is None else message.pack()
         try:
-            follower.send(call, words)
-        except ConnectionError as error:
-            raise RankLost(str(error)) from None
+            for follower in self._followers:
+                follower.send(call, words)
+            return act()
+        except BaseException as error:
+            self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
+            if isinstance(error, (ConnectionError, *FAILURES)):
+                raise RankLost(self.broken) from error
+            raise
+
+    def end(self, call: Call, act: Callable[[], None]) -> None:
+        """Closes something, if only here."""
+        if self.broken is None:
+            self.call(call, None, act)
+        else:
+            act()
 
 
 class LeadingVerifier:
     """The verifier of a group's leader."""
 
-    def __init__(self, verifier: LocalVerifier, followers: Sequence[Channel]) -> None:
+    def __init__(self, verifier: LocalVerifier, team: Team) -> None:
         self._verifier = verifier
-        self._followers = followers
+        self._team = team
 
     @property
     def busy(self) -> float:
         return self._verifier.busy
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        tell(self._followers, Call.VERIFIER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len))
-        self._verifier.open(request, tokens, sampling, prompt_len)
+        opening = Opening(request, tuple(tokens), sampling, prompt_len)
+        act = partial(self._verifier.open, request, tokens, sampling, prompt_len)
+        self._team.call(Call.VERIFIER_OPEN, opening, act)
 
     def submit(self, proposal: Proposal) -> LocalPending:
         return LocalPending(self, proposal)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """As `LocalVerifier.verify`, on all ranks of the group."""
-        tell(self._followers, Call.VERIFY, proposal)
-        return self._verifier.verify(proposal)
+        return self._team.call(Call.VERIFY, proposal, partial(self._verifier.verify, proposal))
 
     def settle(self) -> None:
         self._verifier.settle()  # a follower does so at once
 
     def close(self) -> None:
-        tell(self._followers, Call.VERIFIER_CLOSE)
-        self._verifier.close()
+        self._team.end(Call.VERIFIER_CLOSE, self._verifier.close)
 
 
 class LeadingDrafter:
     """The drafter of a group's leader."""
 
-    def __init__(self, drafter: LocalDrafter, followers: Sequence[Channel]) -> None:
+    def __init__(self, drafter: LocalDrafter, team: Team) -> None:
         self._drafter = drafter
-        self._followers = followers
+        self._team = team
 
     @property
     def busy(self) -> float:
@@ -132,37 +154,24 @@ class LeadingDrafter:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        tell(self._followers, Call.STEPS, Number(steps))
-        self._drafter.steps = steps
+        self._team.call(Call.STEPS, Number(steps), lambda: setattr(self._drafter, "steps", steps))
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        tell(self._followers, Call.DRAFTER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len))
-        self._together(lambda: self._drafter.open(request, tokens, sampling, prompt_len))
+        opening = Opening(request, tuple(tokens), sampling, prompt_len)
+        act = partial(self._drafter.open, request, tokens, sampling, prompt_len)
+        self._team.call(Call.DRAFTER_OPEN, opening, act)
 
     def propose(self) -> Proposal:
-        tell(self._followers, Call.PROPOSE)
-        return self._together(self._drafter.propose)
+        return self._team.call(Call.PROPOSE, None, self._drafter.propose)
 
     def grow(self) -> None:
-        tell(self._followers, Call.GROW)
-        self._together(self._drafter.grow)
+        self._team.call(Call.GROW, None, self._drafter.grow)
 
     def observe(self, result: VerifyResult) -> None:
-        tell(self._followers, Call.OBSERVE, result)
-        self._together(lambda: self._drafter.observe(result))
+        self._team.call(Call.OBSERVE, result, partial(self._drafter.observe, result))
 
     def close(self) -> None:
-        tell(self._followers, Call.DRAFTER_CLOSE)
-        self._drafter.close()
-
-    def _together(self, act: Callable[[], T]) -> T:
-        """Alone a leader may fail and be asked again. With followers it cannot: they are in the middle of the call."""
-        try:
-            return act()
-        except FAILURES as error:
-            if self._followers:
-                raise RankLost(f"the draft model failed: {error}") from error
-            raise
+        self._team.end(Call.DRAFTER_CLOSE, self._drafter.close)
 
 
 def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> None:
@@ -176,6 +185,22 @@ def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafte
         if call == Call.LEAVE:
             return
         _obey(Call(call), words, verifier, drafter)
+
+
+def has_left(peer: Channel) -> bool:
+    """Whether the last word of a peer that is gone is that all may leave."""
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        while True:
+            if peer.recv(0.0)[0] == Call.LEAVE:
+                return True
+    return False
+
+
+def park(leader: Channel) -> None:
+    """Does nothing until the leader leaves, or is gone."""
+    with contextlib.suppress(ConnectionError):
+        while leader.recv()[0] != Call.LEAVE:
+            pass
 
 
 def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> None:

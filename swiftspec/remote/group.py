@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from swiftspec.batch import Opening, Proposal, VerifyResult, Words
-from swiftspec.errors import DrafterLost
+from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.params import SamplingParams
-from swiftspec.remote.calls import Call, LeadingDrafter, to_text, to_words
+from swiftspec.remote.calls import Call, LeadingDrafter, has_left, to_text, to_words
 from swiftspec.remote.channel import Channel
 from swiftspec.worker.drafter import FAILURES
 from swiftspec.worker.pace import expansion_time
 
-ANSWER_TIMEOUT = 5.0  # seconds that a draft may take for a round before it counts as lost
+ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
 
 
@@ -30,35 +30,42 @@ class GroupDrafter:
         self, bridge: Channel, *, answer_timeout: float = ANSWER_TIMEOUT, open_timeout: float = OPEN_TIMEOUT
     ) -> None:
         self.busy = 0.0
+        self._request, self._round, self._prefix_len = 0, 0, 0
         self._bridge = bridge
         self._answer_timeout, self._open_timeout = answer_timeout, open_timeout
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._request, self._round = request, 0
+        self._request, self._round, self._prefix_len = request, 0, len(tokens) - 1
         self._send(Call.DRAFTER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len).pack())
 
     def propose(self) -> Proposal:
         deadline = time.monotonic() + (self._answer_timeout if self._round else self._open_timeout)
         while True:
             words = self._answer(Call.PROPOSAL, deadline)
-            proposal = Proposal.unpack(words[1:])
-            if (proposal.request, proposal.round) == (self._request, self._round):
-                self.busy += float(words[0]) * 1e-6
-                return proposal
+            try:
+                proposal = Proposal.unpack(words[1:])
+            except ValueError as error:
+                raise DrafterLost(str(error)) from None
+            if (proposal.request, proposal.round) != (self._request, self._round):
+                continue  # an answer that came too late
+            if proposal.prefix_len != self._prefix_len:
+                raise DrafterLost(f"the draft stands at {proposal.prefix_len}, the target at {self._prefix_len}")
+            self.busy += float(words[0]) * 1e-6
+            return proposal
 
     def grow(self) -> None:
         pass  # it is growing already
 
     def observe(self, result: VerifyResult) -> None:
-        self._round = result.round + 1
+        self._round, self._prefix_len = result.round + 1, result.prefix_len + len(result.tokens)
         self._send(Call.OBSERVE, result.pack())
 
     def close(self) -> None:
         self._send(Call.DRAFTER_CLOSE)
 
-    def measure(self) -> None:
-        """Lets the draft begin to measure its expansions."""
-        self._send(Call.PACE)
+    def measure(self, room: int) -> None:
+        """Lets the draft begin to measure its expansions, in a context of `room` tokens."""
+        self._send(Call.PACE, np.array([room], np.int32))
 
     def expansion_time(self) -> float:
         """Seconds of one expansion, as measured since `measure`."""
@@ -67,10 +74,6 @@ class GroupDrafter:
     def set_steps(self, steps: int) -> None:
         """Sets d for the requests to come."""
         self._send(Call.STEPS, np.array([steps], np.int32))
-
-    def leave(self) -> None:
-        """Sends the draft group home."""
-        self._send(Call.LEAVE)
 
     def _send(self, call: Call, words: Words | None = None) -> None:
         try:
@@ -104,7 +107,8 @@ class DraftService:
         self._busy = 0.0  # as told so far
 
     def run(self) -> None:
-        """Serves. Returns when there is no target any more; a failing draft model only ends the request."""
+        """Serves until it is sent home; a failing draft model only ends the request, and a group out of step every
+        request from then on. Raises RankLost when the target is gone without a word."""
         try:
             while True:
                 kind, words = self._target.recv()
@@ -112,11 +116,12 @@ class DraftService:
                     return
                 try:
                     self._serve(Call(kind), words)
-                except FAILURES as error:
+                except (RankLost, *FAILURES) as error:
                     self._failed = True
                     self._tell_failure(str(error) or type(error).__name__)
-        except ConnectionError:
-            return
+        except ConnectionError as error:
+            if not has_left(self._target):
+                raise RankLost(str(error)) from None
 
     def _serve(self, call: Call, words: Words) -> None:
         """One message: first the answer, then whatever can be done ahead."""
@@ -124,7 +129,7 @@ class DraftService:
         match call:
             case Call.DRAFTER_OPEN:
                 opening = Opening.unpack(words)
-                self._request, self._failed = opening.request, False
+                self._request, self._failed, self._busy = opening.request, False, drafter.busy
                 drafter.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
                 self._propose(drafter.propose())
                 drafter.grow()
@@ -138,7 +143,7 @@ class DraftService:
             case Call.STEPS:
                 drafter.steps = int(words[0])
             case Call.PACE:
-                microseconds = max(int(1e6 * expansion_time(drafter)), 1)
+                microseconds = max(int(1e6 * expansion_time(drafter, int(words[0]))), 1)
                 self._target.send(Call.TIME, np.array([microseconds], np.int32))
             case _:
                 raise ValueError(f"a target does not send {call.name}")

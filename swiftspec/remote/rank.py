@@ -7,14 +7,15 @@ from datetime import timedelta
 
 import torch
 
-from swiftspec.errors import RankLost, UserError
+from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.parallel import TensorParallel
 from swiftspec.model.shared import SharedParallel
 from swiftspec.params import Plan
-from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, follow
+from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, Team, follow, park
+from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
-from swiftspec.remote.world import Links, Place, World, available_cores, run_on
-from swiftspec.worker.drafter import Drafter, NoDrafter
+from swiftspec.remote.world import Links, Place, World, run_on
+from swiftspec.worker.drafter import FAILURES, Drafter, NoDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import steps_for, verification_time
 from swiftspec.worker.roles import Models, Progress, fingerprint
@@ -31,9 +32,9 @@ class Rank:
 
     def __init__(self, world: World, plan: Plan, models: Models, progress: Progress | None) -> None:
         here = Place.of(world.rank, plan)
-        self._cores = available_cores()
+        self._world = world = world.next_job()
         self._links = Links.connect(world, plan)
-        models = replace(models, vocab_size=self._links.share(models.vocab_size))
+        self._models = models = replace(models, vocab_size=self._links.share(models.vocab_size))
         self._verifier: LocalVerifier | None = None
         self._drafter: LocalDrafter | None = None
         self._group: TensorParallel | SharedParallel | None = None
@@ -47,9 +48,8 @@ class Rank:
                 self._drafter = models.drafter(plan, self._group, progress)
         except UserError as problem:
             error = str(problem)
-        except (RankLost, RuntimeError, MemoryError) as problem:  # no memory, no device, no group
+        except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
-        run_on(world.own_cores())  # two ranks on one core would wait for each other
         mine = [models.target] if here.side == "target" else []
         mine += [models.draft] if self._drafter is not None and models.draft is not None else []
         try:
@@ -61,33 +61,57 @@ class Rank:
     def lead(self, plan: Plan) -> tuple[LeadingVerifier, Drafter, Plan]:
         """The roles of rank 0, and the plan with d filled in."""
         assert self._verifier is not None
-        verifier = LeadingVerifier(self._verifier, self._links.followers)
+        team = Team(self._links.followers)
+        verifier = LeadingVerifier(self._verifier, team)
         if self._links.drafts is not None:
             drafter = GroupDrafter(self._links.drafts)
             if plan.draft_steps is None:
-                drafter.measure()  # at the same time, as they will run: they share caches and memory
-                times = verification_time(verifier, plan.verify_batch), drafter.expansion_time()
-                plan = replace(plan, draft_steps=steps_for(*times))
-                drafter.set_steps(plan.steps)
+                plan = replace(plan, draft_steps=self._measured(plan, verifier, drafter))
             return verifier, drafter, plan
         if self._drafter is not None:
-            return verifier, LeadingDrafter(self._drafter, self._links.followers), plan
+            return verifier, LeadingDrafter(self._drafter, team), plan
         return verifier, NoDrafter(), plan
+
+    def _measured(self, plan: Plan, verifier: LeadingVerifier, drafter: GroupDrafter) -> int:
+        """d by the two step times, measured at the same time as they will run: they share caches and memory. A draft
+        that cannot even do that is asked again when a request comes."""
+        room = self._models.max_model_len - 1
+        try:
+            drafter.measure(room)
+            target = verification_time(verifier, plan.verify_batch, room)
+            steps = steps_for(target, drafter.expansion_time())
+            drafter.set_steps(steps)
+        except DrafterLost:
+            return plan.steps
+        return steps
 
     def follow(self) -> None:
         """The life of any rank but 0, until it is sent home. Raises RankLost when whoever should do that is gone."""
         leader = self._links.leader or self._links.target
         assert leader is not None
-        if self._links.target is not None and self._drafter is not None:
-            DraftService(self._links.target, LeadingDrafter(self._drafter, self._links.followers)).run()
-        else:  # a follower; or a leader that could not start, and is told to leave
+        try:
+            if self._links.target is not None and self._drafter is not None:
+                drafter = LeadingDrafter(self._drafter, Team(self._links.followers))
+                DraftService(self._links.target, drafter).run()
+            else:  # a follower; or a leader that could not start, and is told to leave
+                self._follow(leader)
+        finally:
+            self.leave()
+
+    def _follow(self, leader: Channel) -> None:
+        """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
+        try:
             follow(leader, self._verifier, self._drafter)
-        self.leave()
+        except FAILURES:
+            if self._verifier is not None:
+                raise
+            self._drafter = None
+            park(leader)
 
     def leave(self) -> None:
         """Sends home whoever is led from here, and leaves the group."""
         self._links.leave()
-        run_on(self._cores)
+        run_on(set(self._world.cores))
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -14,6 +14,7 @@ from swiftspec.batch import Words
 
 HEAD = struct.Struct("=II")  # kind, count of words
 MAX_WORDS = 1 << 24  # 64 MiB: far beyond any prompt, so more is a broken stream
+LOOK = 1e-3  # seconds that a look without waiting takes
 SEND_TIMEOUT = 30.0  # seconds; only a peer that reads nothing for so long makes a sender wait
 
 
@@ -37,12 +38,14 @@ class TcpChannel:
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        looked = False
         while (message := self._complete()) is None:
             left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
+            if looked and left is not None and left <= 0:
                 raise TimeoutError(f"no message from {self.peer} within {timeout:g} s")
-            self._sock.settimeout(left)
+            self._sock.settimeout(None if left is None else max(left, LOOK))
             self._guarded(self._read)
+            looked = True
         return message
 
     def close(self) -> None:
@@ -78,10 +81,13 @@ class TcpChannel:
             raise ConnectionError(f"the connection to {self.peer} is closed")
         try:
             act()
-        except BaseException as error:  # an interrupt too leaves half a message behind
+        except TimeoutError:
             self._sound = False
-            if isinstance(error, OSError):
-                raise ConnectionError(f"{self.peer} is gone ({error})") from None
+            raise ConnectionError(f"{self.peer} does not listen") from None
+        except OSError as error:  # what it sent before that can still be read
+            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+        except BaseException:  # an interrupt may leave half a message behind
+            self._sound = False
             raise
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from swiftspec.batch import Words
 from swiftspec.errors import RankLost, UserError
-from swiftspec.model.parallel import Store
+from swiftspec.model.parallel import Store, prefixed
 from swiftspec.params import Plan
 from swiftspec.remote.calls import Call, to_text, to_words
 from swiftspec.remote.channel import Channel, accept, dial
 
-START_TIMEOUT = 120.0  # seconds between the first rank that calls and the last
+START_TIMEOUT = 300.0  # seconds between the first rank that calls and the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,12 @@ class World:
     local_size: int
     host: str
     store: Store
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # of this machine
+    jobs: Iterator[int] = field(default_factory=itertools.count)
+
+    def next_job(self) -> World:
+        """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
+        return replace(self, store=prefixed(self.store, f"job {next(self.jobs)}"))
 
     @property
     def one_machine(self) -> bool:
@@ -39,11 +46,11 @@ class World:
     @property
     def spin(self) -> bool:
         """Whether a rank that waits may keep its core busy: there is one for each."""
-        return self.local_size <= len(available_cores())
+        return self.local_size <= len(self.cores)
 
     def own_cores(self) -> set[int]:
         """This rank's share of its machine's cores, which no other rank runs on; all of them where they are too few."""
-        cores = sorted(available_cores())
+        cores = sorted(self.cores)
         if not self.spin:
             return set(cores)
         count = len(cores)
@@ -91,9 +98,9 @@ class Links:
     def connect(world: World, plan: Plan) -> Links:
         """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
         here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
-        host = None if world.one_machine else _address_towards(world.host)
         first = world.rank - here.rank
         try:
+            host = None if world.one_machine else _address_towards(world.host)
             if here.rank > 0:
                 links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
                 return links
@@ -128,20 +135,28 @@ class Links:
         """
         marks = np.frombuffer(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts), np.int32)
         for channel in self.followers:
-            error = _heard(channel, marks, marks) or error
+            heard = _heard(channel, marks, marks)
+            error = error or heard
         if self.drafts is not None:
-            error = error or _heard(self.drafts, marks[:2], marks)
+            heard = _heard(self.drafts, marks[:2], marks)
+            error = error or heard
         up = self.leader or self.target
         if up is not None:
-            up.send(*((Call.READY, marks) if error is None else (Call.LOST, to_words(error))))
+            try:
+                up.send(*((Call.READY, marks) if error is None else (Call.LOST, to_words(error))))
+            except ConnectionError as gone:
+                raise RankLost(str(gone)) from None
         elif error is not None:
             raise UserError(error)
 
     def leave(self) -> None:
-        """Sends home whoever is led from here."""
+        """Sends home whoever is led from here, and closes all connections."""
         for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
             with contextlib.suppress(ConnectionError):  # gone already
                 channel.send(Call.LEAVE)
+        for channel in (self.leader, self.target, self.drafts, *self.followers):
+            if channel is not None:
+                channel.close()
 
 
 def _heard(channel: Channel, wanted: Words, marks: Words) -> str | None:

@@ -27,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that the terminal is put in order
     else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and says when to leave
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     from swiftspec.serve.settings import UsageError
 
@@ -37,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first:
             print(f"swiftspec: error: {error}", file=sys.stderr)
         else:
-            time.sleep(PATIENCE)
+            time.sleep(PATIENCE)  # only a rank that is alone with its trouble is still here after that
+            print(f"swiftspec: rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except RankLost as error:
         print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)

@@ -11,7 +11,7 @@ from swiftspec.ops import reference
 from swiftspec.ops.noise import gumbel, noise_bits
 
 TARGET_STREAM = 0
-GumbelRows = Callable[[int, int, Tensor, int], Tensor]  # seed, stream, positions [p], vocab -> [p, vocab] float32
+GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positions [p], tokens -> [p, tokens] float32
 
 
 class PositionNoise:
@@ -44,7 +44,7 @@ class PositionNoise:
         return self._block, positions - self._first
 
     def _made(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32 and tokens.start == 0:
+        if dtype == torch.float32:
             positions = torch.arange(span.start, span.stop, device=self._device)
-            return self._gumbel_rows(self._seed, self._stream, positions, len(tokens))
+            return self._gumbel_rows(self._seed, self._stream, positions, tokens)
         return gumbel(noise_bits(self._seed, self._stream, span, tokens, self._device), dtype)

@@ -12,7 +12,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.worker.drafter import Drafter
 from swiftspec.worker.verifier import Verifier
 
-TEXT = [0] * 64  # what is decoded to measure: any tokens do
+TEXT = 64  # tokens that stand before what is measured
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
 MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
@@ -25,23 +25,27 @@ class SteppedDrafter(Drafter, Protocol):
     def steps(self) -> int: ...
 
 
-def expansion_time(drafter: SteppedDrafter) -> float:
-    """Seconds of one expansion of w leaves, the host's part included. Leaves no request open."""
+def expansion_time(drafter: SteppedDrafter, room: int) -> float:
+    """Seconds of one expansion of w leaves, the host's part included, in a context of `room` tokens. Leaves no request
+    open."""
+    text = [0] * min(TEXT, room)
 
     def reopen() -> None:
-        drafter.open(0, TEXT, GREEDY, len(TEXT))
+        drafter.open(0, text, GREEDY, len(text))
 
     seconds = _shortest(drafter.grow, reopen) / drafter.steps
     drafter.close()
     return seconds
 
 
-def verification_time(verifier: Verifier, bs: int) -> float:
-    """Seconds of one verification of bs nodes, the host's part included. Leaves no request open."""
-    chain = Proposal(0, 0, len(TEXT) - 1, (TEXT[0],) * bs, tuple(range(-1, bs - 1)))
+def verification_time(verifier: Verifier, bs: int, room: int) -> float:
+    """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
+    request open."""
+    text = [0] * min(TEXT, room)
+    chain = Proposal(0, 0, len(text) - 1, (0,) * bs, tuple(range(-1, bs - 1)))
 
     def reopen() -> None:
-        verifier.open(0, TEXT, GREEDY, len(TEXT))
+        verifier.open(0, text, GREEDY, len(text))
 
     seconds = _shortest(lambda: verifier.submit(chain).wait(), reopen)
     verifier.close()

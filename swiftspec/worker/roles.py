@@ -86,7 +86,9 @@ class Models:
 
     def facts(self, plan: Plan) -> str:
         """What all ranks of a job must agree on, as text."""
-        return json.dumps([str(plan), str(self.dtype), self.device.type, self.max_model_len, self.vocab_size])
+        same_draft = "" if self.draft is None else fingerprint(self.draft)
+        shared = [str(plan), str(self.dtype), self.device.type, self.max_model_len, self.vocab_size, same_draft]
+        return json.dumps(shared)
 
     def runner(self, path: Path, plan: Plan, tree_slots: int, group: Group | None, progress: Progress | None) -> Runner:
         """Loads one of the two models, or this rank's share of it."""
@@ -119,6 +121,8 @@ def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch
     if device.type != "cuda" or device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
     if ranks.local_size > count and not share:
         raise UserError(
             f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
@@ -128,10 +132,12 @@ def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch
 
 
 def fingerprint(path: Path) -> str:
-    """What tells one model directory from another: its configs, and the names and sizes of its weights."""
+    """What tells one model directory from another: its configs, and of its weights the names, sizes and first bytes."""
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.json")):
         digest.update(file.name.encode() + file.read_bytes())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
     return digest.hexdigest()

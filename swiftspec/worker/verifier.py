@@ -64,7 +64,6 @@ class LocalVerifier:
         self.runner.prefill(tokens[:-1])
 
     def submit(self, proposal: Proposal) -> LocalPending:
-        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         return LocalPending(self, proposal)
 
     def close(self) -> None:
@@ -77,6 +76,7 @@ class LocalVerifier:
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Forward, sample at every node, walk. The accepted path is committed by `settle`."""
+        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
