@@ -1,11 +1,13 @@
-"""The one tree-decoding loop. Plain, serial, asynchronous and networked decoding differ only in what is handed in."""
+"""The two loops. Tree decoding, in which plain, serial, asynchronous and networked decoding differ only in what is handed
+in, and the population's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from swiftspec.worker.drafter import Drafter
+from swiftspec.worker.smc import SMC, Answer
 from swiftspec.worker.verifier import Verifier
 
 
@@ -35,3 +37,19 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
         result = pending.wait()
         done = Round(result.tokens, len(proposal.tokens) - 1)
         proposal = drafter.observe(result)
+
+
+def decode_smc(worker: SMC) -> Generator[Round, None, Answer]:
+    """Decodes the request that the worker has opened, a round at a time, and returns the particle that was picked.
+
+    A round gives the tokens that all particles have come to share, often none: nothing else is certain to be in the
+    answer. What is left of it, the last Round brings.
+    """
+    told = 0
+    while worker.launch():
+        shared = worker.collect().tokens
+        yield Round(tuple(shared[told:]), worker.plan.particles * worker.plan.smc_draft_tokens)
+        told = len(shared)
+    answer = worker.finish()
+    yield Round(tuple(answer.tokens[told:]), 0)
+    return answer

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from swiftspec.errors import UserError
 
-MODES = ("ar", "serial")
+MODES = ("ar", "serial", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
+MAX_PARTICLES = 1024
+MAX_POWER = 100.0
 
 
 def _check(ok: bool, message: str) -> None:
@@ -73,6 +75,34 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PopulationPlan:
+    """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
+
+    particles: int = 4  # N
+    smc_draft_tokens: int = 4  # K, draft tokens per particle and round
+    ess_threshold: float = 0.5  # resample below this share of N; 0: never
+    power: float = 1.0  # alpha: the population follows p^alpha over whole texts
+    smc_exact: int = 0  # leading draft tokens of a round that are verified exactly; K of them: nothing approximate
+
+    def __post_init__(self) -> None:
+        for name, most in (("particles", MAX_PARTICLES), ("smc_draft_tokens", MAX_TREE)):
+            value = getattr(self, name)
+            _check(1 <= value <= most, f"{name} must lie in 1..{most}, not {value}")
+        _check(0 <= self.ess_threshold <= 1, f"ess_threshold must lie in 0..1, not {self.ess_threshold}")
+        _check(0 < self.power <= MAX_POWER, f"power must lie above 0 and at most {MAX_POWER:g}, not {self.power}")
+        most = self.smc_draft_tokens
+        _check(
+            0 <= self.smc_exact <= most,
+            f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
+        )
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that a round hands out: one for each new token of each particle."""
+        return self.particles * (self.smc_draft_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The mode and the shape of the tree. Raises UserError on sizes that make no tree."""
 
@@ -82,6 +112,7 @@ class Plan:
     draft_steps: int = 3  # d, expansions per round
     coupled: bool = True  # children ranked under the target's own noise
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
+    population: PopulationPlan = PopulationPlan()  # mode smc
 
     def __post_init__(self) -> None:
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")

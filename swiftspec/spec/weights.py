@@ -1,0 +1,100 @@
+"""The law that a population of particles follows, and the weights that make it so.
+
+Let p(x | prefix) be the target after temperature and filters, q the draft after temperature, and alpha the power. The
+population follows the **global power target**: over whole texts x_1 .. x_n (ended by a stop token or at the length limit)
+
+    pi(x) = p(x_1)^alpha p(x_2 | x_1)^alpha ... / Z,        Z = the sum of the numerator over all texts,
+
+and not the product of locally normalised steps b(x | prefix) = p(x | prefix)^alpha / Z(prefix), where
+Z(prefix) = the sum over tokens v of p(v | prefix)^alpha. The two agree for alpha = 1, where every Z(prefix) and Z is 1;
+for alpha = 2 they do not: local steps cannot see that a likely token leads to a place where all tokens are unlikely,
+the global power does. So each token multiplies its particle's weight by p^alpha / (the law that it was drawn from):
+
+- a draft token x ~ q:             alpha log p(x) - log q(x)
+- the bonus token x ~ b:           alpha log p(x) - log b(x) = log Z(prefix), whichever token it is
+- an exactly verified token (accepted or drawn from the residual, so x ~ b): log Z(prefix) too
+
+The seed adds the first term alone; without the bonus token's log Z(prefix) its population follows neither law.
+Tokens after the one that ended a particle add nothing. A particle's weight is then an unbiased estimate of its share of
+Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
+means. Expectations over the weighted population are off by O(1 / N). tests/test_smc.py proves all this by enumeration.
+
+For Z and pi to be right, q must reach whatever p reaches. So filters (top-k, top-p, min-p) shape p alone: the bonus
+token obeys them by construction, and a draft token outside them has p = 0. Its term is FLOOR instead of minus infinity: as
+good as zero while any particle avoids it. If none does, the population goes on with those that did it least (and log Z
+shows it) instead of ending the request.
+
+Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, not normalised.
+Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOOR = -1e4
+NEG_INF = float("-inf")
+TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
+
+
+def draw(scores: Tensor, noise: Tensor) -> Tensor:
+    """Tokens [n] of softmax(scores [n, V]) by the Gumbel maximum; noise [n, V].
+
+    This and `log_prob` are all that looks across the vocabulary to choose or judge a token.
+    """
+    return (scores + noise).argmax(-1)
+
+
+def log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits [..., V]) of tokens [...], FLOOR where that is impossible; [...] float64."""
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return (chosen - logits.logsumexp(-1)).to(torch.float64).clamp_min(FLOOR)
+
+
+def log_normaliser(logits: Tensor, power: float) -> Tensor:
+    """log Z(prefix) [...] float64 of the power target on logits [..., V]; exactly 0 where the power is 1."""
+    whole = logits.logsumexp(-1)
+    return ((power * logits).logsumexp(-1) - power * whole).to(torch.float64)
+
+
+def reject(
+    target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, *, power: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Verifies the first E draft tokens of each particle exactly against b, each on its own path: no siblings.
+
+    `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform. Returns how many
+    leading ones are accepted [N], and for the first rejected one (whatever it is where none was) the logarithm of the
+    residual law (b - q)+ [N, V], not normalised, and whether there was one [N]. Source: Leviathan et al. 2023,
+    algorithm 1, with b for p.
+    """
+    log_b, log_q = (power * target).log_softmax(-1), draft.log_softmax(-1)
+    ratio = (log_b - log_q).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    accepted = (coins.log() < ratio).cumprod(-1).sum(-1)
+    rejected = accepted < tokens.shape[1]
+    at = accepted.clamp_max(tokens.shape[1] - 1)[:, None, None].expand(-1, 1, log_b.shape[-1])
+    b, q = log_b.gather(1, at).squeeze(1).exp(), log_q.gather(1, at).squeeze(1).exp()
+    return accepted, ((b - q).clamp_min(0) + TINY * b).log(), rejected
+
+
+def effective(log_weights: Tensor) -> Tensor:
+    """The effective sample size [...] of log-weights [..., N]: 1 / sum of squared shares, in 1..N."""
+    return torch.exp(2 * log_weights.logsumexp(-1) - (2 * log_weights).logsumexp(-1))
+
+
+def systematic(log_weights: Tensor, uniform: Tensor) -> Tensor:
+    """Whose copy each row becomes [N]: systematic resampling, E(copies of i) = N w_i, by one number [] in (0, 1).
+
+    Survivors keep their rows, and the surplus copies of the strong fill the rows of the weak, both in order. No branch:
+    the same operators whatever the weights. Source: SMC-SD engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
+    """
+    count = log_weights.shape[0]
+    rows = torch.arange(count, device=log_weights.device)
+    edges = log_weights.softmax(-1).cumsum(-1)
+    chosen = torch.searchsorted(edges, (rows + uniform) / count, right=True).clamp_max(count - 1)
+    copies = torch.zeros_like(rows).index_add(0, chosen, torch.ones_like(rows))
+    lives = copies > 0
+    surplus = (copies - 1).clamp_min(0).cumsum(0)
+    vacancy = (~lives).cumsum(0) - 1  # its number among the vacant rows
+    donor = torch.searchsorted(surplus, vacancy, right=True).clamp_max(count - 1)
+    return torch.where(lives, rows, donor)
