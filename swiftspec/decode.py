@@ -1,13 +1,13 @@
-"""The two loops. Tree decoding, in which plain, serial, asynchronous and networked decoding differ only in what is handed
-in, and the population's."""
+"""The two loops: tree decoding, in which plain, serial, asynchronous and networked decoding differ only in what is
+handed in, and the population's."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swiftspec.worker.drafter import Drafter
-from swiftspec.worker.smc import SMC, Answer
+from swiftspec.worker.smc import SMC
 from swiftspec.worker.verifier import Verifier
 
 
@@ -39,17 +39,15 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
         proposal = drafter.observe(result)
 
 
-def decode_smc(worker: SMC) -> Generator[Round, None, Answer]:
-    """Decodes the request that the worker has opened, a round at a time, and returns the particle that was picked.
+def decode_smc(worker: SMC) -> Iterator[Round]:
+    """Decodes the request that the worker has opened, a round at a time, to its end.
 
     A round gives the tokens that all particles have come to share, often none: nothing else is certain to be in the
-    answer. What is left of it, the last Round brings.
+    answer. The last one brings what is left of the particle that was picked, `worker.answer`.
     """
     told = 0
     while worker.launch():
         shared = worker.collect().tokens
         yield Round(tuple(shared[told:]), worker.plan.particles * worker.plan.smc_draft_tokens)
         told = len(shared)
-    answer = worker.finish()
-    yield Round(tuple(answer.tokens[told:]), 0)
-    return answer
+    yield Round(tuple(worker.finish().tokens[told:]), 0)

@@ -6,17 +6,19 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from swiftspec.config import ModelConfig
-from swiftspec.decode import Round, decode
+from swiftspec.decode import Round, decode, decode_smc
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.drafter import Drafter, Expendable, LocalDrafter, NoDrafter
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC, Answer, check_sampling, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
@@ -47,6 +49,7 @@ class Stats:
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
+    population: Answer | None = None  # mode smc, at the end of the request
 
     def count(self, round_: Round) -> None:
         """Adds a round before anything is cut off it: acceptance is the algorithm's, not the stop condition's."""
@@ -71,7 +74,8 @@ class LLM:
     """A target model and perhaps a draft, decoding one request at a time.
 
     `vocab_size`: the base vocabulary that both tokenizers share; rows of the heads beyond it count as -inf. None takes
-    the smaller of the two heads. Raises UserError where a model cannot be loaded or the pair does not fit.
+    the smaller of the two heads. `ops`: the fastest operators that fit, or plain torch. Raises UserError where a model
+    cannot be loaded or the pair does not fit.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class LLM:
         device: torch.device | str = "cpu",
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        ops: Literal["auto", "reference"] = "auto",
         progress: Progress | None = None,
     ) -> None:
         self.plan = plan if plan is not None else Plan(mode="serial" if draft is not None else "ar")
@@ -101,23 +106,31 @@ class LLM:
             context = self.max_model_len + self.plan.verify_batch  # a stop takes effect a round late
             shape = ModelConfig.from_dir(path)
             kind = dtype if dtype is not None else getattr(torch, shape.dtype)
-            ops = host if host.fits(shape, kind, device) else reference
+            module = host if ops == "auto" and host.fits(shape, kind, device) else reference
             model = load_model(
-                path, dtype=kind, device=device, ops=ops, max_positions=context + tree_slots, progress=progress
+                path, dtype=kind, device=device, ops=module, max_positions=context + tree_slots, progress=progress
             )
-            return Runner(model, ops, context=context, tree_slots=tree_slots)
+            return Runner(model, module, context=context, tree_slots=tree_slots)
 
-        self._target = runner(target, self.plan.verify_batch)
+        population = region(self.plan.population, self.max_model_len) if self.plan.mode == "smc" else None
+        self._target = runner(target, population or self.plan.verify_batch)
         self._draft: Runner | None = None
         if self.plan.mode != "ar" and draft is not None:
-            self._draft = runner(draft, 4 * self.plan.draft_leaves * self.plan.draft_steps + self.plan.draft_leaves)
+            tree = 4 * self.plan.draft_leaves * self.plan.draft_steps + self.plan.draft_leaves
+            self._draft = runner(draft, population or tree)
             heads.append(self._draft.model.config.vocab_size)
         self.vocab_size = min(heads) if vocab_size is None else vocab_size
         if self.vocab_size > min(heads):
             raise UserError(f"the tokenizer has {self.vocab_size} tokens, but a model's head only {min(heads)}")
         self.verifier = LocalVerifier(self._target, self.vocab_size)
         self.drafter: Drafter = NoDrafter()
-        if self._draft is not None:
+        self.smc: SMC | None = None
+        if self._draft is not None and population is not None:
+            lag = 1 if self._target.model.device.type == "cuda" else 0  # a CPU does not run ahead of its host
+            self.smc = SMC(
+                self._target, self._draft, self.plan.population, self.vocab_size, longest=self.max_model_len, lag=lag
+            )
+        elif self._draft is not None:
             self.drafter = LocalDrafter(self._draft, self.plan, self.vocab_size)
         self._requests = 0
         self.stats = Stats()
@@ -140,6 +153,9 @@ class LLM:
         """
         sampling = sampling if sampling is not None else SamplingParams()
         self._check(prompt, sampling)
+        if self.smc is not None:
+            check_sampling(sampling)
+            return self._stream_smc(self.smc, list(prompt), sampling)
         return self._stream(list(prompt), sampling)
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -158,9 +174,7 @@ class LLM:
         self._requests += 1
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
-        budget = self.max_model_len - len(prompt)
-        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        budget, stops = self._ends(prompt, sampling)
         drafter = Expendable(self.drafter)
         began = time.perf_counter()
         try:
@@ -187,6 +201,42 @@ class LLM:
             if self._requests == request:  # else the caches are a later request's
                 drafter.close()
                 self.verifier.close()
+
+    def _stream_smc(self, smc: SMC, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
+        """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""
+        self._requests += 1
+        request = self._requests
+        stats = self.stats = Stats(prompt_tokens=len(prompt))
+        budget, stops = self._ends(prompt, sampling)
+        began = time.perf_counter()
+        smc.open(prompt, sampling, stops, budget)
+        opened = time.perf_counter()
+        stats.prompt_time = opened - began
+        busy = self._busy()
+        try:
+            for round_ in decode_smc(smc):
+                now = time.perf_counter()
+                if round_.tokens:
+                    stats.first_token_time = stats.first_token_time or now - began
+                stats.decode_time = now - opened
+                stats.rounds = smc.rounds
+                stats.drafted += round_.drafted
+                stats.tokens += len(round_.tokens)
+                stats.target_busy_time, stats.draft_busy_time = (b - a for a, b in zip(busy, self._busy(), strict=True))
+                answer = smc.answer
+                yield Chunk(round_.tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
+                if self._requests != request:
+                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
+        finally:
+            if self._requests == request:
+                stats.population = smc.finish()
+                smc.close()
+
+    def _ends(self, prompt: list[int], sampling: SamplingParams) -> tuple[int, set[int]]:
+        """What ends the text: so many tokens, or one of these."""
+        budget = self.max_model_len - len(prompt)
+        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
+        return budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 
     def _busy(self) -> tuple[float, float]:
         return self._target.busy, self._draft.busy if self._draft is not None else 0.0

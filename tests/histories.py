@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -63,22 +62,16 @@ class HistoryModel:
         return self.logits(torch.tensor([spelled], dtype=torch.float64))[0]
 
 
-class SameModel(HistoryModel):
-    """A draft that is right about everything."""
-
-
 def make_worker(
     target: HistoryModel, draft: HistoryModel, plan: PopulationPlan, *, longest: int = 16, slots: int = 64, lag: int = 0
 ) -> SMC:
-    runners = []
-    for model in (target, draft):
-        runner = Runner(model, reference, context=longest + 16, tree_slots=slots)
+    runners = [Runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
+    for runner in runners:
         runner.cache.k.fill_(POISON)
-        runners.append(runner)
-    return SMC(*runners, plan, target.vocab, longest=longest, lag=lag)
+    return SMC(runners[0], runners[1], plan, target.vocab, longest=longest, lag=lag)
 
 
-def texts(model: HistoryModel, prompt: Sequence[int], stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
+def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
     """All texts that end at a stop token or at the limit."""
     open_: list[tuple[int, ...]] = [()]
     while open_:
@@ -96,7 +89,7 @@ def global_power(
 ) -> dict[tuple[int, ...], float]:
     """p(text)^power, not normalised, by enumeration."""
     out = {}
-    for text in texts(model, prompt, stops, limit):
+    for text in texts(model, stops, limit):
         log_p = 0.0
         for place, token in enumerate(text):
             logits = model.after([*prompt, *text[:place]]) / sampling.temperature

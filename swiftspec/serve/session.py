@@ -88,7 +88,7 @@ def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -
     phases.begin("target weights")
     device = _device(settings.device)
     dtype = _dtype(settings.dtype, target_path, device)
-    threads = _use_threads(settings.threads, target_path, dtype, device)
+    threads = _use_threads(settings, target_path, dtype, device)
     import torch
 
     from swiftspec.engine import LLM
@@ -102,6 +102,7 @@ def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -
             device=device,
             max_model_len=settings.max_model_len,
             vocab_size=codec.size,
+            ops=settings.ops,
             progress=_Weights(phases),
         )
     except (MemoryError, RuntimeError) as error:
@@ -181,14 +182,14 @@ def _cpu_has_bf16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _use_threads(count: int | None, target: Path, dtype: str, device: str) -> int:
+def _use_threads(settings: Settings, target: Path, dtype: str, device: str) -> int:
     """Native operators take one thread; what torch is left with is so small that a second one would only wait."""
     import torch
 
     from swiftspec.ops import host
 
-    native = host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
-    count = count or (1 if native else min(_physical_cores(), MOST_THREADS))
+    native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
+    count = settings.threads or (1 if native else min(_physical_cores(), MOST_THREADS))
     torch.set_num_threads(count)
     return count
 

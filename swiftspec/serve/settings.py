@@ -17,10 +17,13 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
+PARTICLES = "mode smc: a population of particles, approximate"
+TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled")
+SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
 class UsageError(UserError):
@@ -68,11 +71,18 @@ class Settings(BaseSettings):
     threads: Annotated[int | None, Flag(MODELS, "N", "1 with native operators, else the physical cores, at most 8")] = (
         Field(None, ge=1, le=1024, description="CPU threads inside one operation.")
     )
+    ops: Annotated[Literal["auto", "reference"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
+        "auto", description="Operators. reference: plain torch."
+    )
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
-    mode: Annotated[Literal["ar", "serial"] | None, Flag(TREE, default="serial with a draft model, else ar")] = Field(
-        None, description="serial: draft tree and verification in turns. ar: one token per forward, no draft."
+    mode: Annotated[Literal["ar", "serial", "smc"] | None, Flag(TREE, default="serial with a draft model, else ar")] = (
+        Field(
+            None,
+            description="serial: draft tree and verification in turns. ar: one token per forward, no draft. smc:"
+            " weighted particles in place of verification, which is approximate.",
+        )
     )
     verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
         8, description="Tree nodes verified per round, the root counted."
@@ -81,6 +91,19 @@ class Settings(BaseSettings):
     draft_steps: Annotated[int, Flag(TREE, "D")] = Field(3, description="Draft forwards per round.")
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
+    )
+    particles: Annotated[int, Flag(PARTICLES, "N")] = Field(4, description="Texts that grow side by side.")
+    smc_draft_tokens: Annotated[int, Flag(PARTICLES, "K")] = Field(
+        4, description="Draft tokens per particle and round; the target adds one."
+    )
+    ess_threshold: Annotated[float, Flag(PARTICLES, "X")] = Field(
+        0.5, description="Resample when the effective sample size falls below this share of N."
+    )
+    power: Annotated[float, Flag(PARTICLES, "A")] = Field(
+        1.0, description="The text follows the target's probability of whole texts to this power."
+    )
+    smc_exact: Annotated[int, Flag(PARTICLES, "K")] = Field(
+        0, description="Draft tokens of a round that are verified exactly, by rejection; the rest is weighted."
     )
     seed: Annotated[int, Flag(SAMPLING, "N")] = Field(
         0, description="Of the noise: same seed, same prompt, same text, whatever the mode."
@@ -156,12 +179,26 @@ class Settings(BaseSettings):
         _as_value_error(lambda: Plan(**one))
         return value
 
+    @field_validator(*SMC_ONLY)
+    @classmethod
+    def _population_value(cls, value: float, info: ValidationInfo) -> float:
+        one: dict[str, Any] = {str(info.field_name): value}
+        if info.field_name == "smc_exact":  # its bound is K, which comes before it among the fields
+            one["smc_draft_tokens"] = info.data.get("smc_draft_tokens", MAX_TREE)
+        _as_value_error(lambda: PopulationPlan(**one))
+        return value
+
     def plan(self, has_draft: bool) -> Plan:
         """The tree's shape, and the mode if left open. Raises UserError where the mode needs a draft and has none."""
         mode = self.mode or ("serial" if has_draft else "ar")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
-        return Plan(mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled)
+        idle, what = (TREE_ONLY, "draft tree") if mode == "smc" else (SMC_ONLY, "population")
+        for name in idle:
+            if name in self.model_fields_set:
+                raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
+        population = PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY})
+        return Plan(mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled, population=population)
 
     def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""

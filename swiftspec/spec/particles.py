@@ -1,9 +1,9 @@
 """A population of particles over the tree region of the cache: the mask is the genealogy.
 
 A particle is a path of tree slots, and its mask row names them. A slot belongs to a token from the moment the token is
-sampled; copies made before its KV exists share the slot, and write the same values there. So fan-out and resampling move
-rows of a mask and no KV, and a slot's reference count is its column's sum. What a `DraftTree` keeps on the host is kept
-here in tensors on the device: nothing in a round waits for them.
+sampled; copies made before its KV exists share the slot, and write the same values there. So fan-out and resampling
+move rows of a mask and no KV, and a slot's reference count is its column's sum. What a `DraftTree` keeps on the host is
+kept here in tensors on the device: nothing in a round waits for them.
 
 Letters: N particles, K draft tokens a round, R slots of the tree region, W those that this round looks at, L tokens.
 """
@@ -106,9 +106,7 @@ class Particles:
         chain_slots = torch.cat((self.tail_slots[:, 1:], slots[:, :-1]), 1)
         position = self.tail_positions[:, 1:] + at
         going = ~self.finished[:, None]  # a finished row's positions must not grow beyond the tables
-        self.tail_positions.copy_(
-            torch.where(going, torch.cat((position, position + 1), 1), self.tail_positions)
-        )
+        self.tail_positions.copy_(torch.where(going, torch.cat((position, position + 1), 1), self.tail_positions))
         self.tail_tokens.copy_(torch.cat((chain.gather(1, at), extra[:, None]), 1))
         self.tail_slots.copy_(torch.cat((chain_slots.gather(1, at), slots[:, -1:]), 1))
         self.base += self.count * self.step
@@ -159,7 +157,7 @@ class Particles:
     def block_table(self, width: int | None = None) -> Tensor:
         """The tree slots of each row in order of its tokens [N, W], -1 after the last."""
         mask = self.mask[:, :width].to(torch.uint8)
-        order = mask.argsort(1, descending=True, stable=True)
+        order = torch.argsort(mask, dim=1, descending=True, stable=True)
         return torch.where(mask.gather(1, order).bool(), order, -1)
 
     def common(self) -> Tensor:

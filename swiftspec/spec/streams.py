@@ -3,9 +3,9 @@
 The integers are those of `sampler.noise_bits` and csrc/noise.h. There the positions of a row are Python numbers; here
 the clock is a tensor, so a round draws its noise without the host. Letters: N particles, V tokens.
 
-The clock counts draws, K + 1 a round, and never goes back. In plain SMC every particle grows by K + 1 tokens a round and
-the clock is the absolute position; with exact verification particles differ in length, and a position may be drawn
-again on a row whose first draw there decided that the row was overwritten.
+The clock counts draws, K + 1 a round, and never goes back. In plain SMC every particle grows by K + 1 tokens a round,
+and the clock is the absolute position. Where tokens may be rejected particles differ in length, so a row may come to a
+position that it has drawn at before; the same noise there would remember why the row was overwritten.
 """
 
 from __future__ import annotations

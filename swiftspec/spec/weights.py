@@ -1,7 +1,7 @@
 """The law that a population of particles follows, and the weights that make it so.
 
 Let p(x | prefix) be the target after temperature and filters, q the draft after temperature, and alpha the power. The
-population follows the **global power target**: over whole texts x_1 .. x_n (ended by a stop token or at the length limit)
+population follows the **global power target**: over whole texts x_1 .. x_n, ended by a stop token or at the limit,
 
     pi(x) = p(x_1)^alpha p(x_2 | x_1)^alpha ... / Z,        Z = the sum of the numerator over all texts,
 
@@ -12,17 +12,22 @@ the global power does. So each token multiplies its particle's weight by p^alpha
 
 - a draft token x ~ q:             alpha log p(x) - log q(x)
 - the bonus token x ~ b:           alpha log p(x) - log b(x) = log Z(prefix), whichever token it is
-- an exactly verified token (accepted or drawn from the residual, so x ~ b): log Z(prefix) too
+- an exactly verified token (accepted, or drawn from the residual, hence x ~ b): log Z(prefix) too
 
 The seed adds the first term alone; without the bonus token's log Z(prefix) its population follows neither law.
 Tokens after the one that ended a particle add nothing. A particle's weight is then an unbiased estimate of its share of
 Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
 means. Expectations over the weighted population are off by O(1 / N). tests/test_smc.py proves all this by enumeration.
 
-For Z and pi to be right, q must reach whatever p reaches. So filters (top-k, top-p, min-p) shape p alone: the bonus
-token obeys them by construction, and a draft token outside them has p = 0. Its term is FLOOR instead of minus infinity: as
-good as zero while any particle avoids it. If none does, the population goes on with those that did it least (and log Z
-shows it) instead of ending the request.
+For Z and pi to be right, q must reach whatever p reaches, so the filters (top-k, top-p, min-p) shape p alone. Let A be
+the tokens that they leave, and q(A) the draft's mass there. A draft token outside A ends the particle's round: a token
+y ~ b takes its place, for log Z(prefix), and one inside A counts alpha log p(x) - log q(x) + log q(A). Both ways
+together give every token v of A the expected weight q(A) p(v)^alpha + (1 - q(A)) b(v) Z(prefix) = p(v)^alpha, and no
+particle's weight is ever zero.
+
+Exact verification of the first tokens of a round (mixed mode) is the same with the rule of rejection sampling in place
+of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
+tokens verified and alpha = 1 nothing is approximate, for any N.
 
 Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, not normalised.
 Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
@@ -33,7 +38,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLOOR = -1e4
 NEG_INF = float("-inf")
 TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
 
@@ -46,35 +50,38 @@ def draw(scores: Tensor, noise: Tensor) -> Tensor:
     return (scores + noise).argmax(-1)
 
 
-def log_prob(logits: Tensor, tokens: Tensor) -> Tensor:
-    """log softmax(logits [..., V]) of tokens [...], FLOOR where that is impossible; [...] float64."""
-    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return (chosen - logits.logsumexp(-1)).to(torch.float64).clamp_min(FLOOR)
+def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits [..., V]) of tokens [...]: [...] float64. `whole` [...]: logsumexp of the logits."""
+    return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - whole).to(torch.float64)
 
 
-def log_normaliser(logits: Tensor, power: float) -> Tensor:
-    """log Z(prefix) [...] float64 of the power target on logits [..., V]; exactly 0 where the power is 1."""
-    whole = logits.logsumexp(-1)
+def log_normaliser(logits: Tensor, whole: Tensor, power: float) -> Tensor:
+    """log Z(prefix) [...] float64 of the power target on logits [..., V]; 0 where the power is 1."""
+    if power == 1:
+        return torch.zeros_like(whole, dtype=torch.float64)
     return ((power * logits).logsumexp(-1) - power * whole).to(torch.float64)
 
 
-def reject(
-    target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, *, power: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Verifies the first E draft tokens of each particle exactly against b, each on its own path: no siblings.
+def inside(target: Tensor, draft: Tensor) -> Tensor:
+    """log q(A) [...] float64: the draft's mass on the tokens that the target's filters leave; both logits [..., V]."""
+    left = draft.masked_fill(target == NEG_INF, NEG_INF)
+    return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
 
-    `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform. Returns how many
-    leading ones are accepted [N], and for the first rejected one (whatever it is where none was) the logarithm of the
-    residual law (b - q)+ [N, V], not normalised, and whether there was one [N]. Source: Leviathan et al. 2023,
-    algorithm 1, with b for p.
+
+def accept(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
+    """Which draft tokens pass exact verification against b, each on its own path, no siblings: [N, E] bool.
+
+    `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform.
+    Source: Leviathan et al. 2023, algorithm 1, with b for p.
     """
-    log_b, log_q = (power * target).log_softmax(-1), draft.log_softmax(-1)
-    ratio = (log_b - log_q).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    accepted = (coins.log() < ratio).cumprod(-1).sum(-1)
-    rejected = accepted < tokens.shape[1]
-    at = accepted.clamp_max(tokens.shape[1] - 1)[:, None, None].expand(-1, 1, log_b.shape[-1])
-    b, q = log_b.gather(1, at).squeeze(1).exp(), log_q.gather(1, at).squeeze(1).exp()
-    return accepted, ((b - q).clamp_min(0) + TINY * b).log(), rejected
+    ratio = (power * target).log_softmax(-1) - draft.log_softmax(-1)
+    return coins.log() < ratio.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
+    """log (b - q)+ [N, V], not normalised: the law of the token that replaces a rejected one; logits [N, V]."""
+    b, q = (power * target).softmax(-1), draft.softmax(-1)
+    return ((b - q).clamp_min(0) + TINY * b).log()
 
 
 def effective(log_weights: Tensor) -> Tensor:
