@@ -20,6 +20,8 @@ from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC
 
+Law = dict[tuple[int, ...], float]  # text -> mass
+
 POISON = 1e6
 CONFIG = ModelConfig.from_dict(
     {
@@ -86,24 +88,47 @@ def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[in
 
 def global_power(
     model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
-) -> dict[tuple[int, ...], float]:
-    """p(text)^power, not normalised, by enumeration."""
-    out = {}
+) -> Law:
+    """p(text)^power, not normalised, by enumeration. Texts that the filters forbid are left out."""
+    out: Law = {}
     for text in texts(model, stops, limit):
-        log_p = 0.0
-        for place, token in enumerate(text):
-            logits = model.after([*prompt, *text[:place]]) / sampling.temperature
-            log_p += float(logits.log_softmax(-1)[token])
-        out[text] = float(torch.tensor(power * log_p).exp())
+        steps = [filtered(model.after([*prompt, *text[:at]]), sampling)[token] for at, token in enumerate(text)]
+        mass = torch.stack(steps).prod().pow(power).item()
+        if mass > 0:
+            out[text] = mass
     return out
 
 
-def normalised(law: dict[tuple[int, ...], float]) -> dict[tuple[int, ...], float]:
+def local_power(
+    model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
+) -> Law:
+    """The other law: each step normalised by itself."""
+    out: Law = {}
+    for text in texts(model, stops, limit):
+        steps = [filtered(model.after([*prompt, *text[:at]]), sampling) ** power for at in range(len(text))]
+        out[text] = torch.stack([p[token] / p.sum() for p, token in zip(steps, text, strict=True)]).prod().item()
+    return out
+
+
+def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The target's distribution [V], by the definitions: temperature, then min-p, top-k, top-p, renormalised each."""
+    p = (logits / sampling.temperature).softmax(-1)
+    p = torch.where(p < sampling.min_p * p.max(), 0, p)
+    ranked = p.argsort(descending=True)
+    if sampling.top_k:
+        p[ranked[sampling.top_k :]] = 0
+    p = p / p.sum()
+    before = p[ranked].cumsum(0) - p[ranked]
+    p[ranked[before >= sampling.top_p]] = 0
+    return p / p.sum()
+
+
+def normalised(law: Law) -> Law:
     whole = sum(law.values())
     return {text: mass / whole for text, mass in law.items()}
 
 
-def distance(one: dict[tuple[int, ...], float], other: dict[tuple[int, ...], float]) -> float:
+def distance(one: Law, other: Law) -> float:
     """Total variation."""
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
 
@@ -117,11 +142,11 @@ def run(worker: SMC, prompt: Sequence[int], sampling: SamplingParams, stops: set
         worker._read()
 
 
-def population(worker: SMC) -> dict[tuple[int, ...], float]:
+def population(worker: SMC) -> Law:
     """The weighted population's law over texts, times the estimate of Z."""
     p = worker.particles
     shares = p.log_weights.softmax(0) * p.evidence().exp()
-    out: dict[tuple[int, ...], float] = {}
+    out: Law = {}
     for row, length, share in zip(p.tokens.tolist(), p.length.tolist(), shares.tolist(), strict=True):
         text = tuple(row[:length])
         out[text] = out.get(text, 0.0) + share

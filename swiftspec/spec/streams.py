@@ -73,12 +73,13 @@ class Streams:
         """The one uniform number [] that systematic resampling takes."""
         return _uniform(mix_(self._bases[Purpose.POPULATION, 0] ^ clock.to(torch.int32)))
 
-    def pick(self, clock: Tensor) -> Tensor:
-        """The uniform number [] that chooses the answer."""
-        return _uniform(mix_(self._bases[Purpose.POPULATION, 1] ^ clock.to(torch.int32)))
+    def pick(self) -> Tensor:
+        """The uniform number [] that chooses the answer, once a request: no clock, so that a round too many, begun
+        before the host knew of the end, changes nothing."""
+        return _uniform(mix_(self._bases[Purpose.POPULATION, 1].clone()))
 
 
 def _uniform(keys: Tensor) -> Tensor:
     """Token 0's bits of rows with these keys, as float64 in (0, 1)."""
-    bits = mix_(mix_(keys.clone()) ^ keys)
-    return (bits.to(torch.float64) + (2.0**31 + 0.5)) * 2.0**-32
+    bits = mix_(mix_(keys.clone()) ^ keys).view(torch.uint32)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-32

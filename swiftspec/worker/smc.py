@@ -147,7 +147,7 @@ class SMC:
         if self.answer is not None:
             return self.answer
         p, rounds = self.particles, max(self.rounds, 1)
-        row = int(p.pick(self.round.streams.pick(p.clock)))
+        row = int(p.pick(self.round.streams.pick()))
         self.answer = Answer(
             tokens=p.tokens[row, : int(p.length[row])].tolist(),
             stopped=bool(p.stopped[row]),
