@@ -54,7 +54,7 @@ class Population(RuleBasedStateMachine):
         before = self.kv.clone()
         self.particles.fan_out(PROMPT[-1], len(PROMPT) - 1, LIMIT)
         assert torch.equal(before, self.kv)
-        self.rows = [Row((0,), ())] * N
+        self.rows: list[Row] = [Row((0,), ())] * N
         self.path = {0: list(PROMPT)}  # node -> all tokens up to it
         self.place = {0: 0}  # node -> tree slot; those promoted are negative
         self.written: set[int] = set()  # nodes with KV
@@ -67,7 +67,7 @@ class Population(RuleBasedStateMachine):
         self.kv[self.cache.kv_len()[0] :] = POISON
 
     def tail(self, row: Row) -> tuple[int, int]:
-        return row.nodes[-2] if len(row.nodes) > 1 else row.nodes[-1], row.nodes[-1]
+        return row.nodes[-2:][0], row.nodes[-1]  # at the fan-out both are the prompt's last token
 
     @rule()
     def start_over(self) -> None:
@@ -96,8 +96,8 @@ class Population(RuleBasedStateMachine):
         stops = torch.zeros(VOCAB, dtype=torch.bool)
         stops[STOP] = True
         terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
-        args = (torch.tensor(x) for x in (drafts, kept, extra))
-        p.take(*args, torch.tensor(terms, dtype=torch.float64), stops, SLOTS)
+        log_terms = torch.tensor(terms, dtype=torch.float64)
+        p.take(torch.tensor(drafts), torch.tensor(kept), torch.tensor(extra), log_terms, stops, SLOTS)
         for i, row in enumerate(self.rows):
             if not row.finished:
                 new = [*drafts[i][: kept[i]], extra[i]]

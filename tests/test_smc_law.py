@@ -142,13 +142,13 @@ def test_one_particle_is_draft_then_bonus() -> None:
     decode(worker, PROMPT, sampling, set(), 9)
     noise, text, log_weight = Streams(11, 1, 5, "cpu"), list(PROMPT), 0.0
     while len(text) < len(PROMPT) + 9:
-        at = torch.tensor(len(text))
+        at = torch.tensor([len(text)])
         q = draft.after(text) / 0.7
-        token = int((q + noise.gumbel(Purpose.DRAFT, at, torch.float64)).argmax())
+        token = int((q + noise.gumbel(Purpose.DRAFT, at, torch.float64)[0, 0]).argmax())
         log_weight += float((target.after(text) / 0.7).log_softmax(-1)[token] - q.log_softmax(-1)[token])
         text.append(token)
         p = target.after(text) / 0.7
-        text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)).argmax()))
+        text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)[0, 0]).argmax()))
     assert worker.finish().tokens == text[len(PROMPT) : len(PROMPT) + 9]
     assert worker.finish().log_z == pytest.approx(log_weight)
 

@@ -21,7 +21,7 @@ POWERS = [0.5, 1.0, 2.0]
 def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
     streams = Streams(seed, 3, 17, "cpu")
     for purpose in (Purpose.DRAFT, Purpose.EXTRA):
-        rows = streams.gumbel(purpose, torch.tensor(clock), torch.float64)
+        rows = streams.gumbel(purpose, torch.tensor([clock]), torch.float64)[0]
         for particle in range(3):
             want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], 17), torch.float64)
             assert torch.equal(rows[particle : particle + 1], want)
@@ -58,8 +58,8 @@ def test_rejection_gives_the_power_target_whatever_the_draft(power: float) -> No
     accepted = torch.empty_like(b)
     for token in range(7):
         asked = torch.full((5, len(fine)), token)
-        rows = (logits[:, None].expand(-1, len(fine), -1) for logits in (target, draft))
-        accepted[:, token] = weights.accept(*rows, asked, fine.expand(5, -1), power).double().mean(1)
+        p, d = (logits[:, None].expand(-1, len(fine), -1) for logits in (target, draft))
+        accepted[:, token] = weights.accept(p, d, asked, fine.expand(5, -1), power).double().mean(1)
     rejected = (q * (1 - accepted)).sum(-1, keepdim=True)
     law = q * accepted + rejected * weights.residual(target, draft, power).softmax(-1)
     torch.testing.assert_close(law, b, atol=2e-4, rtol=0)

@@ -37,16 +37,16 @@ class Particles:
 
         self.step = step
         self.limit = zeros()  # tokens that a text may have, at most `longest`
-        self.tokens = zeros(n, longest + step)
-        self.length = zeros(n)
-        self.finished = zeros(n, dtype=torch.bool)
-        self.stopped = zeros(n, dtype=torch.bool)  # finished by a stop token, not by its length
         self.log_weights = zeros(n, dtype=torch.float64)
+        # What a copy takes over lies in three tensors, so that resampling is three gathers.
         self.mask = zeros(n, slots, dtype=torch.bool)
+        self._ends = zeros(n, 2, dtype=torch.bool)
+        self.finished, self.stopped = self._ends.unbind(1)  # stopped: by a stop token, not by its length
+        self._path = zeros(n, 7 + longest + step)
+        self.length = self._path[:, 0]
         # The two tokens whose KV the draft lacks; the target lacks that of the second, which is the pending one.
-        self.tail_tokens = zeros(n, 2)
-        self.tail_slots = zeros(n, 2)
-        self.tail_positions = zeros(n, 2)
+        self.tail_tokens, self.tail_slots, self.tail_positions = self._path[:, 1:7].split(2, 1)
+        self.tokens = self._path[:, 7:]
         self.base = zeros()  # tree slots handed out
         self.clock = zeros()  # draws so far, counted from the prompt's end: what keys the noise
         self.log_z = zeros(dtype=torch.float64)  # of all resamplings so far
@@ -122,10 +122,7 @@ class Particles:
         self.ess += ess
         self.resampled += poor
         self.log_weights.copy_(torch.where(poor, 0, self.log_weights))
-        for rows in (
-            self.tokens, self.length, self.finished, self.stopped, self.mask[:, :width],
-            self.tail_tokens, self.tail_slots, self.tail_positions,
-        ):  # fmt: skip
+        for rows in (self._path, self._ends, self.mask[:, :width]):
             rows.copy_(rows.index_select(0, source))
 
     def columns(self, width: int) -> Tensor:

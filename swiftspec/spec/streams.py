@@ -18,6 +18,7 @@ from torch import Tensor
 from swiftspec.spec.sampler import gumbel
 
 GOLDEN = 0x9E3779B9 - 2**32
+BLOCK = 2**18  # noise made at a time
 PER_PARTICLE = 4  # streams kept for each
 FIRST_PARTICLE = 16  # stream 0 is the target's; those below this belong to the request as a whole
 
@@ -60,9 +61,15 @@ class Streams:
         self._tokens = torch.arange(vocab, dtype=torch.int32, device=device) * GOLDEN
 
     def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
-        """Standard Gumbel noise [N, V] at `clock` []."""
-        keys = mix_(self._bases[purpose, : self._particles] ^ clock.to(torch.int32))[:, None]
-        return gumbel(mix_(mix_(keys + self._tokens) ^ keys).view(torch.uint32), dtype)
+        """Standard Gumbel noise at `clock` [m]: [m, N, V]."""
+        keys = mix_(self._bases[purpose, : self._particles] ^ clock.to(torch.int32)[:, None])[..., None]
+        bits = keys + self._tokens
+        return gumbel(mix_(mix_(bits).bitwise_xor_(keys)).view(torch.uint32), dtype)
+
+    def block(self, steps: int) -> int:
+        """How many of `steps` draws to make at a time: all of them where that is little memory, since fewer and larger
+        operators cost less."""
+        return min(steps, max(1, BLOCK // (self._particles * self._tokens.shape[0])))
 
     def coins(self, clock: Tensor) -> Tensor:
         """Uniform (0, 1) of each particle at each of `clock` [m]: [N, m] float64."""

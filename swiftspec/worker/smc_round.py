@@ -64,6 +64,10 @@ class SMCRound:
         self.prefix = torch.zeros(1, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequence = torch.zeros(PREFILL_CHUNK, dtype=torch.int64, device=device)
         self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
+        self._dtype = (
+            torch.float64 if target.model.dtype == torch.float64 else torch.float32
+        )  # of logits, as ops give them
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
@@ -73,6 +77,7 @@ class SMCRound:
         self._shape_target = Shaper(sampling, self._vocab, device)
         self._shape_draft = Shaper(unfiltered, self._vocab, device)
         self.streams = Streams(sampling.seed, self._plan.particles, self._vocab, device)
+        self._block = self.streams.block(self._plan.smc_draft_tokens)
         self._stops.zero_()
         self._stops[torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)] = True
         self.prefix.fill_(len(prompt) - 1)
@@ -107,12 +112,14 @@ class SMCRound:
         both = (p.tail_tokens.t().flatten(), p.tail_positions.t().flatten(), tail.t().flatten())
         logits = self._forward(self._draft, *both, torch.cat((last, pending)))[p.count :]
         for step in range(self._plan.smc_draft_tokens):
+            if step % self._block == 0:
+                ticks = p.clock + self._ticks[step : step + self._block]
+                noise = self.streams.gumbel(Purpose.DRAFT, ticks, self._dtype)
             if step > 0:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
             shaped = self._shape_draft(logits)
-            noise = self.streams.gumbel(Purpose.DRAFT, p.clock + step, shaped.dtype)
-            tokens.append(weights.draw(shaped, noise))
+            tokens.append(weights.draw(shaped, noise[step % self._block]))
             log_q.append(weights.log_prob(shaped, shaped.logsumexp(-1), tokens[-1]))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
             if self._filtered or step < self._plan.smc_exact:
@@ -134,11 +141,10 @@ class SMCRound:
     def _score(self, drafted: Drafted, slots: Tensor) -> Tensor:
         """The target's forward over pending and draft tokens, step by step: logits [(K + 1) N, >= V]."""
         p = self.particles
-        steps = torch.arange(p.step, device=slots.device)[:, None]
         return self._forward(
             self._target,
             torch.cat((p.tail_tokens[:, 1:], drafted.tokens), 1).t().flatten(),
-            (p.tail_positions[:, 1] + steps).flatten(),
+            (p.tail_positions[:, 1] + self._ticks[:, None]).flatten(),
             torch.cat((drafted.pending_slots[:, None], slots[:, :-1]), 1).t().flatten(),
             torch.cat(drafted.views),
         )
@@ -159,8 +165,8 @@ class SMCRound:
             kept, scores = self._reject(logits, draft, drafted.tokens)
         terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
         terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-        clock = self.particles.clock + self._plan.smc_draft_tokens
-        return kept, weights.draw(scores, self.streams.gumbel(Purpose.EXTRA, clock, scores.dtype)), terms
+        noise = self.streams.gumbel(Purpose.EXTRA, self.particles.clock + self._ticks[-1:], scores.dtype)
+        return kept, weights.draw(scores, noise[0]), terms
 
     def _reject(self, logits: Tensor, draft: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """How many leading draft tokens stay [N], and the scores [N, V] of the token after them.
@@ -170,7 +176,7 @@ class SMCRound:
         power, exact = self._plan.power, self._plan.smc_exact
         stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > weights.NEG_INF
         if exact:
-            coins = self.streams.coins(self.particles.clock + torch.arange(exact, device=tokens.device))
+            coins = self.streams.coins(self.particles.clock + self._ticks[:exact])
             verified = weights.accept(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
             stays = torch.cat((verified, stays[:, exact:]), 1)
         kept = stays.cumprod(1).sum(1)
