@@ -53,15 +53,15 @@ def population(plan: Plan, stats: Stats) -> Json:
 
 
 def timings(stats: Stats, tokens: int) -> Json:
-    """llama.cpp's names. Times in milliseconds."""
+    """llama.cpp's names. Times in milliseconds. No draft_n where nothing is accepted or rejected."""
+    accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
         "prompt_n": stats.prompt_tokens,
         "prompt_ms": _ms(stats.prompt_time),
         "predicted_n": tokens,
         "predicted_ms": _ms(stats.decode_time),
         "predicted_per_second": _share(tokens, stats.decode_time),
-        "draft_n": stats.drafted,
-        "draft_n_accepted": stats.accepted,
+        **accepted,
     }
 
 

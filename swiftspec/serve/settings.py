@@ -106,7 +106,7 @@ class Settings(BaseSettings):
         0, description="Draft tokens of a round that are verified exactly, by rejection; the rest is weighted."
     )
     seed: Annotated[int, Flag(SAMPLING, "N")] = Field(
-        0, description="Of the noise: same seed, same prompt, same text, whatever the mode."
+        0, description="Of the noise: same seed, same prompt, same text, in every exact mode."
     )
     temperature: Annotated[float | None, Flag(SAMPLING, "T", FROM_MODEL.format(1))] = Field(
         None, description="0 is greedy."

@@ -9,7 +9,7 @@ Source: SMC-SD engine v0.2, sections 3 to 5; the law is in spec/weights.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,20 +111,23 @@ class SMCRound:
         views, tokens, log_q, kept = [pending], [], [], []
         both = (p.tail_tokens.t().flatten(), p.tail_positions.t().flatten(), tail.t().flatten())
         logits = self._forward(self._draft, *both, torch.cat((last, pending)))[p.count :]
-        for step in range(self._plan.smc_draft_tokens):
-            if step % self._block == 0:
-                ticks = p.clock + self._ticks[step : step + self._block]
-                noise = self.streams.gumbel(Purpose.DRAFT, ticks, self._dtype)
+        for step, noise in enumerate(self._draft_noise()):
             if step > 0:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
             shaped = self._shape_draft(logits)
-            tokens.append(weights.draw(shaped, noise[step % self._block]))
+            tokens.append(weights.draw(shaped, noise))
             log_q.append(weights.log_prob(shaped, shaped.logsumexp(-1), tokens[-1]))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
             if self._filtered or step < self._plan.smc_exact:
                 kept.append(shaped)
         return Drafted(torch.stack(tokens, 1), torch.stack(log_q, 1), kept, tail[:, 1], views)
+
+    def _draft_noise(self) -> Iterator[Tensor]:
+        """[N, V] for each draft step, made in blocks."""
+        for start in range(0, self._plan.smc_draft_tokens, self._block):
+            ticks = self._ticks[:-1][start : start + self._block]
+            yield from self.streams.gumbel(Purpose.DRAFT, self.particles.clock + ticks, self._dtype)
 
     def _tail(self, slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The two tokens of each row without draft KV: their slots [N, 2], and what each of them sees [N, W].
