@@ -46,11 +46,19 @@ def mean(laws: list[Law]) -> Law:
 
 
 def sample(
-    plan: PopulationPlan, sampling: SamplingParams, runs: int, *, vocab: int = 3, limit: int = 4, same: bool = False
+    plan: PopulationPlan,
+    sampling: SamplingParams,
+    runs: int,
+    *,
+    vocab: int = 3,
+    limit: int = 4,
+    same: bool = False,
+    sharpness: float = 0.6,
 ) -> Found:
-    target = HistoryModel(vocab, 1)  # the draft is flatter, or rare texts of great weight would want many more runs
+    """The draft is flatter than the target: else rare texts of great weight would want many more runs."""
+    target = HistoryModel(vocab, 1)
     found = Found(target, [])
-    worker = make_worker(target, target if same else HistoryModel(vocab, 2, 0.6), plan, slots=1 + 4 * plan.slots)
+    worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots)
     for seed in range(runs):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
         answer = worker.finish()
@@ -155,11 +163,10 @@ def test_one_particle_is_draft_then_bonus() -> None:
 
 @pytest.mark.slow
 def test_the_bias_falls_as_one_over_n() -> None:
-    """docs/log.md has the figures. Sampling noise is a tenth of the distance at N = 2 and a third at N = 32."""
-    sampling, far = SamplingParams(temperature=0.7), []
-    for particles, runs in ((2, 6000), (8, 3000), (32, 1500)):
-        found = sample(PopulationPlan(particles, 1, 0.5, 2.0), sampling, runs)
+    """The share of the weight alone; docs/log.md has more figures. Four times the particles, about a quarter."""
+    sampling, apart = SamplingParams(temperature=0.7), []
+    for particles, runs in ((4, 600), (16, 500)):
+        found = sample(PopulationPlan(particles, 1, 0.5, 2.0), sampling, runs, sharpness=1.5)
         exact = normalised(global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
-        far.append(distance(found.shares(), exact))
-    assert far[0] / far[1] > 2.5 and far[1] / far[2] > 2
-    print("total variation at N = 2, 8, 32:", far)
+        apart.append(distance(found.shares(), exact))
+    assert 2.5 < apart[0] / apart[1] < 6 and apart[1] < 0.1
