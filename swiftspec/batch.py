@@ -1,14 +1,24 @@
-"""What a forward takes, and the two messages that draft and target exchange.
+"""What a forward takes, and the messages that draft and target exchange.
+
+A message packs into flat int32 words, and `unpack` raises ValueError on words that are none.
 
 Letters: n rows of one forward, W the width of the mask window, S sequences in the cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
+
+Words = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +53,15 @@ class Proposal:
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # parents[0] == -1, parents[i] < i
 
-    def pack(self) -> Tensor:
-        """Flat int32: request, round, prefix_len, count, tokens, parents."""
+    def pack(self) -> Words:
+        """request, round, prefix_len, count, tokens, parents."""
         head = (self.request, self.round, self.prefix_len, len(self.tokens))
-        return torch.tensor(head + self.tokens + self.parents, dtype=torch.int32)
+        return np.array(head + self.tokens + self.parents, np.int32)
 
     @staticmethod
-    def unpack(flat: Tensor) -> Proposal:
-        """The inverse of `pack`. Raises ValueError on a message that is not one."""
-        request, round_, prefix_len, *body = flat.tolist()
-        count = body.pop(0) if body else -1
+    def unpack(flat: Words) -> Proposal:
+        """The inverse of `pack`."""
+        request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
         if count < 1 or len(body) != 2 * count:
             raise ValueError(f"a proposal of {len(flat)} words does not hold the {count} nodes it names")
         parents = tuple(body[count:])
@@ -80,16 +89,53 @@ class VerifyResult:
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # len(path) of them
 
-    def pack(self) -> Tensor:
-        """Flat int32: request, round, prefix_len, count, path, tokens."""
+    def pack(self) -> Words:
+        """request, round, prefix_len, count, path, tokens."""
         head = (self.request, self.round, self.prefix_len, len(self.path))
-        return torch.tensor(head + self.path + self.tokens, dtype=torch.int32)
+        return np.array(head + self.path + self.tokens, np.int32)
 
     @staticmethod
-    def unpack(flat: Tensor) -> VerifyResult:
-        """The inverse of `pack`. Raises ValueError on a message that is not one."""
-        request, round_, prefix_len, *body = flat.tolist()
-        count = body.pop(0) if body else -1
+    def unpack(flat: Words) -> VerifyResult:
+        """The inverse of `pack`."""
+        request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
         if count < 1 or len(body) != 2 * count:
             raise ValueError(f"a result of {len(flat)} words does not hold the {count} nodes it names")
         return VerifyResult(request, round_, prefix_len, tuple(body[:count]), tuple(body[count:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample."""
+
+    request: int
+    tokens: tuple[int, ...]
+    sampling: SamplingParams
+    prompt_len: int
+
+    def pack(self) -> Words:
+        """request, prompt_len, count, tokens, then the sampling parameters as JSON bytes: length, four to a word."""
+        text = json.dumps(asdict(self.sampling)).encode()
+        head = np.array((self.request, self.prompt_len, len(self.tokens), *self.tokens, len(text)), np.int32)
+        return np.concatenate((head, np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)))
+
+    @staticmethod
+    def unpack(flat: Words) -> Opening:
+        """The inverse of `pack`."""
+        request, prompt_len, count = _at_least(4, flat, "opening")[:3]
+        tokens, rest = flat[3 : 3 + count], flat[3 + count :]
+        if count < 1 or not 1 <= prompt_len <= count or len(rest) == 0 or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
+            raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
+        try:
+            values = json.loads(rest[1:].tobytes()[: rest[0]])
+            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
+            values["stop"], values["stop_token_ids"] = tuple(values["stop"]), tuple(values["stop_token_ids"])
+            sampling = SamplingParams(**values)
+        except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+            raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
+        return Opening(request, tuple(tokens.tolist()), sampling, prompt_len)
+
+
+def _at_least(count: int, flat: Words, what: str) -> Sequence[int]:
+    if len(flat) < count:
+        raise ValueError(f"a {what} of {len(flat)} words is too short")
+    return flat.tolist()

@@ -23,20 +23,18 @@ class Round:
 def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
     """Decodes the request that both roles have opened, a round at a time, until the consumer stops asking.
 
-    A round is handed out after the next one is submitted. So what the consumer does with it (detokenising, printing)
-    rides under the target's forward, wherever the target works by itself, and what it decides (a stop) takes effect one
-    round late.
+    A round is handed out once its result is on the way to the drafter. So what the consumer does with it (detokenising,
+    printing) rides under the draft's answer, and a stop costs no further forward.
     """
     proposal = drafter.propose()
-    done: Round | None = None
     while True:
         pending = verifier.submit(proposal)
-        if done is not None:
-            yield done
         drafter.grow()
         result = pending.wait()
-        done = Round(result.tokens, len(proposal.tokens) - 1)
-        proposal = drafter.observe(result)
+        drafter.observe(result)
+        verifier.settle()
+        yield Round(result.tokens, len(proposal.tokens) - 1)
+        proposal = drafter.propose()
 
 
 def decode_smc(worker: SMC) -> Iterator[Round]:

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Unpack
 
-import torch
+from torch.distributed.rendezvous import rendezvous
 
 from swiftspec.config import ModelConfig
 from swiftspec.decode import Round, decode, decode_smc
 from swiftspec.errors import UserError
-from swiftspec.model.loader import load_model
-from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.worker.drafter import Drafter, Expendable, LocalDrafter, NoDrafter
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.smc import SMC, Answer, check_sampling, region
-from swiftspec.worker.verifier import LocalVerifier
-
-Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+from swiftspec.remote.rank import Rank
+from swiftspec.remote.world import START_TIMEOUT, World
+from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
+from swiftspec.worker.roles import Models, Options
+from swiftspec.worker.smc import SMC, Answer, check_sampling
+from swiftspec.worker.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,14 @@ class Stats:
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
 
+    def clock(self, round_: Round, began: float, opened: float, busy: Sequence[float]) -> None:
+        """Takes the time after a round. `busy`: what target and draft have spent in forwards since the prefill."""
+        now = time.perf_counter()
+        if round_.tokens:
+            self.first_token_time = self.first_token_time or now - began
+        self.decode_time = now - opened
+        self.target_busy_time, self.draft_busy_time = busy
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -70,12 +78,35 @@ class Completion:
     stats: Stats
 
 
+def join_world() -> World | None:
+    """The ranks that a launcher such as torchrun has started, this one among them; None if it is alone. Raises
+    UserError where the launcher's variables make no sense."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    try:
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        host = os.environ["MASTER_ADDR"]
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
+    except (KeyError, ValueError) as error:
+        raise UserError(f"WORLD_SIZE is set, but {error}: start several ranks with torchrun") from None
+    return World(rank, size, local_rank, local_size, host, store)
+
+
+def serve_rank(
+    world: World, target: str | Path, draft: str | Path | None, plan: Plan, **options: Unpack[Options]
+) -> None:
+    """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
+    models = Models.check(target, draft, plan, world, options)
+    Rank(world, plan, models, options.get("progress")).follow()
+
+
 class LLM:
     """A target model and perhaps a draft, decoding one request at a time.
 
-    `vocab_size`: the base vocabulary that both tokenizers share; rows of the heads beyond it count as -inf. None takes
-    the smaller of the two heads. `ops`: the fastest operators that fit, or plain torch. Raises UserError where a model
-    cannot be loaded or the pair does not fit.
+    `verifier` and `drafter` do it, or `smc` alone in the mode of that name, which has no verifier. With a `world` this
+    is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError where a model cannot
+    be loaded or the pair does not fit.
     """
 
     def __init__(
@@ -84,56 +115,33 @@ class LLM:
         draft: str | Path | None = None,
         plan: Plan | None = None,
         *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        max_model_len: int | None = None,
-        vocab_size: int | None = None,
-        ops: Literal["auto", "reference"] = "auto",
-        progress: Progress | None = None,
+        world: World | None = None,
+        **options: Unpack[Options],
     ) -> None:
         self.plan = plan if plan is not None else Plan(mode="serial" if draft is not None else "ar")
-        if self.plan.mode != "ar" and draft is None:
-            raise UserError(f"mode {self.plan.mode} needs a draft model: name one, or take mode ar")
-        config = ModelConfig.from_dir(Path(target))
-        self.max_model_len = max_model_len if max_model_len is not None else config.max_position_embeddings
-        if not 2 <= self.max_model_len <= config.max_position_embeddings:
-            limit = config.max_position_embeddings
-            raise UserError(f"max_model_len must lie in 2..{limit} for this target, not {self.max_model_len}")
-        self.eos_token_ids = config.eos_token_ids
-        heads = [config.vocab_size]
-
-        def runner(path: str | Path, tree_slots: int) -> Runner:
-            context = self.max_model_len + self.plan.verify_batch  # a stop takes effect a round late
-            shape = ModelConfig.from_dir(path)
-            kind = dtype if dtype is not None else getattr(torch, shape.dtype)
-            module = host if ops == "auto" and host.fits(shape, kind, device) else reference
-            model = load_model(
-                path, dtype=kind, device=device, ops=module, max_positions=context + tree_slots, progress=progress
-            )
-            return Runner(model, module, context=context, tree_slots=tree_slots)
-
-        population = region(self.plan.population, self.max_model_len) if self.plan.mode == "smc" else None
-        self._target = runner(target, population or self.plan.verify_batch)
-        self._draft: Runner | None = None
-        if self.plan.mode != "ar" and draft is not None:
-            tree = 4 * self.plan.draft_leaves * self.plan.draft_steps + self.plan.draft_leaves
-            self._draft = runner(draft, population or tree)
-            heads.append(self._draft.model.config.vocab_size)
-        self.vocab_size = min(heads) if vocab_size is None else vocab_size
-        if self.vocab_size > min(heads):
-            raise UserError(f"the tokenizer has {self.vocab_size} tokens, but a model's head only {min(heads)}")
-        self.verifier = LocalVerifier(self._target, self.vocab_size)
+        models = Models.check(target, draft, self.plan, world, options)
+        self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
+        self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
+        progress = options.get("progress")
+        self._rank = None if world is None else Rank(world, self.plan, models, progress)
+        self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
         self.smc: SMC | None = None
-        if self._draft is not None and population is not None:
-            lag = 1 if self._target.model.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-            self.smc = SMC(
-                self._target, self._draft, self.plan.population, self.vocab_size, longest=self.max_model_len, lag=lag
-            )
-        elif self._draft is not None:
-            self.drafter = LocalDrafter(self._draft, self.plan, self.vocab_size)
+        if self.plan.mode == "smc":
+            self.smc = models.population(self.plan, progress)
+        elif self._rank is not None:
+            self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
+        else:
+            self.verifier = models.verifier(self.plan, progress=progress)
+            if self.plan.mode != "ar":
+                self.drafter = models.drafter(self.plan, progress=progress)
         self._requests = 0
         self.stats = Stats()
+
+    def close(self) -> None:
+        """Sends the other ranks home. Alone it has nothing to do."""
+        if self._rank is not None:
+            self._rank.leave()
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
@@ -154,7 +162,6 @@ class LLM:
         sampling = sampling if sampling is not None else SamplingParams()
         self._check(prompt, sampling)
         if self.smc is not None:
-            check_sampling(sampling)
             return self._stream_smc(self.smc, list(prompt), sampling)
         return self._stream(list(prompt), sampling)
 
@@ -169,6 +176,8 @@ class LLM:
         for name, ids in (("the prompt", prompt), ("logit_bias", sampling.logit_bias)):
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
+        if self.smc is not None:
+            check_sampling(sampling)
 
     def _stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         self._requests += 1
@@ -178,25 +187,21 @@ class LLM:
         drafter = Expendable(self.drafter)
         began = time.perf_counter()
         try:
+            drafter.open(request, prompt, sampling, len(prompt))  # first: elsewhere it reads the prompt meanwhile
             self.verifier.open(request, prompt, sampling, len(prompt))
-            drafter.open(request, prompt, sampling, len(prompt))
             opened = time.perf_counter()
             stats.prompt_time = opened - began
             busy = self._busy()
             for round_ in decode(drafter, self.verifier):
-                now = time.perf_counter()
-                stats.first_token_time = stats.first_token_time or now - began
-                stats.decode_time = now - opened
+                stats.clock(round_, began, opened, self._busy(since=busy))
                 stats.count(round_)
-                stats.target_busy_time, stats.draft_busy_time = (b - a for a, b in zip(busy, self._busy(), strict=True))
                 stats.drafter_lost = drafter.lost
                 chunk = _cut(round_, budget - stats.tokens, stops)
                 stats.tokens += len(chunk.token_ids)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
-                if self._requests != request:
-                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
+                self._still(request)
         finally:
             if self._requests == request:  # else the caches are a later request's
                 drafter.close()
@@ -215,20 +220,15 @@ class LLM:
         busy = self._busy()
         try:
             for round_ in decode_smc(smc):
-                now = time.perf_counter()
-                if round_.tokens:
-                    stats.first_token_time = stats.first_token_time or now - began
-                stats.decode_time = now - opened
+                stats.clock(round_, began, opened, self._busy(since=busy))
                 stats.rounds = smc.rounds
                 stats.drafted += round_.drafted
                 stats.tokens += len(round_.tokens)
-                stats.target_busy_time, stats.draft_busy_time = (b - a for a, b in zip(busy, self._busy(), strict=True))
                 answer = smc.answer
                 yield Chunk(round_.tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
-                if self._requests != request:
-                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
+                self._still(request)
         finally:
-            if self._requests == request:
+            if self._requests == request:  # else the population is a later request's
                 stats.population = smc.finish()
                 smc.close()
 
@@ -238,8 +238,14 @@ class LLM:
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         return budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 
-    def _busy(self) -> tuple[float, float]:
-        return self._target.busy, self._draft.busy if self._draft is not None else 0.0
+    def _still(self, request: int) -> None:
+        if self._requests != request:
+            raise UserError("this request was ended by a later one: read a stream to its end before the next")
+
+    def _busy(self, since: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
+        """Seconds that target and draft have spent in forwards."""
+        target, draft = (self.verifier, self.drafter) if self.smc is None else (self.smc.target, self.smc.draft)
+        return target.busy - since[0], draft.busy - since[1]
 
 
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:

@@ -1,4 +1,4 @@
-"""The two exceptions that cross the rooms of the house."""
+"""The exceptions that cross the rooms of the house."""
 
 from __future__ import annotations
 
@@ -9,3 +9,7 @@ class UserError(Exception):
 
 class DrafterLost(Exception):
     """The drafter failed or answered too late. Decoding goes on with root-only proposals."""
+
+
+class RankLost(Exception):
+    """A rank of this rank's own group, or its leader, is gone. The job ends; the message is one line that says who."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from swiftspec.errors import UserError
 
-MODES = ("ar", "serial", "smc")
+MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
+DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 MAX_PARTICLES = 1024
 MAX_POWER = 100.0
@@ -104,24 +105,73 @@ class PopulationPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The mode and the shape of the tree. Raises UserError on sizes that make no tree."""
+    """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
+
+    In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft. In mode
+    serial one group runs both models in turn, so the two sizes are the same, and mode smc is for one rank as yet; in
+    mode ar there is no draft.
+    """
 
     mode: str = "serial"
     verify_batch: int = 8  # bs, nodes verified per round, the root counted
     draft_leaves: int = 8  # w, leaves expanded per expansion
-    draft_steps: int = 3  # d, expansions per round
+    draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
     coupled: bool = True  # children ranked under the target's own noise
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
+    target_tp: int = 1
+    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
     population: PopulationPlan = PopulationPlan()  # mode smc
 
     def __post_init__(self) -> None:
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         for name in ("verify_batch", "draft_leaves", "draft_steps"):
             value = getattr(self, name)
-            _check(1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
+            _check(value is None or 1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
         _check(self.tau > 0, f"tau must be above 0, not {self.tau}")
+        usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
+        if self.draft_tp == -1:
+            object.__setattr__(self, "draft_tp", usual)
+        _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
+        if self.mode == "smc":
+            _check(self.target_tp == 1, f"mode smc runs on one rank, not {self.target_tp}: start it without torchrun")
+        if self.mode == "async":
+            _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
+        else:
+            _check(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
     @property
     def children(self) -> int:
         """k, children kept per expanded leaf: as many as could all be verified or expanded next."""
         return max(self.verify_batch, self.draft_leaves)
+
+    @property
+    def steps(self) -> int:
+        """d, or where it is to be measured, what to begin with."""
+        return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
+
+    @property
+    def ranks(self) -> int:
+        """G, the ranks that the plan is for."""
+        return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
+
+
+def split_ranks(mode: str, ranks: int, target_tp: int | None, draft_tp: int | None) -> tuple[int, int]:
+    """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
+
+    With both open the draft gets a quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    """
+    if mode != "async":
+        _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
+        usual = 0 if mode == "ar" else ranks
+        _check(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        return ranks, usual
+    _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    if draft_tp is None:
+        draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
+    if target_tp is None:
+        target_tp = ranks - draft_tp
+    _check(
+        target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
+        f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
+    )
+    return target_tp, draft_tp

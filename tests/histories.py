@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
+from swiftspec.model.parallel import Group
 from swiftspec.ops import reference
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec.kv_cache import KVCache
@@ -35,6 +36,8 @@ class HistoryModel:
     """Logits that depend on every token before, `sharpness` times something between -1 and 1."""
 
     dtype = torch.float64
+    group: Group | None = None
+    kv_heads = 1
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:
         self.config = replace(CONFIG, vocab_size=vocab)

@@ -9,17 +9,33 @@ LogProbs = Callable[[Sequence[int]], list[float]]  # of the token after a contex
 
 
 def rounds(
-    target: LogProbs, draft: LogProbs, prompt: Sequence[int], tokens: int, *, bs: int, w: int, d: int
+    target: LogProbs,
+    draft: LogProbs,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    bs: int,
+    w: int,
+    d: int,
+    ahead: bool = False,
 ) -> tuple[list[int], int]:
-    """Greedy serial decoding with a draft tree (paper section 3.1): the text and how many target forwards it took."""
+    """Greedy decoding with a draft tree (paper section 3.1): the text and how many target forwards it took.
+
+    In turn, the tree grows between two verifications; `ahead`, it grows during them, so that a proposal comes from what
+    was grown a round before, and once more at once where fewer than bs nodes are left.
+    """
     text = list(prompt)
     tree: dict[Path, float] = {(): 0.0}  # path from below the root -> log-probability, in order of creation
     expanded: set[Path] = set()
     count = 0
+    k = max(bs, w)
     while len(text) < len(prompt) + tokens:
-        for _ in range(d):
-            _expand(tree, expanded, text, draft, w, max(bs, w))
+        now = d if not ahead or count == 0 else 1 if len(tree) < bs else 0
+        for _ in range(now):
+            _expand(tree, expanded, text, draft, w, k)
         proposal = set(sorted(tree, key=lambda path: -tree[path])[:bs])
+        for _ in range(d if ahead else 0):
+            _expand(tree, expanded, text, draft, w, k)
         path: Path = ()
         while True:
             scores = target([*text, *path])

@@ -137,6 +137,7 @@ class Failing:
 
     def __init__(self, inner: Drafter, calls: int) -> None:
         self.inner, self.calls = inner, calls
+        self.busy = 0.0
 
     def _count(self) -> None:
         self.calls -= 1
@@ -155,9 +156,9 @@ class Failing:
         self._count()
         self.inner.grow()
 
-    def observe(self, result: VerifyResult) -> Proposal:
+    def observe(self, result: VerifyResult) -> None:
         self._count()
-        return self.inner.observe(result)
+        self.inner.observe(result)
 
     def close(self) -> None:
         self.inner.close()

@@ -116,6 +116,41 @@ def test_biases_of_only_some_parts_are_a_mistake() -> None:
         fuse([DenseWeight(torch.randn(2, 4), torch.randn(2)), DenseWeight(torch.randn(2, 4))])
 
 
+@given(sizes, st.sampled_from([8, 16, 32, 64]), st.data())
+@settings(max_examples=40, deadline=None)
+def test_selecting(size: tuple[int, int, int, int], run: int, data: st.DataObject) -> None:
+    """Any eights of the outputs, any runs of the inputs, zeros for -1: of the int4 matrix as of the dense one."""
+    drawn = Drawn(*size)
+    n, k = drawn.matrix().shape
+    bias = torch.randn(n, dtype=torch.float64)
+    weight, dense_twin = awq(drawn, bias), DenseWeight(drawn.matrix(), bias)
+    eights = data.draw(st.lists(st.integers(-1, n // 8 - 1), min_size=1, max_size=6))
+    runs = data.draw(st.lists(st.integers(-1, k // run - 1), min_size=1, max_size=6))
+    rows, columns = (
+        torch.cat([torch.arange(i * wide, (i + 1) * wide) if i >= 0 else torch.full((wide,), -1) for i in picked])
+        for picked, wide in ((eights, 8), (runs, run))
+    )
+    padded = torch.nn.functional.pad(drawn.matrix(), (0, 1, 0, 1))  # index -1 is the zeros at the end
+    for whole in (weight, dense_twin):
+        some = whole.outputs(rows)
+        assert torch.equal(dense(some), padded[rows][:, :-1])
+        assert some.bias is not None and torch.equal(some.bias, torch.nn.functional.pad(bias, (0, 1))[rows])
+        some = whole.inputs(columns, run)
+        assert torch.equal(dense(some), padded[:-1][:, columns]) and some.bias is bias
+    assert weight.inputs(columns, run).group_size == min(run, drawn.group_size)
+
+
+def test_selecting_what_no_kernel_could_read() -> None:
+    weight = awq(Drawn(2, 32, 2, 1))
+    for rows in (torch.arange(4, 12), torch.tensor([0, 1, 2, 3, 4, 5, 6, -1]), torch.arange(7, -1, -1)):
+        with pytest.raises(AssertionError, match="aligned runs of 8"):
+            weight.outputs(rows)
+    with pytest.raises(AssertionError, match="aligned runs of 32"):
+        weight.inputs(torch.arange(16, 48), 32)
+    assert weight.inputs(torch.arange(16, 48), 16).group_size == 16
+    assert weight.regroup(32) is weight and torch.equal(dense(weight.regroup(4)), dense(weight))
+
+
 def test_a_checkpoint_that_autoawq_wrote() -> None:
     tensors = load_file(DATA / "awq_gemm_tiny" / "model.safetensors")
     unpacked = load_file(DATA / "awq_gemm_tiny" / "dequantized.safetensors")  # [K, N]

@@ -104,7 +104,7 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     assert torch.equal(logits(tmp_path), want)
 
 
-def quantise(path: Path, layout: str, skip: tuple[str, ...] = ()) -> Path:
+def quantise(path: Path, layout: str, skip: tuple[str, ...] = (), group: int = 32) -> Path:
     """Rewrites a sound checkpoint in int4; returns one with the rounded weights left dense, to compare with."""
     twin = Path(shutil.copytree(path, path.parent / "twin"))
     random = torch.Generator().manual_seed(0)
@@ -112,9 +112,9 @@ def quantise(path: Path, layout: str, skip: tuple[str, ...] = ()) -> Path:
     for name in [n for n in packed if n.split(".")[-2:] in QUANTISED and not any(s in n for s in skip)]:
         rows, columns = packed.pop(name).shape
         codes = torch.randint(0, 16, (columns, rows), generator=random)
-        zeros = torch.randint(6, 10, (columns // 32, rows), generator=random)
-        scales = (0.02 + 0.03 * torch.rand(columns // 32, rows, generator=random)).half()
-        matrix = ((codes.unflatten(0, (-1, 32)) - zeros.unsqueeze(1)) * scales.double().unsqueeze(1)).flatten(0, 1)
+        zeros = torch.randint(6, 10, (columns // group, rows), generator=random)
+        scales = (0.02 + 0.03 * torch.rand(columns // group, rows, generator=random)).half()
+        matrix = ((codes.unflatten(0, (-1, group)) - zeros.unsqueeze(1)) * scales.double().unsqueeze(1)).flatten(0, 1)
         rounded[name] = matrix.T.contiguous()
         module = name.removesuffix(".weight")
         if layout == "awq":
@@ -128,11 +128,11 @@ def quantise(path: Path, layout: str, skip: tuple[str, ...] = ()) -> Path:
             packed[f"{module}.weight_shape"] = torch.tensor([rows, columns])
     save_file(packed, path / WEIGHTS)
     save_file(rounded, twin / WEIGHTS)
-    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
-    quant = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
+    weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+    quant = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
     if layout != "awq":
-        group = {"targets": ["Linear"], "weights": weights}
-        quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        quant = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     change_config(path, quantization_config=quant)
     return twin
 

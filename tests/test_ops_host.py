@@ -18,7 +18,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.ops import host, reference
 from swiftspec.params import SamplingParams
 from swiftspec.spec.kv_cache import KVCache
-from swiftspec.worker.drafter import LocalDrafter
+from swiftspec.worker.local_drafter import LocalDrafter
 from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not _C.has_bf16(), reason="this CPU has no AVX-512 BF16")

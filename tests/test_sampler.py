@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from swiftspec import _C
 from swiftspec.params import SamplingParams
-from swiftspec.spec.sampler import History, PositionNoise, Sampler, gumbel, noise_bits, row_key, top_p
+from swiftspec.spec.filters import top_p
+from swiftspec.spec.noise import PositionNoise, gumbel, noise_bits, row_key
+from swiftspec.spec.sampler import History, Sampler
 
 V = 50
 
@@ -18,14 +20,14 @@ V = 50
 def test_noise_is_pinned() -> None:
     """The integers are part of the contract: another backend, or a later version, must give the same text."""
     assert row_key(2**40 + 5, 3, 77) == 2844048377
-    assert noise_bits(2**40 + 5, 3, [77], 4).tolist() == [[3130501025, 2880942344, 4270514305, 2775747551]]
+    assert noise_bits(2**40 + 5, 3, [77], range(4)).tolist() == [[3130501025, 2880942344, 4270514305, 2775747551]]
 
 
 @given(
     st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4)
 )
 def test_noise_is_that_of_the_native_extension(seed: int, stream: int, positions: list[int]) -> None:
-    ours = noise_bits(seed, stream, positions, V).numpy()
+    ours = noise_bits(seed, stream, positions, range(V)).numpy()
     where, native = np.array(positions, dtype=np.int32), np.zeros((len(positions), V), dtype=np.uint32)
     _C.noise_bits(seed, stream, where.ctypes.data, len(positions), V, native.ctypes.data)
     assert (ours == native).all()
@@ -36,15 +38,15 @@ def test_noise_is_that_of_the_native_extension(seed: int, stream: int, positions
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
 def test_noise_depends_on_every_part_of_its_key(seed: int, stream: int, position: int) -> None:
-    base = noise_bits(seed, stream, [position], V)
+    base = noise_bits(seed, stream, [position], range(V))
     assert base.dtype == torch.uint32
     for other in ((seed ^ 1, stream, position), (seed ^ 1 << 40, stream, position), (seed, stream ^ 1, position)):
-        assert not torch.equal(base, noise_bits(*other[:2], [other[2]], V))
-    assert not torch.equal(base, noise_bits(seed, stream, [position + 1], V))
+        assert not torch.equal(base, noise_bits(*other[:2], [other[2]], range(V)))
+    assert not torch.equal(base, noise_bits(seed, stream, [position + 1], range(V)))
 
 
 def test_noise_is_uniform_and_uncorrelated() -> None:
-    bits = noise_bits(7, 0, range(400), 500).double() / 2**32
+    bits = noise_bits(7, 0, range(400), range(500)).double() / 2**32
     assert abs(bits.mean() - 0.5) < 0.003 and abs(bits.var() - 1 / 12) < 0.001
     centred = bits - bits.mean()
     assert abs((centred[1:] * centred[:-1]).mean()) < 0.001 and abs((centred[:, 1:] * centred[:, :-1]).mean()) < 0.001
@@ -59,12 +61,13 @@ def test_gumbel_is_exact_at_both_ends() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=6))
 def test_blocks_of_noise_equal_rows_made_one_by_one(asks: list[tuple[int, int]]) -> None:
-    noise = PositionNoise(3, V, "cpu")
+    noise = PositionNoise(3, "cpu")
     for low, span in asks:
         positions = torch.tensor([low, low + span])
-        rows = noise.rows(positions, torch.float64)
-        alone = gumbel(noise_bits(3, 0, positions.tolist(), V), torch.float64)
-        assert torch.equal(rows, alone)
+        alone = gumbel(noise_bits(3, 0, positions.tolist(), range(V)), torch.float64)
+        for tokens in (range(V), range(V), range(20, 33), range(7, 7)):
+            rows = noise.rows(positions, tokens, torch.float64)
+            assert torch.equal(rows, alone[:, tokens.start : tokens.stop])
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -267,17 +267,14 @@ def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.
     assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
 
 
-def test_several_ranks_get_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
+def test_a_launcher_that_says_half(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert main([]) != 0
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("RANK", "0")
-    assert main([]) != 0
-    assert (
-        capsys.readouterr().err == "swiftspec: error: SwiftSpec decodes on one rank; start it with --nproc-per-node 1\n"
-    )
+    assert "start several ranks with torchrun" in command.refuses("--prompt", "a", code=1)
+
+
+def test_mode_async_needs_ranks(command: Command) -> None:
+    message = command.refuses("--prompt", "a", "--mode", "async", code=2)
+    assert "mode async needs two ranks or more: start it with torchrun" in message
 
 
 def test_the_prompt_decides_between_chat_and_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,10 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.params import PopulationPlan
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.settings import Settings, UsageError, env_name, load
+from swiftspec.serve.layers import load
+from swiftspec.serve.session import open_session
+from swiftspec.serve.settings import Settings, UsageError, env_name
+from swiftspec.serve.terminal import Phases
 from tests.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]
@@ -59,6 +62,12 @@ def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) ->
     assert told.err.rstrip().endswith("approximate")
 
 
+def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:
+    settings = load({"model": pair[1], "draft_model": pair[3], "mode": "smc", "threads": 1})
+    llm = open_session(settings, Phases(quiet=True), warm_up=True).llm
+    assert llm.stats.tokens == 2 and llm.stats.population is not None
+
+
 def test_other_modes_do_not_speak_of_populations(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
     assert "particles" not in answer(capsys, *pair, "--max-tokens", "4")
 
@@ -90,6 +99,8 @@ def test_settings_that_the_mode_does_not_use(given: dict[str, Any], message: str
 def test_settings_make_the_plan() -> None:
     plan = load({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationPlan(7, power=1.5, smc_exact=1)
+    with pytest.raises(UsageError, match="mode smc runs on one rank, not 2: start it without torchrun"):
+        load({"mode": "smc"}).plan(has_draft=True, ranks=2)
     with pytest.raises(UserError, match="needs a draft model"):
         load({"mode": "smc"}).plan(has_draft=False)
     with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):

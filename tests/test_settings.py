@@ -8,8 +8,9 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.params import Plan
 from swiftspec.serve.cli import build_parser, parse
+from swiftspec.serve.layers import load
 from swiftspec.serve.session import generation_defaults
-from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name, load
+from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ BAD = [
     (["--smc-exact", "5"], "--smc-exact must lie in 0..4, the draft tokens of a round, not 5"),
     (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
     (["--threads", "0"], "--threads must be at least 1"),
-    (["--mode", "fast"], "--mode must be one of ar, serial, smc, not 'fast'"),
+    (["--mode", "fast"], "--mode must be one of ar, serial, async, smc, not 'fast'"),
     (["--dtype", "int8"], "--dtype must be one of auto, float32"),
     (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
     (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),

@@ -264,6 +264,12 @@ def test_populations_that_make_no_sense_are_refused(values: dict[str, Any], mess
         PopulationPlan(**values)
 
 
+def test_a_population_runs_on_one_rank() -> None:
+    assert (Plan("smc").ranks, Plan("smc").draft_tp) == (1, 1)
+    with pytest.raises(UserError, match="mode smc runs on one rank, not 2"):
+        Plan("smc", target_tp=2)
+
+
 def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
     with pytest.raises(UserError, match="at most 252 particles do"):
         region(PopulationPlan(1024, 64), 512)

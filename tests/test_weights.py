@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swiftspec.spec import weights
-from swiftspec.spec.sampler import gumbel, noise_bits, row_key
+from swiftspec.spec.noise import gumbel, noise_bits, row_key
 from swiftspec.spec.streams import Purpose, Streams, stream_of
 
 POWERS = [0.5, 1.0, 2.0]
@@ -23,9 +23,9 @@ def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
     for purpose in (Purpose.DRAFT, Purpose.EXTRA):
         rows = streams.gumbel(purpose, torch.tensor([clock]), torch.float64)[0]
         for particle in range(3):
-            want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], 17), torch.float64)
+            want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], range(17)), torch.float64)
             assert torch.equal(rows[particle : particle + 1], want)
-    bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], 1).to(torch.int64)) for i in range(3)]
+    bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)]
     assert streams.coins(torch.tensor([clock]))[:, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
 

@@ -18,7 +18,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.ops import reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec.kv_cache import KVCache
-from swiftspec.worker.drafter import LocalDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import PREFILL_CHUNK, Runner
 from swiftspec.worker.verifier import LocalVerifier
 from tests.tiny import make_checkpoint
@@ -91,7 +91,8 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
 @given(data=st.data())
 def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
     plan = Plan(verify_batch=5, draft_leaves=data.draw(st.integers(1, 4)), draft_steps=data.draw(st.integers(1, 3)))
-    drafter, oracle = LocalDrafter(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
+    kind = data.draw(st.sampled_from([LocalDrafter, AheadDrafter]))
+    drafter, oracle = kind(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
     drafter.open(1, PROMPT, GREEDY, len(PROMPT))
     verified = list(PROMPT)
     proposal = drafter.propose()
@@ -99,11 +100,13 @@ def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> N
         tokens = answer(proposal, data)
         poison_free(drafter.runner)
         result = VerifyResult(1, round_, len(verified) - 1, tuple(range(len(tokens))), tuple(tokens))
-        proposal = drafter.observe(result)
+        drafter.observe(result)
+        proposal = drafter.propose()
         verified += tokens
         assert proposal.prefix_len == len(verified) - 1 and proposal.tokens[0] == verified[-1]
         for _ in range(data.draw(st.integers(0, 2))):
             drafter.expand()
+        drafter.settle()
         check_drafter(drafter, oracle, verified)
 
 
@@ -139,6 +142,7 @@ def test_target_cache_holds_the_truth(checkpoint: Path, truth: list[int], data: 
         wrong = next(t for t in range(VOCAB) if t not in truth[len(verified) : len(verified) + 6])
         tokens = [token if token < VOCAB else wrong for token in tokens]
         result = verifier.submit(Proposal(1, round_, len(verified) - 1, tuple(tokens), tuple(parents))).wait()
+        verifier.settle()
         assert list(result.tokens) == truth[len(verified) : len(verified) + len(result.tokens)]
         assert len(result.path) >= len(path)
         poison_free(verifier.runner)
@@ -169,6 +173,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
         before, tokens = rows, truth[at : at + 1 + round_ % 3]
         kept = runner.cache.prefix_len[0] + runner.cache.tree_len
         drafter.observe(VerifyResult(1, round_, at - 1, tuple(range(len(tokens))), tuple(tokens)))
+        drafter.propose()
         at += len(tokens)
         after = runner.cache.prefix_len[0] + runner.cache.tree_len
         grown = rows - before  # with what survived, these are all the slots in use: no row ran for a slot that had KV
@@ -198,6 +203,7 @@ def test_a_full_tree_region_stops_growth_and_nothing_else(checkpoint: Path) -> N
         drafter.expand()
     assert TREE - 8 < drafter.tree.expanded <= TREE
     _, tokens, _ = drafter.tree.best_subtree(2)
-    proposal = drafter.observe(VerifyResult(1, 0, len(PROMPT) - 1, (0, 1), (tokens[1], 7)))
+    drafter.observe(VerifyResult(1, 0, len(PROMPT) - 1, (0, 1), (tokens[1], 7)))
+    proposal = drafter.propose()
     assert proposal.tokens[0] == 7
     check_drafter(drafter, Oracle(checkpoint), [*PROMPT, tokens[1], 7])

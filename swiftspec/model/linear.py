@@ -5,8 +5,9 @@ Letters: N outputs, K inputs, g inputs per quantisation group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +33,22 @@ def pack_int4(codes: Tensor, order: Sequence[int] = _PLAIN_ORDER) -> Tensor:
     return words
 
 
+def _select(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """x.index_select(dim, index), and zeros where the index is -1."""
+    chosen = x.index_select(dim, index.clamp_min(0))
+    missing = (index < 0).nonzero().squeeze(1)
+    return chosen.index_fill_(dim, missing, 0) if missing.numel() else chosen
+
+
+def _runs(index: Tensor, width: int) -> Tensor:
+    """The numbers of the aligned runs of `width` that an index is made of; -1 where it is all -1."""
+    rows = index.view(-1, width)
+    runs = rows[:, 0] // width
+    whole = torch.where(runs.unsqueeze(1) < 0, -1, runs.unsqueeze(1) * width + torch.arange(width))
+    assert torch.equal(rows, whole), f"not made of aligned runs of {width}"
+    return runs
+
+
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
     """A floating-point matrix."""
@@ -43,12 +60,21 @@ class DenseWeight:
         """[N, K] in `dtype`."""
         return self.weight.to(dtype)
 
+    def outputs(self, index: Tensor) -> DenseWeight:
+        """The rows `index` [n] int64 of matrix and bias, zeros where it is -1."""
+        bias = None if self.bias is None else _select(self.bias, 0, index)
+        return DenseWeight(_select(self.weight, 0, index), bias)
+
+    def inputs(self, index: Tensor, run: int) -> DenseWeight:
+        """The columns `index` [k] int64, zeros where it is -1; the bias stays. `run` matters to int4 only."""
+        return DenseWeight(_select(self.weight, 1, index), self.bias)
+
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
     """A four-bit matrix in one layout, whichever file it came from: packed along N, K outside, plain order.
 
-    So a shard along N is a slice of every tensor's columns (by eights), one along K of its rows (by groups).
+    So a shard along N takes columns of every tensor (by eights), one along K rows (by groups).
     """
 
     packed: Tensor  # [K, N/8] int32, nibble i of word c is column 8c + i
@@ -88,6 +114,32 @@ class Int4Weight:
         zeros = unpack_int4(self.zeros).to(wide).unsqueeze(1)
         weight = codes.sub_(zeros).mul_(self.scales.to(wide).unsqueeze(1))
         return weight.flatten(0, 1).T.contiguous().to(dtype)
+
+    def outputs(self, index: Tensor) -> Int4Weight:
+        """The rows `index` [n] int64 of matrix and bias, zeros where it is -1, in aligned eights."""
+        eights = _runs(index, 8)
+        packed, zeros = _select(self.packed, 1, eights), _select(self.zeros, 1, eights)
+        bias = None if self.bias is None else _select(self.bias, 0, index)
+        return Int4Weight(packed, _select(self.scales, 1, index), zeros, self.group_size, bias)
+
+    def inputs(self, index: Tensor, run: int) -> Int4Weight:
+        """The columns `index` [k] int64, zeros where it is -1, in aligned runs of `run`; the bias stays.
+
+        Where a run is not made of whole quantisation groups (heads narrower than a group) the groups become smaller.
+        """
+        weight = self.regroup(math.gcd(self.group_size, run))
+        groups = _runs(index, weight.group_size)
+        scales, zeros = _select(weight.scales, 0, groups), _select(weight.zeros, 0, groups)
+        return Int4Weight(_select(weight.packed, 0, index), scales, zeros, weight.group_size, self.bias)
+
+    def regroup(self, group_size: int) -> Int4Weight:
+        """The same matrix in smaller groups, several of which have the same scale and zero point."""
+        times, rest = divmod(self.group_size, group_size)
+        assert rest == 0
+        if times == 1:
+            return self
+        scales, zeros = (x.repeat_interleave(times, 0) for x in (self.scales, self.zeros))
+        return replace(self, scales=scales, zeros=zeros, group_size=group_size)
 
 
 Weight = DenseWeight | Int4Weight

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
 from swiftspec.model.linear import DenseWeight, Int4Weight, Weight, fuse
+from swiftspec.model.parallel import Group
+from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Ops, Transformer
 
 Progress = Callable[[str, int, int], None]  # file name, its number from 1, how many there are
@@ -108,13 +111,19 @@ def load_model(
     device: torch.device | str = "cpu",
     ops: Ops,
     max_positions: int,
+    group: Group | None = None,
     progress: Progress | None = None,
 ) -> Transformer:
-    """A checkpoint directory as a model, computing in `dtype`; None: the one that config.json says."""
+    """A checkpoint directory as a model, computing in `dtype`; None: the one that config.json says.
+
+    With a group it is this rank's share, and every rank of the group must run the same forwards.
+    """
     config = ModelConfig.from_dir(path)
+    shard = None if group is None else _shard(path, config, group)
     tensors = read_tensors(path, progress)
-    weights = _Reader(config, tensors).model()
-    model = Transformer(config, weights, ops, device, dtype or getattr(torch, config.dtype), max_positions)
+    weights = _Reader(config, tensors, shard).model()
+    kind: torch.dtype = dtype or getattr(torch, config.dtype)
+    model = Transformer(config, weights, ops, device, kind, max_positions, shard=shard, group=group)
     # rotary tables were saved by old versions, and a tied head by some; neither carries anything
     extra = [name for name in tensors.left() if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight"]
     if extra:
@@ -123,44 +132,60 @@ def load_model(
     return model
 
 
-class _Reader:
-    """Maps Hugging Face names to ours."""
+def _shard(path: str | Path, config: ModelConfig, group: Group) -> Shard:
+    try:
+        return Shard.of(config, group.rank, group.size)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
-    def __init__(self, config: ModelConfig, tensors: Tensors) -> None:
-        self.config, self.tensors = config, tensors
+
+def _cut(layer: LayerWeights, shard: Shard) -> LayerWeights:
+    """This rank's share of a layer. The ranks' outputs of O and down are added, so one rank holds their biases."""
+    o, down = layer.o.inputs(shard.o, shard.head_dim), layer.down.inputs(shard.down, shard.inner_unit)
+    if shard.rank > 0:
+        o, down = replace(o, bias=None), replace(down, bias=None)
+    qkv, gate_up = layer.qkv.outputs(shard.qkv), layer.gate_up.outputs(shard.gate_up)
+    return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
+
+
+class _Reader:
+    """Maps Hugging Face names to ours, and cuts out what a shard holds."""
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, shard: Shard | None) -> None:
+        self.config, self.tensors, self.shard = config, tensors, shard
 
     def model(self) -> ModelWeights:
-        config, hidden = self.config, self.config.hidden_size
+        config, hidden, shard = self.config, self.config.hidden_size, self.shard
         embedding = self.tensors.take("model.embed_tokens.weight", config.vocab_size, hidden)
         norm = self.tensors.take("model.norm.weight", hidden)
         if config.tie_word_embeddings:
             head: Weight = DenseWeight(embedding)
         else:
             head = self.linear("lm_head", config.vocab_size, hidden, bias=False)
-        return ModelWeights(embedding, self.layers(), norm, head)
+        return ModelWeights(embedding, self.layers(), norm, head if shard is None else head.outputs(shard.vocab))
 
     def layers(self) -> Iterator[LayerWeights]:
-        config, hidden = self.config, self.config.hidden_size
-        q, kv, inner = (
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-            config.intermediate_size,
+        for index in range(self.config.num_layers):
+            layer = self.layer(f"model.layers.{index}")
+            yield layer if self.shard is None else _cut(layer, self.shard)
+
+    def layer(self, prefix: str) -> LayerWeights:
+        config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
+        at, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        qkv = [
+            self.linear(f"{at}.{name}_proj", rows, hidden, config.qkv_bias)
+            for name, rows in (("q", q), ("k", kv), ("v", kv))
+        ]
+        gate_up = [self.linear(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up")]
+        return LayerWeights(
+            input_norm=self.tensors.take(f"{prefix}.input_layernorm.weight", hidden),
+            qkv=fuse(qkv),
+            o=self.linear(f"{at}.o_proj", hidden, q, config.o_bias),
+            post_norm=self.tensors.take(f"{prefix}.post_attention_layernorm.weight", hidden),
+            gate_up=fuse(gate_up),
+            down=self.linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
         )
-        for index in range(config.num_layers):
-            at, mlp = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
-            qkv = [
-                self.linear(f"{at}.{name}_proj", rows, hidden, config.qkv_bias)
-                for name, rows in (("q", q), ("k", kv), ("v", kv))
-            ]
-            gate_up = [self.linear(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up")]
-            yield LayerWeights(
-                input_norm=self.tensors.take(f"model.layers.{index}.input_layernorm.weight", hidden),
-                qkv=fuse(qkv),
-                o=self.linear(f"{at}.o_proj", hidden, q, config.o_bias),
-                post_norm=self.tensors.take(f"model.layers.{index}.post_attention_layernorm.weight", hidden),
-                gate_up=fuse(gate_up),
-                down=self.linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
-            )
 
     def linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """A matrix [rows, columns] in whichever form the files hold it."""

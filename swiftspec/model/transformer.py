@@ -1,11 +1,12 @@
 """The Llama and Qwen2 decoder: one forward for prompt chunks, plain decoding and trees.
 
-Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head's width, I the MLP's.
+Letters: n rows, D the hidden size, H query heads, G key-value heads, hd the head's width, I the MLP's, V the rows of
+the head. In a group of ranks H, G, I and V are this rank's, padding counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.linear import Weight
+from swiftspec.model.parallel import Group
+from swiftspec.model.shard import Shard
 
 
 class Cache(Protocol):
@@ -36,7 +39,9 @@ class Ops(Protocol):
     def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
     def tree_attention(self, qkv: Tensor, plan: Any, layer: int, /) -> Tensor: ...
-    def linear_residual(self, x: Tensor, packed: Any, residual: Tensor, /) -> Tensor: ...
+    def linear_residual(
+        self, x: Tensor, packed: Any, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None, /
+    ) -> Tensor: ...
     def norm_swiglu(self, x: Tensor, norm: Any, gate_up: Any, /) -> Tensor: ...
     def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
 
@@ -57,10 +62,10 @@ class LayerWeights:
 class ModelWeights:
     """A model as the loader reads it; the layers may be read while they are consumed."""
 
-    embedding: Tensor  # [vocab, D]
+    embedding: Tensor  # [vocab, D], whole on every rank
     layers: Iterable[LayerWeights]
     norm: Tensor  # [D]
-    head: Weight  # [vocab, D]
+    head: Weight  # [V, D]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,10 @@ class _Layer:
 
 
 class Transformer:
-    """A decoder whose operators come from the module `ops`, chosen once."""
+    """A decoder whose operators come from the module `ops`, chosen once.
+
+    In a group of ranks this is one rank's `shard`. `kv_heads` is what its KV cache must be built with.
+    """
 
     def __init__(
         self,
@@ -86,8 +94,14 @@ class Transformer:
         device: torch.device | str,
         dtype: torch.dtype,
         max_positions: int,
+        *,
+        shard: Shard | None = None,
+        group: Group | None = None,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self.num_heads = config.num_heads if shard is None else shard.num_heads
+        self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
+        self.group = group
         self._ops = ops
         self._embedding = weights.embedding.to(device, dtype)
         self._layers = [self._pack(layer) for layer in weights.layers]
@@ -108,7 +122,10 @@ class Transformer:
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:
-        """Writes the rows' keys and values into the cache. Returns logits [n, vocab]; None without `head`."""
+        """Writes the rows' keys and values into the cache. Returns logits [n, V]; None without `head`.
+
+        In a group these are the rank's columns of the logits, which nobody has gathered.
+        """
         hidden = self._hidden(batch, cache)
         return self._ops.norm_head(hidden, self._norm, self._head) if head else None
 
@@ -117,11 +134,12 @@ class Transformer:
     def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
         """[n, D], before the final norm."""
         ops = self._ops
-        plan = ops.prepare(batch, cache, self._cos, self._sin, self.config.num_heads)
+        reduce = None if self.group is None else self.group.all_reduce
+        plan = ops.prepare(batch, cache, self._cos, self._sin, self.num_heads)
         hidden = ops.embed(batch.tokens, self._embedding)
         for index, layer in enumerate(self._layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
-            hidden = ops.linear_residual(ops.tree_attention(qkv, plan, index), layer.o, hidden)
+            hidden = ops.linear_residual(ops.tree_attention(qkv, plan, index), layer.o, hidden, reduce)
             gated = ops.norm_swiglu(hidden, layer.post_norm, layer.gate_up)
-            hidden = ops.linear_residual(gated, layer.down, hidden)
+            hidden = ops.linear_residual(gated, layer.down, hidden, reduce)
         return hidden

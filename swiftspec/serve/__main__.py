@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from swiftspec.errors import UserError
+from swiftspec.errors import RankLost, UserError
+
+if TYPE_CHECKING:
+    from swiftspec.remote.world import World
+
+
+PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 2 for a call that makes no sense, 1 for what does not work out,
-    130 after Ctrl-C. Whatever the user can mend is told in one line on stderr."""
-    if _several_ranks():
-        return 2
+    130 after Ctrl-C. Whatever the user can mend is told in one line on stderr, by rank 0 where there are several."""
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that the terminal is put in order
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears it, and says when to leave
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     from swiftspec.serve.settings import UsageError
 
     try:
-        return _run(argv)
+        return _run(argv, first)
     except UserError as error:
-        print(f"swiftspec: error: {error}", file=sys.stderr)
+        if first:
+            print(f"swiftspec: error: {error}", file=sys.stderr)
+        else:
+            time.sleep(PATIENCE)
         return 2 if isinstance(error, UsageError) else 1
+    except RankLost as error:
+        print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader left; so do we, without a word when the interpreter closes the pipe
@@ -30,33 +49,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve.cli import parse
 
     command = parse(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
+    if not first:
+        from swiftspec.serve.session import serve_rank
+
+        world = _world()
+        assert world is not None
+        serve_rank(command.settings, world)
+        return 0
     from swiftspec.serve import oneshot
 
     prompt = oneshot.read_prompt(command)
     if prompt is not None:
-        return oneshot.run(command, prompt)
+        return oneshot.run(command, prompt, _world())
     from swiftspec.serve import chat
 
-    return chat.run(command.settings)
+    return chat.run(command.settings, _world())
 
 
-def _several_ranks() -> bool:
-    """Under torchrun with more than one rank: rank 0 says why not. The others wait, since the first rank to leave makes
-    torchrun end them all, perhaps before rank 0 has spoken."""
+def _world() -> World | None:
+    """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return False
-    if os.environ.get("RANK", "0") == "0":
-        print("swiftspec: error: SwiftSpec decodes on one rank; start it with --nproc-per-node 1", file=sys.stderr)
-    else:
-        time.sleep(2)
-    return True
+        return None
+    from swiftspec.engine import join_world
+
+    return join_world()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
         "tokens_per_second": _share(tokens, stats.decode_time),
         "speculative_decoding": speculative_decoding(plan, stats),
         "mode": plan.mode,
-        "split": {"target_tp": 1, "draft_tp": 0 if plan.mode == "ar" else 1},
+        "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
     }

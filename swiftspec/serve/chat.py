@@ -15,9 +15,10 @@ from swiftspec.errors import UserError
 from swiftspec.serve import answer
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import SAMPLING, STOPPING, Flag, Settings, explain
-from swiftspec.serve.terminal import ACCEPTED, Interrupt, Painter, Phases, visible
+from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
 
 if TYPE_CHECKING:
+    from swiftspec.remote.world import World
     from swiftspec.serve.stream import TextStream
 
 HELP = """\
@@ -31,21 +32,22 @@ Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C sto
 ROOM = 256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
 
 
-def run(settings: Settings) -> int:
+def run(settings: Settings, world: World | None = None) -> int:
     """Opens the models and talks until the user leaves. Returns the exit code."""
     phases = Phases()
     try:
-        session = open_session(settings, phases, warm_up=True)
+        session = open_session(settings, phases, world, warm_up=True)
     finally:
         phases.close()
-    if not settings.raw and not session.codec.has_template:
-        raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
-    chat = Chat(session, settings, Console(highlight=False), line_reader())
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
     try:
-        chat.run()
+        if not settings.raw and not session.codec.has_template:
+            raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
+        interrupt = Interrupt if world is None else KeyInterrupt
+        Chat(session, settings, Console(highlight=False), line_reader(), interrupt).run()
     finally:
         signal.signal(signal.SIGINT, before)
+        session.llm.close()
     return 0
 
 
@@ -72,9 +74,18 @@ def line_reader() -> Callable[[], str]:
 
 
 class Chat:
-    """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says."""
+    """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says; `interrupt`
+    guards each answer."""
 
-    def __init__(self, session: Session, settings: Settings, console: Console, ask: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        console: Console,
+        ask: Callable[[], str],
+        interrupt: Callable[[], Interrupt] = Interrupt,
+    ) -> None:
+        self._interrupt = interrupt
         self._session = session
         self._settings = settings
         self._given = settings.model_copy(deep=True)
@@ -136,7 +147,7 @@ class Chat:
 
     def _answer(self, text: str) -> None:
         before = list(self._history)
-        with Interrupt() as interrupt:
+        with self._interrupt() as interrupt:
             try:
                 if self._settings.raw:
                     prompt = self._session.encode(text, self._settings)
@@ -246,8 +257,10 @@ class Chat:
                 )
             )
         pair = target if draft is None else f"{target}, guesses by {draft}"
+        ranks = "" if plan.ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.steps}"
+        ranks = ranks if plan.mode == "async" or not ranks else f" on {plan.ranks} ranks"
         self._note(
-            f"{pair}; mode {plan.mode}, {session.dtype}, {session.threads} threads,"
+            f"{pair}; mode {plan.mode}{ranks}, {session.dtype}, {session.threads} threads,"
             f" context {session.llm.max_model_len}" + (", raw: no chat template" if self._settings.raw else "")
         )
         if plan.mode == "smc":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from swiftspec.serve import answer
 from swiftspec.serve.cli import Command
-from swiftspec.serve.session import open_session
+from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import UsageError
 from swiftspec.serve.terminal import Interrupt, Phases, visible
+
+if TYPE_CHECKING:
+    from swiftspec.remote.world import World
 
 INTERRUPTED = 130
 
@@ -45,13 +49,20 @@ def _decode(data: bytes, source: str) -> str:
         raise UsageError(f"{source} is not valid UTF-8 (byte {error.start})") from None
 
 
-def run(command: Command, prompt: str) -> int:
+def run(command: Command, prompt: str, world: World | None = None) -> int:
     """Prints the completion as it comes, or one JSON object at the end. Returns the exit code."""
     phases = Phases(quiet=command.json)
     try:
-        session = open_session(command.settings, phases)
+        session = open_session(command.settings, phases, world)
     finally:
         phases.close()
+    try:
+        return _answer(command, prompt, session)
+    finally:
+        session.llm.close()
+
+
+def _answer(command: Command, prompt: str, session: Session) -> int:
     tokens = session.encode(prompt, command.settings)
     show = visible if sys.stdout.isatty() else str
     with Interrupt() as interrupt:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
-from swiftspec.params import SamplingParams
+from swiftspec.params import Plan, SamplingParams
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.stream import TextStream
 from swiftspec.serve.terminal import Phases
@@ -20,6 +20,8 @@ from swiftspec.serve.text import Message, TextCodec, check_pair, locate
 
 if TYPE_CHECKING:
     from swiftspec.engine import LLM, Chunk
+    from swiftspec.remote.world import World
+    from swiftspec.worker.roles import Options
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
@@ -62,58 +64,87 @@ class Session:
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
 
-def open_session(settings: Settings, phases: Phases, *, warm_up: bool = False) -> Session:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The pair that the settings name, and how it is to run. The draft's are None in mode ar."""
+
+    model: str
+    draft_model: str | None
+    target: Path
+    draft: Path | None
+    plan: Plan
+
+    @staticmethod
+    def of(settings: Settings, ranks: int, phases: Phases) -> Found:
+        """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
+        model, draft_model = _names(settings)
+        plan = settings.plan(draft_model is not None, ranks)
+        if plan.mode == "ar":
+            draft_model = None
+        if not all(Path(name).expanduser().is_dir() for name in (model, draft_model) if name is not None):
+            phases.begin("download")
+        target = locate(model, settings.revision)
+        draft = None if draft_model is None else locate(draft_model)
+        for path in (target, draft):
+            if path is not None:
+                ModelConfig.from_dir(path)  # what is no model shows at once
+        return Found(model, draft_model, target, draft, plan)
+
+
+def open_session(settings: Settings, phases: Phases, world: World | None = None, *, warm_up: bool = False) -> Session:
     """Finds, checks and loads the models that the settings name. Raises UserError on whatever does not fit."""
-    embedded = settings.model is None
-    model, draft = _names(settings)
-    plan = settings.plan(draft is not None)
-    if plan.mode == "ar":
-        draft = None
-    if not all(Path(name).expanduser().is_dir() for name in (model, draft) if name is not None):
-        phases.begin("download")
-    target_path = locate(model, settings.revision)
-    draft_path = None if draft is None else locate(draft)
-    for path in (target_path, draft_path):
-        if path is not None:
-            ModelConfig.from_dir(path)  # what is no model shows at once
-    defaults = generation_defaults(target_path)
+    found = Found.of(settings, 1 if world is None else world.size, phases)
+    defaults = generation_defaults(found.target)
     settings.sampling(defaults)  # nonsense shows before the weights are read
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")
-    codec = TextCodec(target_path)
-    if draft_path is not None:
-        check_pair(codec, TextCodec(draft_path))
+    codec = TextCodec(found.target)
+    if found.draft is not None:
+        check_pair(codec, TextCodec(found.draft))
 
     phases.begin("target weights")
-    device = _device(settings.device)
-    dtype = _dtype(settings.dtype, target_path, device)
-    threads = _use_threads(settings, target_path, dtype, device)
-    import torch
-
     from swiftspec.engine import LLM
 
+    options, dtype, threads = _options(settings, found.target, world)
+    options |= {"vocab_size": codec.size, "progress": _Weights(phases)}
     try:
-        llm = LLM(
-            target_path,
-            draft_path,
-            plan,
-            dtype=getattr(torch, dtype),
-            device=device,
-            max_model_len=settings.max_model_len,
-            vocab_size=codec.size,
-            ops=settings.ops,
-            progress=_Weights(phases),
-        )
+        llm = LLM(found.target, found.draft, found.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
     if warm_up:
         phases.begin("warm-up")
-        llm.generate([0], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
     phases.ready()
-    return Session(llm, codec, model, draft, embedded, dtype, threads, defaults)
+    return Session(llm, codec, found.model, found.draft_model, settings.model is None, dtype, threads, defaults)
+
+
+def serve_rank(settings: Settings, world: World) -> None:
+    """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
+    from swiftspec import engine
+
+    found = Found.of(settings, world.size, Phases(quiet=True))
+    options, _, _ = _options(settings, found.target, world)
+    engine.serve_rank(world, found.target, found.draft, found.plan, **options)
+
+
+def _options(settings: Settings, target: Path, world: World | None) -> tuple[Options, str, int]:
+    """How to load the models; dtype and threads by name and number, for whoever tells the user."""
+    import torch
+
+    device = _device(settings.device)
+    dtype = _dtype(settings.dtype, target, device)
+    threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
+    options: Options = {
+        "dtype": getattr(torch, dtype),
+        "device": device,
+        "max_model_len": settings.max_model_len,
+        "share_device": settings.share_gpus,
+        "ops": settings.ops,
+    }
+    return options, dtype, threads
 
 
 class _Weights:
@@ -182,19 +213,20 @@ def _cpu_has_bf16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _use_threads(settings: Settings, target: Path, dtype: str, device: str) -> int:
-    """Native operators take one thread; what torch is left with is so small that a second one would only wait."""
+def _use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
+    """Native operators take one thread; what torch is left with is so small that a second one would only wait. The
+    `ranks` of this machine share its cores."""
     import torch
 
     from swiftspec.ops import host
 
     native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
-    count = settings.threads or (1 if native else min(_physical_cores(), MOST_THREADS))
+    count = settings.threads or (1 if native else min(max(physical_cores() // ranks, 1), MOST_THREADS))
     torch.set_num_threads(count)
     return count
 
 
-def _physical_cores() -> int:
+def physical_cores() -> int:
     """Cores that this process may run on, two hardware threads of one core counted once."""
     affinity = getattr(os, "sched_getaffinity", None)
     cpus = affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))

@@ -1,23 +1,20 @@
-"""What can be set, and where from: command line > SWIFTSPEC_* environment > YAML file > default.
+"""What can be set, how it is checked, and what it makes: a plan and sampling parameters.
 
 Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.errors import UserError
-from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams
+from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, split_ranks
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
@@ -65,6 +62,7 @@ class Settings(BaseSettings):
     device: Annotated[
         Literal["auto", "cpu", "cuda"], Flag(MODELS, default="auto: cuda where PyTorch finds an NVIDIA GPU, else cpu")
     ] = Field("auto", description="Where the models run.")
+    share_gpus: Annotated[bool, Flag(MODELS)] = Field(False, description="Let several ranks run on one GPU.")
     max_model_len: Annotated[int | None, Flag(MODELS, "N", "what the target was made for")] = Field(
         None, description="Longest context in tokens, prompt and answer together."
     )
@@ -77,18 +75,27 @@ class Settings(BaseSettings):
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
-    mode: Annotated[Literal["ar", "serial", "smc"] | None, Flag(TREE, default="serial with a draft model, else ar")] = (
-        Field(
-            None,
-            description="serial: draft tree and verification in turns. ar: one token per forward, no draft. smc:"
-            " weighted particles in place of verification, which is approximate.",
-        )
+    mode: Annotated[
+        Literal["ar", "serial", "async", "smc"] | None,
+        Flag(TREE, default="with a draft model async on several ranks, serial on one; else ar"),
+    ] = Field(
+        None,
+        description="async: the draft group grows the tree while the target group verifies. serial: in turns, on one"
+        " group. ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
+    )
+    target_tp: Annotated[int | None, Flag(TREE, "X", "the ranks that the draft leaves")] = Field(
+        None, ge=1, description="Ranks that share the target model."
+    )
+    draft_tp: Annotated[int | None, Flag(TREE, "Y", "a quarter of the ranks, at least 1")] = Field(
+        None, ge=1, description="Ranks that share the draft model, in mode async."
     )
     verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
         8, description="Tree nodes verified per round, the root counted."
     )
     draft_leaves: Annotated[int, Flag(TREE, "W")] = Field(8, description="Leaves expanded per draft forward.")
-    draft_steps: Annotated[int, Flag(TREE, "D")] = Field(3, description="Draft forwards per round.")
+    draft_steps: Annotated[int | None, Flag(TREE, "D", "async: as many as fit into a target forward; serial: 3")] = (
+        Field(None, description="Draft forwards per round.")
+    )
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
     )
@@ -174,7 +181,7 @@ class Settings(BaseSettings):
 
     @field_validator("verify_batch", "draft_leaves", "draft_steps")
     @classmethod
-    def _plan_value(cls, value: int, info: ValidationInfo) -> int:
+    def _plan_value(cls, value: int | None, info: ValidationInfo) -> int | None:
         one: dict[str, Any] = {str(info.field_name): value}
         _as_value_error(lambda: Plan(**one))
         return value
@@ -188,17 +195,25 @@ class Settings(BaseSettings):
         _as_value_error(lambda: PopulationPlan(**one))
         return value
 
-    def plan(self, has_draft: bool) -> Plan:
-        """The tree's shape, and the mode if left open. Raises UserError where the mode needs a draft and has none."""
-        mode = self.mode or ("serial" if has_draft else "ar")
+    def plan(self, has_draft: bool, ranks: int = 1) -> Plan:
+        """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
+        needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
+        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
         idle, what = (TREE_ONLY, "draft tree") if mode == "smc" else (SMC_ONLY, "population")
         for name in idle:
             if name in self.model_fields_set:
                 raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
-        population = PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY})
-        return Plan(mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled, population=population)
+        try:
+            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
+            return Plan(
+                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
+                target_tp=target_tp, draft_tp=draft_tp,
+                population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
+            )  # fmt: skip
+        except UserError as error:
+            raise UsageError(str(error)) from None
 
     def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
@@ -222,23 +237,6 @@ def _as_value_error(check: Callable[[], object]) -> None:
         check()
     except UserError as error:
         raise ValueError(str(error)) from None
-
-
-def load(cli: Mapping[str, object], file: Path | None = None) -> Settings:
-    """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
-    below = _read_yaml(file) if file is not None else {}
-    by_env = {name for name in Settings.model_fields if os.environ.get(env_name(name))}
-    given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
-
-    def label(name: str) -> str:
-        if name in cli:
-            return flag_name(name)
-        return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
-
-    try:
-        return Settings(**given)  # pyright: ignore[reportArgumentType]
-    except ValidationError as error:
-        raise UsageError(explain(error, label)) from None
 
 
 def flag_name(name: str) -> str:
@@ -266,30 +264,3 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
     }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
     return f"{label(name)} must {wanted}, not {first['input']!r}"
-
-
-def _read_yaml(file: Path) -> dict[str, object]:
-    """The file's values by field name; empty ones count as left out."""
-    import yaml  # not needed for --help
-
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in data.items()}
-    unknown = [str(key) for key in data if str(key).replace("-", "_") not in Settings.model_fields]
-    if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0])}")
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _hint(key: str) -> str:
-    known = [name.replace("_", "-") for name in Settings.model_fields]
-    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

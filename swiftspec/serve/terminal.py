@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -76,6 +79,30 @@ class Interrupt:
             close = getattr(chunks, "close", None)
             if close is not None:
                 close()
+
+
+class KeyInterrupt(Interrupt):
+    """Ctrl-C under a launcher such as torchrun, which owns the terminal's signals and would end all ranks: during an
+    answer the terminal sends it as a key instead, looked for between two rounds. Other keys pressed meanwhile are lost.
+    """
+
+    def __enter__(self) -> KeyInterrupt:
+        super().__enter__()
+        self._terminal = termios.tcgetattr(0)
+        keys = termios.tcgetattr(0)
+        keys[3] &= ~(termios.ISIG | termios.ICANON | termios.ECHO)
+        termios.tcsetattr(0, termios.TCSADRAIN, keys)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
+        super().__exit__(*error)
+
+    def watch(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        for chunk in super().watch(chunks):
+            if select.select([0], [], [], 0)[0] and b"\x03" in os.read(0, 1024):
+                self.pressed = True
+            yield chunk
 
 
 class Phases:

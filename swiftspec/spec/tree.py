@@ -81,16 +81,19 @@ class DraftTree:
         self.logprob[new] = (self.logprob[nodes, None] + logprobs).ravel()
         self.count += rows * k
 
-    def best_subtree(self, bs: int) -> tuple[list[int], list[int], list[int]]:
-        """The bs likeliest nodes, root included: (nodes, tokens, parents), in topological order, parents by position.
+    def best_subtree(self, bs: int, root: int = 0) -> tuple[list[int], list[int], list[int]]:
+        """The bs likeliest nodes from `root` down: (nodes, tokens, parents), in topological order, parents by position.
 
         Connected because of equal weights the earlier node, hence the parent, comes first.
         """
-        order = np.argsort(-self.logprob[: self.count], kind="stable")[:bs]
-        nodes = np.sort(order[self.logprob[order] > NEG_INF])
+        weights = self.logprob[: self.count]
+        if root != 0:
+            weights = np.where(self._below(root), weights, NEG_INF)
+        order = np.argsort(-weights, kind="stable")[:bs]
+        nodes = np.sort(order[weights[order] > NEG_INF])
         place = {node: i for i, node in enumerate(nodes.tolist())}
-        parents = [place[p] for p in self.parent[nodes].tolist()]
-        return list(place), self.token[nodes].tolist(), [-1, *parents[1:]]
+        parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
+        return list(place), self.token[nodes].tolist(), [-1, *parents]
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
@@ -117,11 +120,20 @@ class DraftTree:
         if slot == self.slots:  # a leaf: nothing below it
             self.reset(int(self.token[node]))
             return above, []
-        inside = self.visible[self.slot[self.parent[: self.count]], slot]
-        inside[node] = True
+        inside = self._below(node)
         kept = np.flatnonzero(self.visible[: self.expanded, slot])
         self._keep(np.flatnonzero(inside), kept)
         return above, kept.tolist()
+
+    def _below(self, node: int) -> NDArray[np.bool_]:
+        """[count], which nodes lie below `node`, itself among them."""
+        slot = int(self.slot[node])
+        if slot == self.slots:
+            inside = np.zeros(self.count, dtype=np.bool_)
+        else:
+            inside = self.visible[self.slot[self.parent[: self.count]], slot]
+        inside[node] = True
+        return inside
 
     def _keep(self, nodes: Ints, slots: Ints) -> None:
         """Drops all but these nodes and tree slots, both ascending, and renumbers; the first node becomes the root."""

@@ -17,7 +17,7 @@ the global power does. So each token multiplies its particle's weight by p^alpha
 The seed adds the first term alone; without the bonus token's log Z(prefix) its population follows neither law.
 Tokens after the one that ended a particle add nothing. A particle's weight is then an unbiased estimate of its share of
 Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
-means. Expectations over the weighted population are off by O(1 / N). tests/test_smc.py proves all this by enumeration.
+means. Expectations over the weighted population are off by O(1 / N). tests/test_smc_law.py proves this by enumeration.
 
 For Z and pi to be right, q must reach whatever p reaches, so the filters (top-k, top-p, min-p) shape p alone. Let A be
 the tokens that they leave, and q(A) the draft's mass there. A draft token outside A ends the particle's round: a token
@@ -38,7 +38,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NEG_INF = float("-inf")
+from swiftspec.spec.filters import NEG_INF
+
 TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
+from swiftspec.model.parallel import Group
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec.kv_cache import KVCache
 
@@ -25,6 +26,8 @@ class Model(Protocol):
     """What a runner needs of a transformer."""
 
     config: ModelConfig
+    kv_heads: int  # of this rank
+    group: Group | None
     dtype: torch.dtype
     device: torch.device
 
@@ -48,7 +51,7 @@ class Runner:
         self.tree_slots = tree_slots
         self.cache = KVCache(
             config.num_layers,
-            config.num_kv_heads,
+            model.kv_heads,
             config.head_dim,
             context + tree_slots,
             ops.move_kv,

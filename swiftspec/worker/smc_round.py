@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.params import PopulationPlan, SamplingParams
-from swiftspec.spec import weights
+from swiftspec.spec import filters, weights
 from swiftspec.spec.particles import Particles
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.streams import Purpose, Streams
@@ -38,7 +38,7 @@ class Shaper:
             return shaped
         ranked, tokens = shaped.sort(-1, descending=True)
         mass = ranked.softmax(-1)
-        ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= self._top_p, weights.NEG_INF)
+        ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= self._top_p, filters.NEG_INF)
         return torch.empty_like(shaped).scatter_(-1, tokens, ranked)
 
 
@@ -73,7 +73,7 @@ class SMCRound:
         """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
         device = self._stops.device
         unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target reaches
-        self._filtered = 0 < sampling.top_k < self._vocab or sampling.top_p < 1 or sampling.min_p > 0
+        self._filtered = filters.active(sampling)
         self._shape_target = Shaper(sampling, self._vocab, device)
         self._shape_draft = Shaper(unfiltered, self._vocab, device)
         self.streams = Streams(sampling.seed, self._plan.particles, self._vocab, device)
@@ -177,7 +177,7 @@ class SMCRound:
         The first `smc_exact` tokens are verified; the others must only be inside the target's filters.
         """
         power, exact = self._plan.power, self._plan.smc_exact
-        stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > weights.NEG_INF
+        stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
         if exact:
             coins = self.streams.coins(self.particles.clock + self._ticks[:exact])
             verified = weights.accept(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)

@@ -23,7 +23,10 @@ class Pending(Protocol):
 
 
 class Verifier(Protocol):
-    """Verifies proposals on the target model, one at a time."""
+    """Verifies proposals on the target model, one at a time. `busy`: seconds that it has spent in forwards."""
+
+    @property
+    def busy(self) -> float: ...
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output."""
@@ -31,6 +34,10 @@ class Verifier(Protocol):
 
     def submit(self, proposal: Proposal) -> Pending:
         """Starts the forward over the proposal's nodes."""
+        ...
+
+    def settle(self) -> None:
+        """Called once a result is on its way to the drafter: does what that need not wait for."""
         ...
 
     def close(self) -> None:
@@ -45,8 +52,13 @@ class LocalVerifier:
         self.runner = runner
         self._vocab = vocab
 
+    @property
+    def busy(self) -> float:
+        return self.runner.busy
+
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, self.runner.model.device)
+        model = self.runner.model
+        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group)
         self._sampler.observe(tokens[prompt_len:])
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
@@ -58,8 +70,13 @@ class LocalVerifier:
     def close(self) -> None:
         self.runner.reset()
 
+    def settle(self) -> None:
+        path, tokens = self._accepted
+        self.runner.cache.commit(path)
+        self._sampler.observe(tokens)
+
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Forward, sample at every node, walk, and commit the accepted path."""
+        """Forward, sample at every node, walk. The accepted path is committed by `settle`."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
@@ -67,15 +84,20 @@ class LocalVerifier:
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         sampled = self._sampler.draw(logits, paths, positions)
         path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
-        self.runner.cache.commit(path)
-        self._sampler.observe(tokens)
+        self._accepted = path, tokens
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
 
 
-class LocalPending:
-    """Runs the forward when it is waited for: in one process there is nothing to overlap it with."""
+class Verifies(Protocol):
+    """What runs the forward that a LocalPending stands for."""
 
-    def __init__(self, verifier: LocalVerifier, proposal: Proposal) -> None:
+    def verify(self, proposal: Proposal) -> VerifyResult: ...
+
+
+class LocalPending:
+    """Runs the forward when it is waited for: this process has nothing else to do meanwhile."""
+
+    def __init__(self, verifier: Verifies, proposal: Proposal) -> None:
         self._verifier = verifier
         self._proposal = proposal
 

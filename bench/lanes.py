@@ -1,0 +1,144 @@
+"""Both lanes of asynchronous decoding: what the target and the draft do in a round, and who waits for whom.
+
+    torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0]
+
+The clocks of one machine's processes agree, so the lanes can be laid side by side. Each function that is timed costs a
+microsecond more than it would; `target busy` comes from a run without timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.remote.shared import SharedChannel
+from swiftspec.remote.world import World
+from swiftspec.spec import verify
+from swiftspec.spec.kv_cache import KVCache
+from swiftspec.spec.sampler import Sampler
+from swiftspec.spec.tree import DraftTree
+from swiftspec.worker.runner import Runner
+
+TIMED: list[tuple[Any, str]] = [
+    (Runner, "_forward"), (SharedChannel, "send"), (SharedChannel, "recv"), (KVCache, "commit"), (Sampler, "draw"),
+    (Sampler, "children"), (DraftTree, "best_leaves"), (DraftTree, "add_children"), (DraftTree, "best_subtree"),
+    (DraftTree, "walk"), (DraftTree, "reroot"), (verify, "walk"),
+]  # fmt: skip
+MODELS = (DEMO / "target", DEMO / "draft")
+Span = tuple[str, float, float]  # name, beginning, end
+
+
+@contextmanager
+def timed(spans: list[Span]) -> Iterator[None]:
+    """Notes every call of the timed functions."""
+
+    def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spans.append((name, began, time.perf_counter()))
+
+        return wrapper
+
+    kept = [(owner, name, getattr(owner, name)) for owner, name in TIMED]
+    for owner, name, function in kept:
+        setattr(owner, name, wrap(name.strip("_"), function))
+    try:
+        yield
+    finally:
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+
+
+def rounds(target: list[Span]) -> list[tuple[float, float]]:
+    """From one proposal's arrival to the next: the receiving calls of the target, openings left out."""
+    ends = [end for name, _, end in target if name == "recv"]
+    return [(a, b) for a, b in pairwise(ends) if b - a < 0.1]
+
+
+def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> None:
+    """Mean milliseconds a round by function, over whole rounds."""
+    begin, end = spots[0][0], spots[-1][1]
+    total: defaultdict[str, float] = defaultdict(float)
+    for name, a, b in spans:
+        total[name] += 1000 * max(min(b, end) - max(a, begin), 0.0)
+    total["(rest)"] = 1000 * (end - begin) - sum(total.values())
+    print(f"{lane}: " + ", ".join(f"{n} {t / len(spots):.3f}" for n, t in sorted(total.items(), key=lambda x: -x[1])))
+
+
+def decode(world: World, plan: Plan, limit: int, temperature: float) -> tuple[LLM, float, float]:
+    """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
+    llm = LLM(*MODELS, plan, world=world, dtype=torch.bfloat16)
+    prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
+    sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
+    busy = spent = tokens = count = 0.0
+    for number, prompt in enumerate(prompts):
+        stats = llm.generate(prompt, sampling).stats
+        if number:  # the first one warms up
+            busy, spent = busy + stats.target_busy_time, spent + stats.decode_time
+            tokens, count = tokens + stats.accepted + stats.rounds, count + stats.rounds
+    llm.close()
+    return llm, busy / spent, tokens / count
+
+
+def show(target: list[Span], draft: list[Span]) -> None:
+    """Means over all rounds, then one round of median length as it went."""
+    spots = rounds(target)
+    table("target, ms a round", target, spots)
+    table("draft,  ms a round", draft, spots)
+    length = statistics.median(b - a for a, b in spots)
+    begin, end = min(spots, key=lambda spot: abs(spot[1] - spot[0] - length))
+    print(f"one round of {1000 * length:.2f} ms (median of {len(spots)}), times in microseconds from its beginning:")
+    for lane, spans in (("target", target), ("draft", draft)):
+        for name, a, b in sorted(spans, key=lambda span: span[1]):
+            if b > begin and a < end:
+                print(f"  {lane:6} {1e6 * (a - begin):7.0f} .. {1e6 * (b - begin):7.0f}  {name}")
+
+
+def main() -> None:
+    """Runs twice: untimed for the shares, timed for the lanes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=8, help="prompts")
+    parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    whole = join_world()
+    if whole is None or whole.size != 2:
+        parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
+    torch.set_num_threads(1)
+    plan, spans = Plan("async", draft_steps=args.steps), []
+    plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
+    if whole.rank:
+        serve_rank(plain, *MODELS, plan, dtype=torch.bfloat16)
+        with timed(spans):
+            serve_rank(close, *MODELS, plan, dtype=torch.bfloat16)
+        whole.store.set("lane", json.dumps(spans))
+        whole.store.get("shown")  # the store lives with rank 0
+        return
+    llm, busy, tokens = decode(plain, plan, args.limit, args.temperature)
+    print(f"d = {llm.plan.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
+    with timed(spans):
+        decode(close, plan, args.limit, args.temperature)
+    show(spans, json.loads(whole.store.get("lane")))
+    whole.store.set("shown", "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Shared memory against sockets, between two processes: the all-reduce of a tensor-parallel layer (12 KB: 8 rows of 384
+float32) by LL and by gloo, and the round trip of a message (100 words) by mailbox and by TCP over localhost.
+
+    python -m bench.ll [--runs 5] [--calls 2000] [--no-pin]
+
+Median and 98th percentile of a call, as the caller in Python sees it, in microseconds. The ways take turns within a
+run; of several runs the best median counts, and the percentile of the same run, since other work on the machine
+disturbs whichever is on. Each process keeps to a core of its own, sockets and all; with --no-pin the system places
+them, on a busy machine often both on one. A table, then one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from swiftspec.ops.shm import Mailbox, SharedGroup, new_name
+
+ROWS, WIDTH, WORDS = 8, 384, 100
+WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TCP"]
+
+
+def connect(side: int, folder: Path) -> socket.socket:
+    """A TCP connection between the two processes; the port travels through a file."""
+    port = folder / "port"
+    if side == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            (folder / "port.new").write_text(str(server.getsockname()[1]))
+            (folder / "port.new").rename(port)
+            peer, _ = server.accept()
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        peer = socket.create_connection(("127.0.0.1", int(port.read_text())))
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return peer
+
+
+def receive(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += peer.recv(size - len(data))
+    return data
+
+
+def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Callable[[], object]]:
+    """What one process calls, by name; both call the same one at a time."""
+    group = SharedGroup(names[0], rank, 2, spin=spin)
+    mailbox = Mailbox(names[1], rank, spin=spin)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
+    peer = connect(rank, folder)
+    x = torch.zeros(ROWS, WIDTH)
+    message = torch.zeros(WORDS, dtype=torch.int32)
+    data = message.numpy().tobytes()
+
+    def by_mailbox() -> None:
+        if rank == 0:
+            mailbox.send(message)
+        mailbox.recv(30)
+        if rank == 1:
+            mailbox.send(message)
+
+    def by_tcp() -> None:
+        if rank == 0:
+            peer.sendall(data)
+        receive(peer, len(data))
+        if rank == 1:
+            peer.sendall(data)
+
+    calls = [lambda: group.all_reduce(x), lambda: dist.all_reduce(x), by_mailbox, by_tcp]
+    return dict(zip(WAYS, calls, strict=True))
+
+
+def measure(call: Callable[[], object], calls: int) -> tuple[float, float]:
+    """Median and 98th percentile of a call, in microseconds, after a tenth as many to warm up."""
+    times = []
+    for i in range(calls + calls // 10):
+        began = time.perf_counter()
+        call()
+        if i >= calls // 10:
+            times.append(1e6 * (time.perf_counter() - began))
+    times.sort()
+    return times[len(times) // 2], times[len(times) * 98 // 100]
+
+
+def run_rank(
+    rank: int, folder: Path, names: list[str], runs: int, calls: int, pin: bool
+) -> list[dict[str, tuple[float, float]]]:
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if pin:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    mine = ways(rank, folder, names, spin=len(cores) >= 2)
+    results = [{name: measure(call, calls) for name, call in mine.items()} for _ in range(runs)]
+    dist.destroy_process_group()
+    return results
+
+
+def show(results: list[dict[str, tuple[float, float]]], pinned: bool) -> None:
+    best = {name: min(run[name] for run in results) for name in WAYS}
+    ratios = {
+        "all_reduce": best["all_reduce gloo"][0] / best["all_reduce LL"][0],
+        "round_trip": best["round trip TCP"][0] / best["round trip mailbox"][0],
+    }
+    print(f"{'':20} {'median us':>10} {'98 % us':>10}")
+    for name, (median, late) in best.items():
+        print(f"{name:20} {median:10.1f} {late:10.1f}")
+    print(f"LL is {ratios['all_reduce']:.1f}x as fast as gloo, the mailbox {ratios['round_trip']:.1f}x as fast as TCP")
+    print(json.dumps({"best": best, "ratios": ratios, "runs": results, "pinned": pinned, "cores": os.cpu_count()}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--no-pin", dest="pin", action="store_false")
+    parser.add_argument("--join", nargs=3, metavar=("FOLDER", "GROUP", "MAILBOX"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.join:
+        run_rank(1, Path(args.join[0]), args.join[1:], args.runs, args.calls, args.pin)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        names = [new_name(), new_name()]
+        shape = ["--runs", str(args.runs), "--calls", str(args.calls), *([] if args.pin else ["--no-pin"])]
+        other = subprocess.Popen([sys.executable, "-m", "bench.ll", *shape, "--join", folder, *names])
+        try:
+            results = run_rank(0, Path(folder), names, args.runs, args.calls, args.pin)
+            other.wait(60)
+        finally:
+            other.kill()
+    show(results, args.pin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Ranks of one machine over shared memory, through the native LL protocol (csrc/ll.h): collectives and a mailbox.
+
+One rank makes a name with `new_name`, sends it to the others by whatever they started with, and all open it together;
+opening returns when all are there, and from then on the name is gone and nothing outlives the processes. A rank that
+ends, even by SIGKILL, is noticed within a fraction of a second by whoever waits for it. Errors are Python's own:
+TimeoutError (a deadline), ConnectionError (a peer has ended, left or given up), other OSError (no shared memory).
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+
+ATTACH_SECONDS = 60.0
+
+
+def new_name() -> str:
+    """A name for a group or a mailbox that nobody guesses or has used."""
+    return f"/swiftspec-{secrets.token_hex(16)}"
+
+
+class SharedGroup:
+    """The ranks of a tensor-parallel group. All make the same calls in the same order, with the same shapes.
+
+    `spin`: every rank of this machine has a core of its own. Without it a waiting rank gives its core away at once.
+    `timeout` (seconds) bounds each wait. Once a call has raised, every rank's calls raise. Used by one thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        spin: bool,
+        timeout: float = 30.0,
+        capacity: int = 1 << 16,
+        attach_timeout: float = ATTACH_SECONDS,
+    ) -> None:
+        """Opens the group. `capacity` is the longest message, in bytes, that goes in one piece; memory is 4 `size`^2
+        times that."""
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._group = _C.Group(name, rank, size, capacity, attach_timeout, spin)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in their order and so bitwise equal on all: float32, float64, or bfloat16 (summed in
+        float32, rounded once). In place where `x` is contiguous; returns the sum."""
+        _on_host(x)
+        x = x.contiguous()
+        self._group.all_reduce(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), self.timeout)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[size, *x.shape]: `x` of every rank, in their order. Any dtype."""
+        _on_host(x)
+        x = x.contiguous()
+        out = x.new_empty(self.size, *x.shape)
+        self._group.all_gather(x.data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
+        return out
+
+    def close(self) -> None:
+        """Tells the others that nothing more will come from this rank; what it has sent stays readable."""
+        self._group.leave()
+
+
+class Mailbox:
+    """Messages of int32 words between two processes, in both directions; sides 0 and 1. Used by one thread.
+
+    `words`: what fits unread in one direction. A message that fits is sent at once; a longer one passes as the other
+    side reads it. `spin` as in SharedGroup.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        side: int,
+        *,
+        spin: bool,
+        timeout: float = 30.0,
+        words: int = 1 << 16,
+        attach_timeout: float = ATTACH_SECONDS,
+    ) -> None:
+        """Opens the mailbox. `timeout` (seconds) bounds a send into a full mailbox and the pauses within a message."""
+        self.timeout = timeout
+        self._mailbox = _C.Mailbox(name, side, words, attach_timeout, spin)
+
+    def send(self, message: Tensor) -> None:
+        """Sends a flat int32 tensor [n]; does not wait for the other side as long as there is room."""
+        _on_host(message)
+        if message.dtype != torch.int32 or message.ndim != 1:
+            raise ValueError(f"a message is a flat int32 tensor, not {message.dtype} of shape {list(message.shape)}")
+        message = message.contiguous()
+        self._mailbox.send(message.data_ptr(), message.numel(), self.timeout)
+
+    def recv(self, timeout: float) -> Tensor:
+        """The next message, int32 [n]. TimeoutError after `timeout` seconds (0: only a look); it may be tried again."""
+        words = self._mailbox.wait(timeout)
+        message = torch.empty(words, dtype=torch.int32)
+        self._mailbox.take(message.data_ptr(), words, self.timeout)
+        return message
+
+    def close(self) -> None:
+        """Tells the other side that nothing more will come; what was sent stays readable."""
+        self._mailbox.leave()
+
+
+def _on_host(x: Tensor) -> None:
+    if x.device.type != "cpu":
+        raise ValueError(f"shared memory holds tensors of the CPU, not of {x.device}")

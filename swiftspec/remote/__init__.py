@@ -1,0 +1,1 @@
+"""What crosses from one rank to another outside a model's forward."""

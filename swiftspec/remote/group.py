@@ -1,0 +1,151 @@
+"""The bridge between the two groups: the draft group behind a proxy on the target's leader (paper section 3.1).
+
+A round takes one message each way. The result goes over, the draft re-roots and answers with the next proposal; while
+the target verifies that, the draft expands d times. What the draft says late or about another request is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from swiftspec.batch import Opening, Proposal, VerifyResult, Words
+from swiftspec.errors import DrafterLost
+from swiftspec.params import SamplingParams
+from swiftspec.remote.calls import Call, LeadingDrafter, to_text, to_words
+from swiftspec.remote.channel import Channel
+from swiftspec.worker.drafter import FAILURES
+from swiftspec.worker.pace import expansion_time
+
+ANSWER_TIMEOUT = 5.0  # seconds that a draft may take for a round before it counts as lost
+OPEN_TIMEOUT = 60.0  # and for its prefill
+
+
+class GroupDrafter:
+    """Stands for the draft group on the target's leader. Every call may raise DrafterLost."""
+
+    def __init__(
+        self, bridge: Channel, *, answer_timeout: float = ANSWER_TIMEOUT, open_timeout: float = OPEN_TIMEOUT
+    ) -> None:
+        self.busy = 0.0
+        self._bridge = bridge
+        self._answer_timeout, self._open_timeout = answer_timeout, open_timeout
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self._request, self._round = request, 0
+        self._send(Call.DRAFTER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len).pack())
+
+    def propose(self) -> Proposal:
+        deadline = time.monotonic() + (self._answer_timeout if self._round else self._open_timeout)
+        while True:
+            words = self._answer(Call.PROPOSAL, deadline)
+            proposal = Proposal.unpack(words[1:])
+            if (proposal.request, proposal.round) == (self._request, self._round):
+                self.busy += float(words[0]) * 1e-6
+                return proposal
+
+    def grow(self) -> None:
+        pass  # it is growing already
+
+    def observe(self, result: VerifyResult) -> None:
+        self._round = result.round + 1
+        self._send(Call.OBSERVE, result.pack())
+
+    def close(self) -> None:
+        self._send(Call.DRAFTER_CLOSE)
+
+    def expansion_time(self) -> float:
+        """Seconds that the draft takes for one expansion, measured now."""
+        self._send(Call.PACE)
+        return float(self._answer(Call.TIME, time.monotonic() + self._open_timeout)[0]) * 1e-6
+
+    def set_steps(self, steps: int) -> None:
+        """Sets d for the requests to come."""
+        self._send(Call.STEPS, np.array([steps], np.int32))
+
+    def leave(self) -> None:
+        """Sends the draft group home."""
+        self._send(Call.LEAVE)
+
+    def _send(self, call: Call, words: Words | None = None) -> None:
+        try:
+            self._bridge.send(call, words)
+        except ConnectionError as error:
+            raise DrafterLost(str(error)) from None
+
+    def _answer(self, wanted: Call, deadline: float) -> Words:
+        """The next message of that kind. Says why when the draft gives up this request."""
+        while True:
+            try:
+                kind, words = self._bridge.recv(max(deadline - time.monotonic(), 0.0))
+            except TimeoutError:
+                raise DrafterLost("the draft group did not answer in time") from None
+            except ConnectionError as error:
+                raise DrafterLost(str(error)) from None
+            if kind == wanted:
+                return words
+            if kind == Call.LOST and words[0] == self._request:
+                raise DrafterLost(to_text(words[1:]))
+
+
+class DraftService:
+    """The life of the draft group's leader: it answers the target until that leaves or is gone."""
+
+    def __init__(self, target: Channel, drafter: LeadingDrafter) -> None:
+        self._target = target
+        self._drafter = drafter
+        self._request = 0
+        self._failed = False  # the request: nothing more is done for it
+        self._busy = 0.0  # as told so far
+
+    def run(self) -> None:
+        """Serves. Returns when there is no target any more; a failing draft model only ends the request."""
+        try:
+            while True:
+                kind, words = self._target.recv()
+                if kind == Call.LEAVE:
+                    return
+                try:
+                    self._serve(Call(kind), words)
+                except FAILURES as error:
+                    self._failed = True
+                    self._tell_failure(str(error) or type(error).__name__)
+        except ConnectionError:
+            return
+
+    def _serve(self, call: Call, words: Words) -> None:
+        """One message: first the answer, then whatever can be done ahead."""
+        drafter = self._drafter
+        match call:
+            case Call.DRAFTER_OPEN:
+                opening = Opening.unpack(words)
+                self._request, self._failed = opening.request, False
+                drafter.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
+                self._propose(drafter.propose())
+                drafter.grow()
+            case Call.OBSERVE:
+                if not self._failed:  # else the target has been told, or will read it in a moment
+                    drafter.observe(VerifyResult.unpack(words))
+                    self._propose(drafter.propose())
+                    drafter.grow()
+            case Call.DRAFTER_CLOSE:
+                drafter.close()
+            case Call.STEPS:
+                drafter.steps = int(words[0])
+            case Call.PACE:
+                microseconds = max(int(1e6 * expansion_time(drafter)), 1)
+                self._target.send(Call.TIME, np.array([microseconds], np.int32))
+            case _:
+                raise ValueError(f"a target does not send {call.name}")
+
+    def _propose(self, proposal: Proposal) -> None:
+        """Answers with a proposal, and with the microseconds in forwards since the answer before."""
+        spent, self._busy = self._drafter.busy - self._busy, self._drafter.busy
+        microseconds = np.array([int(1e6 * spent)], np.int32)
+        self._target.send(Call.PROPOSAL, np.concatenate((microseconds, proposal.pack())))
+
+    def _tell_failure(self, reason: str) -> None:
+        request = np.array([self._request], np.int32)
+        self._target.send(Call.LOST, np.concatenate((request, to_words(reason))))

@@ -1,0 +1,96 @@
+"""One rank of a job: starts it, and hands out what its place makes of it: a leader's roles, or a follower's life."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+
+from swiftspec.errors import RankLost, UserError
+from swiftspec.model.parallel import TensorParallel
+from swiftspec.model.shared import SharedParallel
+from swiftspec.params import Plan
+from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, follow
+from swiftspec.remote.group import DraftService, GroupDrafter
+from swiftspec.remote.world import Links, Place, World
+from swiftspec.worker.drafter import Drafter, NoDrafter
+from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.pace import steps_for, verification_time
+from swiftspec.worker.roles import Models, Progress, fingerprint
+from swiftspec.worker.verifier import LocalVerifier
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # a peer this late inside a forward hangs; one that dies is found at once
+
+
+class Rank:
+    """Connects this rank to the others, loads its share of its group's models and waits until all have done so.
+
+    Raises UserError on rank 0 when any rank cannot start; the others then are just sent home.
+    """
+
+    def __init__(self, world: World, plan: Plan, models: Models, progress: Progress | None) -> None:
+        here = Place.of(world.rank, plan)
+        self._links = Links.connect(world, plan)
+        models = replace(models, vocab_size=self._links.share(models.vocab_size))
+        self._verifier: LocalVerifier | None = None
+        self._drafter: LocalDrafter | None = None
+        self._group: TensorParallel | SharedParallel | None = None
+        error: str | None = None
+        try:
+            if here.size > 1:
+                self._group = _join(world, here, models)
+            if here.side == "target":
+                self._verifier = models.verifier(plan, self._group, progress)
+            if here.side == "draft" or plan.mode == "serial":
+                self._drafter = models.drafter(plan, self._group, progress)
+        except UserError as problem:
+            error = str(problem)
+        except (RankLost, RuntimeError, MemoryError) as problem:  # no memory, no device, no group
+            error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
+        mine = [models.target] if here.side == "target" else []
+        mine += [models.draft] if self._drafter is not None and models.draft is not None else []
+        try:
+            self._links.report([models.facts(plan), *map(fingerprint, mine)], error)
+        except UserError:
+            self.leave()
+            raise
+
+    def lead(self, plan: Plan) -> tuple[LeadingVerifier, Drafter, Plan]:
+        """The roles of rank 0, and the plan with d filled in."""
+        assert self._verifier is not None
+        verifier = LeadingVerifier(self._verifier, self._links.followers)
+        if self._links.drafts is not None:
+            drafter = GroupDrafter(self._links.drafts)
+            if plan.draft_steps is None:
+                times = verification_time(verifier, plan.verify_batch), drafter.expansion_time()
+                plan = replace(plan, draft_steps=steps_for(*times))
+                drafter.set_steps(plan.steps)
+            return verifier, drafter, plan
+        if self._drafter is not None:
+            return verifier, LeadingDrafter(self._drafter, self._links.followers), plan
+        return verifier, NoDrafter(), plan
+
+    def follow(self) -> None:
+        """The life of any rank but 0, until it is sent home. Raises RankLost when whoever should do that is gone."""
+        leader = self._links.leader or self._links.target
+        assert leader is not None
+        if self._links.target is not None and self._drafter is not None:
+            DraftService(self._links.target, LeadingDrafter(self._drafter, self._links.followers)).run()
+        else:  # a follower; or a leader that could not start, and is told to leave
+            follow(leader, self._verifier, self._drafter)
+        self.leave()
+
+    def leave(self) -> None:
+        """Sends home whoever is led from here, and leaves the group."""
+        self._links.leave()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _join(world: World, here: Place, models: Models) -> TensorParallel | SharedParallel:
+    """The group of this rank, over the fastest wire there is."""
+    store, name, timeout = world.store, here.side, COLLECTIVE_TIMEOUT
+    if world.one_machine and models.device.type == "cpu":
+        return SharedParallel.join(store, name, here.rank, here.size, spin=world.spin, timeout=timeout)
+    device, share = models.device, models.share_device
+    return TensorParallel.join(store, name, here.rank, here.size, device=device, timeout=timeout, share_device=share)

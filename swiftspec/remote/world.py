@@ -1,0 +1,150 @@
+"""The ranks of one job: who is in which group, how they are connected, and whether all of them are ready."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swiftspec.batch import Words
+from swiftspec.errors import RankLost, UserError
+from swiftspec.model.parallel import Store
+from swiftspec.params import Plan
+from swiftspec.remote.calls import Call, to_text, to_words
+from swiftspec.remote.channel import Channel, accept, dial
+
+START_TIMEOUT = 120.0  # seconds between the first rank that calls and the last
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks, as their launcher numbers them. `host`: where rank 0's machine can be reached."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    store: Store
+
+    @property
+    def one_machine(self) -> bool:
+        return self.local_size == self.size
+
+    @property
+    def spin(self) -> bool:
+        """Whether a rank that waits may keep its core busy: there is one for each."""
+        return self.local_size <= (os.cpu_count() or 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. The first rank of a group leads it, and rank 0 leads the target's and the job."""
+
+    side: str  # "target" or "draft"; in modes serial and ar there is one group, the target's
+    rank: int  # in its group
+    size: int
+
+    @staticmethod
+    def of(rank: int, plan: Plan) -> Place:
+        if rank < plan.target_tp:
+            return Place("target", rank, plan.target_tp)
+        return Place("draft", rank - plan.target_tp, plan.draft_tp)
+
+
+@dataclass(slots=True)
+class Links:
+    """A rank's connections. A follower has its leader; a leader its followers; and between the two leaders lies the
+    bridge, whose ends are `drafts` on the target's and `target` on the draft's."""
+
+    leader: Channel | None = None
+    followers: list[Channel] = field(default_factory=list)
+    drafts: Channel | None = None
+    target: Channel | None = None
+
+    @staticmethod
+    def connect(world: World, plan: Plan) -> Links:
+        """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
+        here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
+        host = None if world.one_machine else _address_towards(world.host)
+        first = world.rank - here.rank
+        try:
+            if here.rank > 0:
+                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
+                return links
+            for rank in range(first + 1, first + here.size):
+                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=START_TIMEOUT)
+                links.followers.append(follower)
+            if plan.mode == "async" and here.side == "target":
+                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=START_TIMEOUT)
+            elif plan.mode == "async":
+                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=START_TIMEOUT)
+        except (OSError, RuntimeError) as error:  # the store's are RuntimeErrors
+            raise RankLost(f"rank {world.rank} found no connection at the start: {_line(error)}") from None
+        return links
+
+    def share(self, value: int) -> int:
+        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone."""
+        up = self.leader or self.target
+        try:
+            if up is not None:
+                value = int(up.recv()[1][0])
+            for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
+                channel.send(Call.READY, np.array([value], np.int32))
+        except ConnectionError as error:
+            raise RankLost(str(error)) from None
+        return value
+
+    def report(self, facts: Sequence[str], error: str | None) -> None:
+        """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
+
+        `facts`: what must be equal in the whole job, then what must be in the group. Raises UserError on rank 0 with
+        the first reason.
+        """
+        marks = np.frombuffer(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts), np.int32)
+        for channel in self.followers:
+            error = _heard(channel, marks, marks) or error
+        if self.drafts is not None:
+            error = error or _heard(self.drafts, marks[:2], marks)
+        up = self.leader or self.target
+        if up is not None:
+            up.send(*((Call.READY, marks) if error is None else (Call.LOST, to_words(error))))
+        elif error is not None:
+            raise UserError(error)
+
+    def leave(self) -> None:
+        """Sends home whoever is led from here."""
+        for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
+            with contextlib.suppress(ConnectionError):  # gone already
+                channel.send(Call.LEAVE)
+
+
+def _heard(channel: Channel, wanted: Words, marks: Words) -> str | None:
+    """What a rank that reports here has to complain of, or is to be blamed for."""
+    try:
+        kind, words = channel.recv()
+    except ConnectionError as error:
+        return f"{error}: it left while the models were loading"
+    if kind == Call.LOST:
+        return to_text(words)
+    if not np.array_equal(words[:2], marks[:2]):
+        return f"{channel.peer} was started with other settings: start all ranks with the same command"
+    if not np.array_equal(words[: len(wanted)], wanted):
+        return f"{channel.peer} has another model directory than its leader: give all ranks the same files"
+    return None
+
+
+def _line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to `host`. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,48 @@
+"""min_p, top_k and top_p on whole rows of logits [n, V]. Each of them keeps the tokens from some logit upwards."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swiftspec.params import SamplingParams
+
+NEG_INF = float("-inf")
+
+
+def active(params: SamplingParams) -> bool:
+    """Whether a request has a filter at all."""
+    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+
+
+def keep(logits: Tensor, params: SamplingParams) -> Tensor:
+    """All filters of a request, in their order; what they forbid is -inf."""
+    logits = keep_by_rank(logits, params)
+    return top_p(logits, params.top_p) if params.top_p < 1 else logits
+
+
+def keep_by_rank(logits: Tensor, params: SamplingParams) -> Tensor:
+    """min_p and top_k, which look at the likeliest tokens only."""
+    if params.min_p > 0:
+        limit = logits.amax(-1, keepdim=True) + torch.log(torch.tensor(params.min_p))
+        logits = logits.masked_fill(logits < limit, NEG_INF)
+    if 0 < params.top_k < logits.shape[-1]:
+        limit = logits.topk(params.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < limit, NEG_INF)
+    return logits
+
+
+def top_p(logits: Tensor, p: float, total: Tensor | None = None) -> Tensor:
+    """Keeps the fewest likeliest tokens whose probabilities reach p; tokens tied with the last kept one stay.
+
+    `total` [n, 1]: the logsumexp of the row, where `logits` are only the likeliest of it.
+    """
+    head = min(256, logits.shape[-1])  # nearly always enough, and a sort of the whole vocabulary costs ten times more
+    total = logits.logsumexp(-1, keepdim=True) if total is None else total
+    ranked = logits.topk(head).values
+    if head < logits.shape[-1] and bool(((ranked - total).exp().sum(-1) < p).any()):
+        ranked = logits.sort(-1, descending=True).values
+    mass = (ranked - total).exp()
+    before = mass.cumsum(-1) - mass
+    last = (before < p).sum(-1, keepdim=True) - 1
+    return logits.masked_fill(logits < ranked.gather(-1, last), NEG_INF)

@@ -1,0 +1,138 @@
+"""Drafters that grow the tree on a model in this process: in turn with the target, or ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.sampler import Sampler
+from swiftspec.spec.tree import DraftTree
+from swiftspec.worker.runner import Runner
+
+
+class LocalDrafter:
+    """Grows the tree between the target's forwards (serial decoding).
+
+    Its cache holds the prefix of verified tokens before the root, then the expanded nodes. `pending` are verified
+    tokens before the root whose draft KV is missing, because the target accepted a node that was never expanded here.
+    They ride along with the root's forward, or are prefilled when there are more than w. `steps` is d.
+    """
+
+    def __init__(self, runner: Runner, plan: Plan, vocab: int) -> None:
+        self.runner = runner
+        self._plan = plan
+        self._vocab = vocab
+        nodes = 1 + runner.tree_slots * plan.children
+        self.tree = DraftTree(nodes, runner.tree_slots)
+        self.pending: list[int] = []
+        self._root = 0  # node that is the root by now; `settle` makes it node 0
+        self.steps = plan.steps
+
+    @property
+    def busy(self) -> float:
+        return self.runner.busy
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self._request, self._round = request, 0
+        model = self.runner.model
+        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group)
+        self._sampler.observe(tokens[prompt_len:])
+        self.runner.reset()
+        self.runner.prefill(tokens[:-1])
+        self.pending, self._root = [], 0
+        self._root_at = len(tokens) - 1
+        self.tree.reset(tokens[-1])
+
+    def propose(self) -> Proposal:
+        for _ in range(self.steps):
+            self.expand()
+        return self._best()
+
+    def grow(self) -> None:
+        pass  # in turn: the tree grows after the result
+
+    def observe(self, result: VerifyResult) -> None:
+        self.settle()
+        self._sampler.observe(result.tokens)
+        self._reroot(result.tokens)
+        self._root_at += len(result.tokens)
+        self._round = result.round + 1
+
+    def settle(self) -> None:
+        """Re-roots tree and cache where `observe` only noted the new root; a proposal need not wait for that."""
+        if self._root != 0:
+            self.runner.cache.commit(*self.tree.reroot(self._root))
+            self._root = 0
+
+    def close(self) -> None:
+        self.runner.reset()
+
+    def expand(self) -> None:
+        """One expansion: a forward on the best w leaves, and their best k children into the tree."""
+        self.settle()
+        if len(self.pending) > self._plan.draft_leaves:
+            self.runner.prefill(self.pending)
+            self.pending = []
+        room = min(self.tree.room(self._plan.children), self.runner.cache.room - len(self.pending))
+        if room < self._plan.draft_leaves:
+            return
+        leaves = self.tree.best_leaves(self._plan.draft_leaves)
+        if len(leaves.nodes) == 0:
+            return
+        if self.tree.expanded == 1:  # the root: pending tokens go with it
+            logits = self.runner.forward_chain([*self.pending, int(leaves.tokens[0])])
+            self.pending = []
+        else:
+            logits = self.runner.forward_tree(leaves.tokens, leaves.depths, leaves.mask)
+        paths = self.tree.path_tokens(leaves.nodes) if self._sampler.params.penalised else None
+        tokens, logprobs = self._sampler.children(
+            logits,
+            paths,
+            torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
+            k=self._plan.children,
+            tau=self._plan.tau if self._plan.coupled else None,
+            log_top_k=self.runner.ops.log_top_k,
+        )
+        self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
+
+    def _best(self) -> Proposal:
+        _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root)
+        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
+
+    def _reroot(self, tokens: Sequence[int]) -> None:
+        """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
+        path = [0, *self.tree.walk(tokens)]
+        if len(path) > len(tokens):  # all of them are nodes
+            self._root = path[-1]
+            return
+        # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
+        spelled = [int(self.tree.token[0]), *tokens[:-1]]
+        slots = [slot for slot in self.tree.slot[path].tolist() if slot < self.tree.slots]
+        self.runner.cache.commit(slots)
+        self.pending += spelled[len(slots) :]
+        self.tree.reset(tokens[-1])
+
+
+class AheadDrafter(LocalDrafter):
+    """Grows the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
+
+    Each round expands d times ahead of the result, whenever that comes, so the rounds of a request are always the same.
+    """
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        super().open(request, tokens, sampling, prompt_len)
+        self.grow()
+
+    def propose(self) -> Proposal:
+        best = self._best()
+        if len(best.tokens) < self._plan.verify_batch:
+            self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
+            best = self._best()
+        return best
+
+    def grow(self) -> None:
+        for _ in range(self.steps):
+            self.expand()

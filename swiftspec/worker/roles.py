@@ -1,0 +1,149 @@
+"""What one rank holds: the models of its group and the roles on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypedDict
+
+import torch
+
+from swiftspec.config import ModelConfig
+from swiftspec.errors import UserError
+from swiftspec.model.loader import load_model
+from swiftspec.model.parallel import Group
+from swiftspec.ops import host, reference
+from swiftspec.params import Plan
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.worker.pace import MOST_STEPS
+from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC, region
+from swiftspec.worker.verifier import LocalVerifier
+
+Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+
+
+class Ranks(Protocol):
+    """What of a job's ranks matters to one of them."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+
+
+class Options(TypedDict, total=False):
+    """How the models are loaded. What is left out, or None, is as the models say."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str  # cpu if left out; with "cuda" each rank of a machine takes a GPU of its own
+    share_device: bool  # more ranks than GPUs are fine
+    max_model_len: int | None
+    vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
+    ops: Literal["auto", "reference"]  # auto if left out: the fastest that fit; reference: plain torch
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The pair that a job runs, and how this rank computes."""
+
+    target: Path
+    draft: Path | None
+    dtype: torch.dtype | None
+    device: torch.device
+    share_device: bool
+    max_model_len: int
+    vocab_size: int
+    ops: Literal["auto", "reference"]
+
+    @staticmethod
+    def check(
+        target: str | Path, draft: str | Path | None, plan: Plan, ranks: Ranks | None, options: Options
+    ) -> Models:
+        """Raises UserError where pair, plan, ranks and options do not fit each other; before anything is loaded."""
+        if plan.mode != "ar" and draft is None:
+            raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
+        count = 1 if ranks is None else ranks.size
+        if plan.ranks != count:
+            split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
+            raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
+        config = ModelConfig.from_dir(target)
+        longest = config.max_position_embeddings
+        length = options.get("max_model_len") or longest
+        if not 2 <= length <= longest:
+            raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
+        heads = [config.vocab_size, *([] if draft is None else [ModelConfig.from_dir(draft).vocab_size])]
+        vocab = options.get("vocab_size") or min(heads)
+        if vocab > min(heads):
+            raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
+        share = options.get("share_device", False)
+        device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
+        draft_path = None if draft is None else Path(draft)
+        ops = options.get("ops", "auto")
+        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops)
+
+    def facts(self, plan: Plan) -> str:
+        """What all ranks of a job must agree on, as text."""
+        return json.dumps([str(plan), str(self.dtype), self.device.type, self.max_model_len, self.vocab_size, self.ops])
+
+    def runner(self, path: Path, plan: Plan, tree_slots: int, group: Group | None, progress: Progress | None) -> Runner:
+        """Loads one of the two models, or this rank's share of it."""
+        context = self.max_model_len + plan.verify_batch  # the last round may overshoot
+        config = ModelConfig.from_dir(path)
+        kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+        ops = host if self.ops == "auto" and host.fits(config, kind, self.device) else reference
+        positions = context + tree_slots
+        model = load_model(
+            path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
+        )
+        return Runner(model, ops, context=context, tree_slots=tree_slots)
+
+    def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
+        """The target."""
+        return LocalVerifier(self.runner(self.target, plan, plan.verify_batch, group, progress), self.vocab_size)
+
+    def drafter(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
+        """The draft, of the kind that the mode wants."""
+        assert self.draft is not None
+        measured = plan.mode == "async" and plan.draft_steps is None
+        steps = MOST_STEPS if measured else plan.steps
+        slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
+        kind = AheadDrafter if plan.mode == "async" else LocalDrafter
+        return kind(self.runner(self.draft, plan, slots, group, progress), plan, self.vocab_size)
+
+    def population(self, plan: Plan, progress: Progress | None = None) -> SMC:
+        """Both models, for mode smc."""
+        assert self.draft is not None
+        slots = region(plan.population, self.max_model_len)
+        target, draft = (self.runner(path, plan, slots, None, progress) for path in (self.target, self.draft))
+        lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
+        return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
+
+
+def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
+    """This rank's GPU among those of its machine."""
+    if device.type != "cuda" or device.index is not None or ranks is None:
+        return device
+    count = torch.cuda.device_count()
+    if ranks.local_size > count and not share:
+        raise UserError(
+            f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
+            " --share-gpus"
+        )
+    return torch.device("cuda", ranks.local_rank % count)
+
+
+def fingerprint(path: Path) -> str:
+    """What tells one model directory from another: its configs, and the names and sizes of its weights."""
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.json")):
+        digest.update(file.name.encode() + file.read_bytes())
+    for file in sorted(path.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,85 @@
+"""What the ranks of tests/ranks.py can be asked to do. Arguments and results are JSON."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.errors import UserError
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.worker.local_drafter import LocalDrafter
+
+Json = dict[str, Any]
+
+
+def sampling_from(values: Json) -> SamplingParams:
+    """JSON makes strings of a bias' tokens."""
+    bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+    return SamplingParams(**{**values, "logit_bias": bias})
+
+
+def decode(
+    target: str,
+    draft: str | None,
+    plan: Json,
+    requests: Sequence[tuple[list[int], Json]],
+    dtype: str = "float64",
+    draft_fails_at: int | None = None,
+    **options: Any,
+) -> list[Json] | None:
+    """Decodes the requests one after another: rank 0 returns the answers, the others follow."""
+    world = join_world()
+    options["dtype"] = getattr(torch, dtype)
+    target = target.format(rank=world.rank if world is not None else 0)
+    try:
+        if world is not None and world.rank > 0:
+            with _failing_at(draft_fails_at):
+                serve_rank(world, target, draft, Plan(**plan), **options)
+            return None
+        llm = LLM(target, draft, Plan(**plan), world=world, **options)
+    except UserError as error:
+        return [{"refused": str(error)}]
+    try:
+        return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
+    finally:
+        llm.close()
+
+
+def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
+    answer = llm.generate(prompt, sampling)
+    stats = answer.stats
+    return {
+        "tokens": answer.token_ids,
+        "reason": answer.finish_reason,
+        "rounds": stats.rounds,
+        "lost": stats.drafter_lost,
+        "busy": stats.target_busy_time / stats.decode_time,
+        "draft_busy": stats.draft_busy_time,
+        "steps": llm.plan.draft_steps,
+        "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,
+    }
+
+
+@contextmanager
+def _failing_at(call: int | None) -> Iterator[None]:
+    """The `call`-th expansion of this process fails."""
+    expand, calls = LocalDrafter.expand, 0
+
+    def failing(self: LocalDrafter) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("the draft model broke")
+        expand(self)
+
+    LocalDrafter.expand = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalDrafter.expand = expand  # type: ignore[method-assign]

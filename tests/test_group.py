@@ -1,0 +1,193 @@
+"""Invariants 1 and 5 on real ranks: whatever the split, the text is plain decoding's, token for token."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from swiftspec.engine import LLM
+from tests import slow_reference
+from tests.jobs import sampling_from
+from tests.ranks import Pool
+from tests.test_loader import quantise
+from tests.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+SAMPLED = {
+    "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {"7": 1.5},
+    "seed": 1234, "max_tokens": 60, "ignore_eos": True,
+}  # fmt: skip
+REQUESTS = [(PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5})]
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
+    "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
+}
+Pairs = dict[str, tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """By kind: a target, and the same model with noise on its weights. Of the last one the target is int4."""
+    folder = tmp_path_factory.mktemp("pairs")
+    pairs = {name: make_pair(folder / name, **shape) for name, shape in SHAPES.items()}
+    pairs["awq"] = make_pair(folder / "awq", **SHAPES["llama"], intermediate_size=64)
+    quantise(pairs["awq"][0], "awq")
+    return pairs
+
+
+def make_pair(folder: Path, **shape: Any) -> tuple[Path, Path]:
+    model = make_checkpoint(folder / "target", vocab=64, layers=2, dtype=torch.float64, seed=1, **shape)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+@functools.cache
+def plain(target: Path) -> list[list[int]]:
+    llm = LLM(target, dtype=torch.float64)
+    return [llm.generate(prompt, sampling_from(values)).token_ids for prompt, values in REQUESTS]
+
+
+def decode(pool: Pool, pair: tuple[Path, Path], plan: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+    ranks = plan["target_tp"] + (plan["draft_tp"] if plan["mode"] == "async" else 0)
+    arguments = {"target": str(pair[0]), "draft": str(pair[1]), "plan": plan, "requests": REQUESTS} | more
+    return pool.run(ranks, "decode", **arguments)[0]
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq")])
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
+def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
+    pair = pairs[kind]
+    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
+    answers = decode(pool, pair, plan)
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])
+    assert all(answer["lost"] is None for answer in answers)
+    assert answers[0]["rounds"] < 50 and answers[0]["draft_busy"] > 0
+
+
+@EVERY_PAIR
+@pytest.mark.parametrize(("mode", "size"), [("serial", 2), slow("serial", 3), ("ar", 3)])
+def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, size: int) -> None:
+    pair = pairs[kind]
+    answers = decode(pool, pair, {"mode": mode, "target_tp": size})
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])
+
+
+def logprobs(path: Path) -> slow_reference.LogProbs:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+
+    @functools.cache
+    def of(context: tuple[int, ...]) -> list[float]:
+        with torch.no_grad():
+            return model(torch.tensor([context])).logits[0, -1].log_softmax(-1).tolist()
+
+    return lambda context: of(tuple(context))
+
+
+@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 3), slow(6, 1, 1)])
+def test_rounds_are_those_of_the_algorithm_one_round_late(pool: Pool, pairs: Pairs, bs: int, w: int, d: int) -> None:
+    pair = pairs["llama"]
+    text, count = slow_reference.rounds(logprobs(pair[0]), logprobs(pair[1]), PROMPT, 60, bs=bs, w=w, d=d, ahead=True)
+    plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d}
+    for draft_tp in (1, 2):
+        split = {"target_tp": 1, "draft_tp": draft_tp}
+        answer = decode(pool, pair, plan | split, requests=[(PROMPT, GREEDY)])[0]
+        assert (answer["tokens"], answer["rounds"]) == (text, count)
+
+
+@pytest.mark.parametrize("call", [1, 3, 4, 5, 20])
+def test_a_draft_group_that_fails_costs_speed_only(pool: Pool, pairs: Pairs, call: int) -> None:
+    pair = pairs["llama"]
+    plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 3}
+    answers = decode(pool, pair, plan, draft_fails_at=call)
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])
+    assert [answer["lost"] for answer in answers] == ["the draft model broke", None, None]
+    assert answers[0]["rounds"] > answers[1]["rounds"] * 0.9
+
+
+def test_d_follows_from_the_measured_times(pool: Pool, pairs: Pairs) -> None:
+    pair = pairs["llama"]
+    answers = decode(pool, pair, {"mode": "async", "target_tp": 1, "draft_tp": 1})
+    assert 1 <= answers[0]["steps"] <= 16
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])
+
+
+@pytest.mark.slow
+def test_a_thousand_requests_in_a_row(pool: Pool, pairs: Pairs) -> None:
+    """Random lengths and stops, on 1 + 1: the answers of one process, and memory that does not grow."""
+    pair = pairs["llama"]
+    draw = random.Random(5)
+    requests: list[tuple[list[int], dict[str, Any]]] = []
+    for seed in range(1000):
+        prompt = [draw.randrange(64) for _ in range(draw.choice((1, 2, 7, 40, 300)))]
+        values: dict[str, Any] = {
+            "temperature": draw.choice((0, 0.7, 1)),
+            "seed": seed,
+            "max_tokens": draw.randint(1, 25),
+        }
+        if draw.random() < 0.5:
+            values["stop_token_ids"] = [draw.randrange(64) for _ in range(3)]
+        requests.append((prompt, values | {"ignore_eos": draw.random() < 0.5}))
+    plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 2}
+    answers = decode(pool, pair, plan, requests=requests)
+    llm = LLM(pair[0], dtype=torch.float64)
+    for (prompt, values), answer in zip(requests, answers, strict=True):
+        alone = llm.generate(prompt, sampling_from(values))
+        assert (answer["tokens"], answer["reason"], answer["lost"]) == (alone.token_ids, alone.finish_reason, None)
+    assert answers[-1]["megabytes"] < answers[200]["megabytes"] + 5
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_tp": 2, "draft_tp": 1}, "is for 3 ranks, not 2"),
+        ({"mode": "serial", "target_tp": 2, "max_model_len": 9999}, "max_model_len must lie in"),
+        ({"device": "cuda"}, "2 ranks on a machine with 0 GPUs: start fewer, or let ranks share one with --share-gpus"),
+    ],
+)
+def test_what_does_not_fit_is_refused(pool: Pool, pairs: Pairs, values: dict[str, Any], message: str) -> None:
+    options = {name: values.pop(name) for name in ("max_model_len", "device") if name in values}
+    plan = {"mode": "async"} | values
+    target, draft = map(str, pairs["llama"])
+    answers = pool.run(2, "decode", target=target, draft=draft, plan=plan, requests=[], **options)
+    assert message in answers[0][0]["refused"]
+
+
+def test_more_ranks_than_heads_are_refused(pool: Pool, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, num_attention_heads=2, num_key_value_heads=2, dtype=torch.float64)
+    plan = {"mode": "ar", "target_tp": 3}
+    answers = pool.run(3, "decode", target=str(tmp_path), draft=None, plan=plan, requests=[])
+    assert "take 2 at most" in answers[0][0]["refused"] and answers[1:] == [None, None]
+
+
+def test_unequal_model_directories_are_refused(pool: Pool, tmp_path: Path) -> None:
+    for rank in range(2):
+        make_checkpoint(tmp_path / str(rank), dtype=torch.float64, intermediate_size=48 + 16 * rank)
+    plan = {"mode": "ar", "target_tp": 2}
+    answers = pool.run(2, "decode", target=str(tmp_path / "{rank}"), draft=None, plan=plan, requests=[])
+    assert "rank 1 has another model directory than its leader" in answers[0][0]["refused"]
