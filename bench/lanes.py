@@ -135,7 +135,8 @@ def main() -> None:
     llm, busy, tokens = decode(plain, plan, args.limit, args.temperature)
     print(f"d = {llm.plan.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
-        decode(close, plan, args.limit, args.temperature)
+        _, busy, _ = decode(close, plan, args.limit, args.temperature)
+    print(f"timed: target busy {busy:.3f}")
     show(spans, json.loads(whole.store.get("lane")))
     whole.store.set("shown", "")
 

@@ -56,9 +56,12 @@ class GroupDrafter:
     def close(self) -> None:
         self._send(Call.DRAFTER_CLOSE)
 
-    def expansion_time(self) -> float:
-        """Seconds that the draft takes for one expansion, measured now."""
+    def measure(self) -> None:
+        """Lets the draft begin to measure its expansions."""
         self._send(Call.PACE)
+
+    def expansion_time(self) -> float:
+        """Seconds of one expansion, as measured since `measure`."""
         return float(self._answer(Call.TIME, time.monotonic() + self._open_timeout)[0]) * 1e-6
 
     def set_steps(self, steps: int) -> None:

@@ -11,7 +11,7 @@ from swiftspec.model.shared import SharedParallel
 from swiftspec.params import Plan
 from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, follow
 from swiftspec.remote.group import DraftService, GroupDrafter
-from swiftspec.remote.world import Links, Place, World
+from swiftspec.remote.world import Links, Place, World, available_cores, run_on
 from swiftspec.worker.drafter import Drafter, NoDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import steps_for, verification_time
@@ -29,6 +29,7 @@ class Rank:
 
     def __init__(self, world: World, plan: Plan, models: Models, progress: Progress | None) -> None:
         here = Place.of(world.rank, plan)
+        self._cores = available_cores()
         self._links = Links.connect(world, plan)
         models = replace(models, vocab_size=self._links.share(models.vocab_size))
         self._verifier: LocalVerifier | None = None
@@ -46,6 +47,7 @@ class Rank:
             error = str(problem)
         except (RankLost, RuntimeError, MemoryError) as problem:  # no memory, no device, no group
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
+        run_on(world.own_cores())  # two ranks on one core would wait for each other
         mine = [models.target] if here.side == "target" else []
         mine += [models.draft] if self._drafter is not None and models.draft is not None else []
         try:
@@ -61,6 +63,7 @@ class Rank:
         if self._links.drafts is not None:
             drafter = GroupDrafter(self._links.drafts)
             if plan.draft_steps is None:
+                drafter.measure()  # at the same time, as they will run: they share caches and memory
                 times = verification_time(verifier, plan.verify_batch), drafter.expansion_time()
                 plan = replace(plan, draft_steps=steps_for(*times))
                 drafter.set_steps(plan.steps)
@@ -82,6 +85,7 @@ class Rank:
     def leave(self) -> None:
         """Sends home whoever is led from here, and leaves the group."""
         self._links.leave()
+        run_on(self._cores)
         if self._group is not None:
             self._group.close()
             self._group = None

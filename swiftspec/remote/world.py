@@ -39,7 +39,27 @@ class World:
     @property
     def spin(self) -> bool:
         """Whether a rank that waits may keep its core busy: there is one for each."""
-        return self.local_size <= (os.cpu_count() or 1)
+        return self.local_size <= len(available_cores())
+
+    def own_cores(self) -> set[int]:
+        """This rank's share of its machine's cores, which no other rank runs on; all of them where they are too few."""
+        cores = sorted(available_cores())
+        if not self.spin:
+            return set(cores)
+        count = len(cores)
+        return set(cores[self.local_rank * count // self.local_size : (self.local_rank + 1) * count // self.local_size])
+
+
+def available_cores() -> set[int]:
+    """The cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+
+
+def run_on(cores: set[int]) -> None:
+    """Keeps this process on these cores, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
 
 
 @dataclass(frozen=True, slots=True)

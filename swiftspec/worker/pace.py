@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -15,7 +14,7 @@ from swiftspec.worker.verifier import Verifier
 
 TEXT = [0] * 64  # what is decoded to measure: any tokens do
 GREEDY = SamplingParams(temperature=0)
-REPEATS = 5
+REPEATS = 8
 MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
 
 
@@ -27,24 +26,24 @@ class SteppedDrafter(Drafter, Protocol):
 
 
 def expansion_time(drafter: SteppedDrafter) -> float:
-    """Seconds of one expansion of w leaves, the host's part included. Median; leaves no request open."""
+    """Seconds of one expansion of w leaves, the host's part included. Leaves no request open."""
 
     def reopen() -> None:
         drafter.open(0, TEXT, GREEDY, len(TEXT))
 
-    seconds = _median(drafter.grow, reopen) / drafter.steps
+    seconds = _shortest(drafter.grow, reopen) / drafter.steps
     drafter.close()
     return seconds
 
 
 def verification_time(verifier: Verifier, bs: int) -> float:
-    """Seconds of one verification of bs nodes, the host's part included. Median; leaves no request open."""
+    """Seconds of one verification of bs nodes, the host's part included. Leaves no request open."""
     chain = Proposal(0, 0, len(TEXT) - 1, (TEXT[0],) * bs, tuple(range(-1, bs - 1)))
 
     def reopen() -> None:
         verifier.open(0, TEXT, GREEDY, len(TEXT))
 
-    seconds = _median(lambda: verifier.submit(chain).wait(), reopen)
+    seconds = _shortest(lambda: verifier.submit(chain).wait(), reopen)
     verifier.close()
     return seconds
 
@@ -54,11 +53,11 @@ def steps_for(target: float, draft: float) -> int:
     return min(max(math.floor(target / draft), 1), MOST_STEPS)
 
 
-def _median(act: Callable[[], object], prepare: Callable[[], object]) -> float:
+def _shortest(act: Callable[[], object], prepare: Callable[[], object]) -> float:
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(REPEATS):
         prepare()
         began = time.perf_counter()
         act()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])  # the first one warms caches
+    return min(times)  # whatever else the machine did only added to the others
