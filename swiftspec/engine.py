@@ -123,13 +123,14 @@ class LLM:
         self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
         self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
         progress = options.get("progress")
-        self._rank = None if world is None else Rank(world, self.plan, models, progress)
+        self._rank: Rank | None = None
         self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
         self.smc: SMC | None = None
         if self.plan.mode == "smc":
             self.smc = models.population(self.plan, progress)
-        elif self._rank is not None:
+        elif world is not None:
+            self._rank = Rank(world, self.plan, models, progress)
             self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
         else:
             self.verifier = models.verifier(self.plan, progress=progress)

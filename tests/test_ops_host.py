@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from swiftspec.ops import host, reference
 from swiftspec.params import SamplingParams
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.roles import Options
 from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not _C.has_bf16(), reason="this CPU has no AVX-512 BF16")
@@ -174,8 +176,13 @@ def test_the_engine_takes_them_where_they_fit(tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=torch.float32, seed=6, **shape)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    for dtype, ops in ((BF16, host), (torch.float32, reference)):
-        llm = LLM(tmp_path, tmp_path, dtype=dtype)
+    cases: list[tuple[Options, ModuleType]] = [
+        ({"dtype": BF16}, host),
+        ({"dtype": torch.float32}, reference),
+        ({"dtype": BF16, "ops": "reference"}, reference),
+    ]
+    for options, ops in cases:
+        llm = LLM(tmp_path, tmp_path, **options)
         assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
         answer = llm.generate([5, 17, 3], sampling)
         assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
+from swiftspec.ops import host
 from swiftspec.params import PopulationPlan
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.layers import load
@@ -72,13 +73,17 @@ def test_other_modes_do_not_speak_of_populations(capsys: pytest.CaptureFixture[s
     assert "particles" not in answer(capsys, *pair, "--max-tokens", "4")
 
 
-def test_operators_can_be_chosen(
+def test_plain_operators_can_be_asked_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: list[str]
 ) -> None:
-    plain = answer(capsys, *pair, "--max-tokens", "4", "--ops", "reference")
+    asked: list[object] = []
+    monkeypatch.setattr(host, "fits", lambda *about: bool(asked.append(about)))
+    answer(capsys, *pair, "--max-tokens", "4")
+    assert asked
+    monkeypatch.setattr(host, "fits", lambda *about: pytest.fail("nobody wants native operators"))
+    assert answer(capsys, *pair, "--max-tokens", "4", "--ops", "reference")["token_ids"]
     monkeypatch.setenv("SWIFTSPEC_OPS", "reference")
-    assert answer(capsys, *pair, "--max-tokens", "4")["token_ids"] == plain["token_ids"]
-    assert load({}).ops == "reference"
+    assert answer(capsys, *pair, "--max-tokens", "4")["token_ids"]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def summary(
 
 def population(plan: Plan, stats: Stats) -> Json:
     """What a weighted population says of itself: that its text is not exactly the target's, and how far it was from
-    falling apart. `log_z`: estimate of log of the summed p^alpha over all texts, 0 in expectation of Z for power 1."""
+    falling apart. `log_z`: the estimate of log of the sum of p^alpha over all texts, which for power 1 is truly 0."""
     end = stats.population
     return {
         "exact": False,

@@ -101,8 +101,8 @@ class SMC:
         self.particles = self.round.particles
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`."""
-        check_sampling(sampling)
+        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`.
+        `sampling` is one that `check_sampling` lets pass."""
         for runner in (self.target, self.draft):
             runner.reset()
             runner.prefill(prompt[:-1])

@@ -34,12 +34,7 @@ class Shaper:
     def __call__(self, logits: Tensor) -> Tensor:
         """[n, >= V] raw -> [n, V] tempered, biased and filtered."""
         shaped = self._sampler.shape(logits, None)
-        if self._top_p == 1:
-            return shaped
-        ranked, tokens = shaped.sort(-1, descending=True)
-        mass = ranked.softmax(-1)
-        ranked = ranked.masked_fill(mass.cumsum(-1) - mass >= self._top_p, filters.NEG_INF)
-        return torch.empty_like(shaped).scatter_(-1, tokens, ranked)
+        return filters.top_p(shaped, self._top_p, head=shaped.shape[-1]) if self._top_p < 1 else shaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +60,8 @@ class SMCRound:
         self._sequence = torch.zeros(PREFILL_CHUNK, dtype=torch.int64, device=device)
         self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
         self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
-        self._dtype = (
-            torch.float64 if target.model.dtype == torch.float64 else torch.float32
-        )  # of logits, as ops give them
+        # of logits, as the operators give them
+        self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
