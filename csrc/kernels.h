@@ -1,8 +1,9 @@
-// Every launch, on one page. Raw pointers, sizes and (on the device) a stream; the callers have checked the arguments.
-// A launch is asynchronous and throws std::runtime_error when CUDA refuses it.
+// Every launch, on one page. Raw pointers, sizes and (on the device) a stream; the callers have checked the
+// arguments. A launch is asynchronous and throws std::runtime_error when CUDA refuses it.
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 struct CUstream_st;  // cudaStream_t is a pointer to this, so no CUDA header is needed here
 
@@ -16,47 +17,97 @@ namespace host {
 void noise_bits(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
                 uint32_t* out);
 
-// Whether this CPU runs `linear` and `attention` (AVX-512 BF16).
-bool has_bf16();
+// The kernels below exist for several sets of instructions. `level` is the one in use: "avx512_bf16",
+// "avx512", "avx2", or "none" where the CPU or the architecture has none of them; then they throw.
+// `use_level` changes it (for tests): false where this CPU has no such level.
+const char* level();
+bool use_level(const std::string& name);
 
-// out = epilogue(norm(x) W^T + bias) in bfloat16, sums in float32. One of the outputs is given.
+// How many threads share a large product or a long prompt chunk, the caller's among them; 1 at first. It
+// holds for the process; not to be changed while an operator runs. A forked child starts again with one.
+void set_threads(int count);
+int threads();
+
+// A loop of nothing but the products that `linear` is made of, for benchmarks. Returns how many
+// floating-point operations it was.
+int64_t peak(int64_t rounds, bool wide);
+
+enum class Format : uint8_t { f32, bf16, int4 };
+
+// A projection made ready at load, in blocks of 16 outputs; see host/product.h for their layout. N is padded
+// to 16, K to 8.
+struct Weights {
+  Format format;
+  const void* data;
+  const float* groups;  // int4: [N / 16][K / group][2][16]; else null
+  const float* bias;    // [n], or null
+  int64_t k, n, group;  // inputs, outputs; of int4 the inputs of a group, a multiple of 16 that divides k
+};
+
+// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32
+// weights go with a float32 model. A row's result does not depend, to the bit, on the other rows. One of out
+// and logits is given.
 struct LinearArgs {
-  const uint16_t* x;         // [rows, k] bfloat16
-  const uint16_t* norm;      // [k] bfloat16 weight of an RMSNorm in front, or null
-  float eps;                 // of that norm
-  const uint16_t* weight;    // packed [n / 16][k / 2][16][2] bfloat16
-  const float* bias;         // [n], or null
-  const uint16_t* residual;  // [rows, n] bfloat16, added to the rounded product; or null
-  uint16_t* out;             // [rows, n] bfloat16; with swiglu [rows, n / 2]; or null
-  float* logits;             // [rows, n] float32, or null
-  bool swiglu;               // the first n / 2 outputs are gates of the others: SiLU(gate) * up
-  int64_t rows, k, n;        // k is a multiple of 16, n of 16 (with swiglu of 32)
+  const Weights* weights;
+  const void* x;         // [rows, k] T
+  const void* norm;      // [k] T, weight of an RMSNorm in front, or null
+  float eps;             // of that norm
+  const void* residual;  // [rows, n] T, added to the rounded product; or null
+  void* out;             // [rows, n] T; with swiglu [rows, n / 2]; or null
+  float* logits;         // [rows, n], or null
+  bool swiglu;           // the first n / 2 outputs are gates of the others: SiLU(gate) * up
+  int64_t rows;
 };
-void linear(const LinearArgs& args);
+void linear(const LinearArgs& args, bool wide);  // wide: T is float32
 
-// RoPE on q and k, append of k and v to the cache at each row's slot, masked attention. All bfloat16.
+// RoPE on q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are
+// taken in the order of their positions, which is the order of a row's visible slots: a row's result does not
+// depend, to the bit, on the other rows or on which slots its keys have.
 struct AttentionArgs {
-  const uint16_t* qkv;   // [rows, (heads + 2 kv_heads) dim]
-  const uint16_t* cos;   // [rows, dim]
-  const uint16_t* sin;   // [rows, dim], negative in its first half
+  const void* qkv;       // [rows, (heads + 2 kv_heads) dim]
+  const void* cos;       // [rows, dim]
+  const void* sin;       // [rows, dim], negative in its first half
   const int64_t* slots;  // [rows]
-  const uint8_t* mask;   // [rows, width], over the last `width` of the `length` slots in use; older ones are visible
-  uint16_t* keys;        // [kv_heads, capacity, dim]
-  uint16_t* values;      // the same
-  uint16_t* out;         // [rows, heads dim]
+  const uint8_t*
+      mask;      // [rows, width], over the last `width` of the `length` slots in use; older ones are visible
+  void* keys;    // [kv_heads, capacity, dim]
+  void* values;  // the same
+  void* out;     // [rows, heads dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int dim;               // of a head, a multiple of 32, at most 256
+  int64_t dim;  // of a head, a multiple of 16, at most 256
 };
-void attention(const AttentionArgs& args);
+void attention(const AttentionArgs& args, bool wide);
 
-// Per row of x [rows, vocab] float32: the k largest of log_softmax(x), largest first, and where they stand. None is above
-// 0 or NaN; a row without k candidates is filled up with -inf.
-void log_top_k(const float* x, int64_t rows, int64_t vocab, int64_t k, int64_t* tokens, float* values);
+// Standard Gumbel noise, -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32 held below 1: the same at every level.
+void gumbel(const uint32_t* bits, int64_t count, float* out);
 
-// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in bytes.
+// out[row, token] = that noise of `noise_bits`; out is rows x vocab, contiguous.
+void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
+                 float* out);
+
+// Scores of a vocabulary: ((logits + bias) / temperature + noise) / tau, where there is a bias, a noise, a
+// tau.
+struct ScoreArgs {
+  const float* logits;           // [rows, stride], of which the first `vocab` columns count
+  const float* bias;             // [vocab], or null
+  const float* noise;            // [*, vocab], or null
+  const int64_t* rows_of_noise;  // [rows], which row of the noise
+  float temperature, tau;        // tau only with noise
+  int64_t rows, vocab, stride;
+};
+
+// Per row the token of the highest score, of equal ones the first; tau plays no part.
+void draw(const ScoreArgs& args, int64_t* tokens);
+
+// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a
+// row without k candidates is filled up with -inf.
+void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values);
+
+// Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in
+// bytes.
 struct MoveArgs {
-  uint8_t* region;        // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
-  int64_t layer_stride;   // bytes from one layer to the next
+  uint8_t* region;       // layer 0 of one sequence: [kv_heads, capacity, slot_bytes]
+  int64_t layer_stride;  // bytes from one layer to the next
   int64_t layers, kv_heads, capacity, slot_bytes;
   const int64_t* source;  // [count]
   int64_t count, start;

@@ -9,20 +9,28 @@ def noise_bits_cuda(
 ) -> None: ...
 def gumbel(bits: int) -> float: ...
 def gumbel64(bits: int) -> float: ...
-def has_bf16() -> bool: ...
+def gumbel_of(bits: int, count: int, out: int) -> None: ...
+def gumbel_rows(seed: int, stream: int, positions: int, rows: int, vocab: int, out: int) -> None: ...
+def level() -> str: ...
+def use_level(name: str) -> bool: ...
+def set_threads(count: int) -> None: ...
+def threads() -> int: ...
+def peak(rounds: int, wide: bool) -> int: ...
+
+class Weights:
+    def __init__(self, format: str, data: int, groups: int, bias: int, k: int, n: int, group: int) -> None: ...
+
 def linear(
+    weights: Weights,
     x: int,
     norm: int,
     eps: float,
-    weight: int,
-    bias: int,
     residual: int,
     out: int,
     logits: int,
     swiglu: bool,
+    wide: bool,
     rows: int,
-    k: int,
-    n: int,
 ) -> None: ...
 def attention(
     qkv: int,
@@ -40,8 +48,35 @@ def attention(
     length: int,
     width: int,
     dim: int,
+    wide: bool,
 ) -> None: ...
-def log_top_k(x: int, rows: int, vocab: int, k: int, tokens: int, values: int) -> None: ...
+def draw(
+    logits: int,
+    bias: int,
+    noise: int,
+    rows_of_noise: int,
+    noise_rows: int,
+    temperature: float,
+    rows: int,
+    vocab: int,
+    stride: int,
+    tokens: int,
+) -> None: ...
+def children(
+    logits: int,
+    bias: int,
+    noise: int,
+    rows_of_noise: int,
+    noise_rows: int,
+    temperature: float,
+    tau: float,
+    rows: int,
+    vocab: int,
+    stride: int,
+    k: int,
+    tokens: int,
+    values: int,
+) -> None: ...
 def move_kv(
     region: int,
     layer_stride: int,

@@ -92,8 +92,8 @@ def test_int4_with_biases_and_some_parts_dense(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
     """bfloat16 rounds each rank's part, so the logits are near those of one rank, not equal."""
-    if not _C.has_bf16():
-        pytest.skip("this CPU has no AVX-512 BF16")
+    if _C.level() == "none":
+        pytest.skip("there are no native operators here")
     heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
     make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32, hidden_size=64, intermediate_size=112, **heads)
     exact = logits(tmp_path, None, torch.float32)

@@ -151,6 +151,17 @@ def test_signals_to_torchrun_leave_no_process(pair: list[str], number: signal.Si
 
 
 @pytest.mark.slow
+def test_more_ranks_than_cores_are_warned_about(pair: list[str], started: list[Ranks]) -> None:
+    count = (os.cpu_count() or 1) + 1
+    if count > 5:
+        pytest.skip("too many cores for a test")
+    ranks = Ranks(count, [*pair, "--prompt", "a", "--max-tokens", "3", "--json"])
+    started.append(ranks)
+    (code, err), *_ = ranks.end(60)
+    assert code == 0 and f"warning: {count} ranks share this machine's cores" in err
+
+
+@pytest.mark.slow
 def test_bad_input_gets_one_line(pair: list[str], started: list[Ranks]) -> None:
     ranks = Ranks(2, [*pair, "--prompt", "a", "--target-tp", "2", "--draft-tp", "1"])
     started.append(ranks)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftspec.ops.noise import gumbel, noise_bits, row_key
 from swiftspec.spec import weights
-from swiftspec.spec.noise import gumbel, noise_bits, row_key
 from swiftspec.spec.streams import Purpose, Streams, stream_of
 
 POWERS = [0.5, 1.0, 2.0]

@@ -1,7 +1,8 @@
-"""The fused operators on a CPU with AVX-512 BF16, through the native extension: bfloat16 in and out, float32 sums.
+"""The fused operators on an x86-64 CPU with AVX2 or more, through the native extension.
 
-The same functions as reference.py, for bfloat16 models whose sizes fit the registers (`fits`). One thread: a round of a
-small model is over before a second one has woken up. A row's result does not depend on the other rows of its batch.
+The same functions as reference.py, for bfloat16 and float32 models whose heads fit the registers (`fits`), with
+bfloat16, float32 or int4 weights. Sums are float32. A row's result does not depend, to the bit, on the other rows of
+its batch, on their number, or on the slots in which its keys lie.
 """
 
 from __future__ import annotations
@@ -15,15 +16,21 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.ops import reference
-from swiftspec.ops.reference import Cache, Weight, embed, rope_tables
+from swiftspec.ops.packing import Packed, pack
+from swiftspec.ops.reference import PLAIN, Cache, Scores, embed, rope_tables
 
 if TYPE_CHECKING:
     from swiftspec.batch import Batch
     from swiftspec.config import ModelConfig
 
 __all__ = [
+    "Scores",
+    "children",
+    "draw",
     "embed",
     "fits",
+    "gumbel_rows",
+    "level",
     "linear_residual",
     "log_top_k",
     "move_kv",
@@ -32,59 +39,43 @@ __all__ = [
     "norm_swiglu",
     "pack",
     "pack_norm",
+    "peak",
     "prepare",
     "rope_tables",
+    "set_threads",
+    "threads",
     "tree_attention",
+    "use_level",
 ]
+
+level = _C.level  # the instructions in use: "avx512_bf16", "avx512", "avx2", or "none" where these operators cannot run
+
+set_threads = _C.set_threads  # how many share large products and prompt chunks, for the process; 1 at first
+threads = _C.threads
+use_level = _C.use_level  # lower ones, for tests and benchmarks; False where this CPU lacks it
+peak = _C.peak  # (rounds, wide) a loop of products alone: how many floating-point operations it was
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether these operators can run the model here."""
-    if torch.device(device).type != "cpu" or dtype != torch.bfloat16 or not _C.has_bf16():
+    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float32) or level() == "none":
         return False
-    inputs = (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-    heads = config.head_dim % 32 == 0 and config.head_dim <= 256 and config.num_heads // config.num_kv_heads <= 16
-    return heads and all(size % 16 == 0 for size in inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A projection made ready at load."""
-
-    weight: Tensor  # [ceil(N / 16), K / 2, 16, 2] bfloat16
-    bias: Tensor | None  # [N padded to 16] float32
-    inputs: int
-    outputs: int  # N; the blocks may hold zero rows beyond it
-
-    @property
-    def padded(self) -> int:
-        return self.weight.shape[0] * 16
+    return config.head_dim % 16 == 0 and config.head_dim <= 256
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
     """An RMSNorm made ready at load."""
 
-    weight: Tensor  # [D] bfloat16
+    weight: Tensor  # [D] in the model's dtype
+    address: int
     eps: float
-
-
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K], dense, in blocks of 16 outputs by 2 inputs: what one instruction takes."""
-    dense = weight.dequantize(dtype).to(device)
-    outputs, inputs = dense.shape
-    blocks = -(-outputs // 16)
-    rows = torch.nn.functional.pad(dense, (0, 0, 0, blocks * 16 - outputs))
-    packed = rows.view(blocks, 16, inputs // 2, 2).transpose(1, 2).contiguous()
-    bias = None
-    if weight.bias is not None:
-        bias = torch.nn.functional.pad(weight.bias.float(), (0, blocks * 16 - outputs)).contiguous()
-    return Packed(packed, bias, inputs, outputs)
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
     """An RMSNorm's weight [D] and epsilon."""
-    return Norm(weight.to(device, dtype).contiguous(), eps)
+    weight = weight.to(device, dtype).contiguous()
+    return Norm(weight, weight.data_ptr(), eps)
 
 
 def _linear(
@@ -95,30 +86,28 @@ def _linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
+    logits: bool = False,
 ) -> Tensor:
-    """One native call. Whoever calls has made `x` contiguous and `out` as wide as the blocks."""
-    assert x.is_contiguous() and x.shape[1] == packed.inputs
-    logits = out.dtype == torch.float32
+    """One native call. Whoever calls has made `x` contiguous and `out` as wide as the outputs."""
+    address = out.data_ptr()
     _C.linear(
+        packed.native,
         x.data_ptr(),
-        0 if norm is None else norm.weight.data_ptr(),
+        0 if norm is None else norm.address,
         0.0 if norm is None else norm.eps,
-        packed.weight.data_ptr(),
-        0 if packed.bias is None else packed.bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
-        0 if logits else out.data_ptr(),
-        out.data_ptr() if logits else 0,
+        0 if logits else address,
+        address if logits else 0,
         swiglu,
+        x.dtype == torch.float32,
         x.shape[0],
-        packed.inputs,
-        packed.padded,
     )
     return out
 
 
 def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
     """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
-    return _linear(x, packed, x.new_empty(x.shape[0], packed.padded), norm=norm)
+    return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
@@ -136,9 +125,9 @@ def linear_residual(
 
 
 def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
-    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32 and not rounded to bfloat16."""
-    out = torch.empty(x.shape[0], packed.padded, dtype=torch.float32)
-    return _linear(x, packed, out, norm=norm)[:, : packed.outputs]
+    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
+    out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
+    return _linear(x, packed, out, norm=norm, logits=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +158,7 @@ class AttentionPlan:
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
     """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`."""
-    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.dtype == torch.bfloat16
+    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.dtype == cos.dtype
     _, sequences, kv_heads, capacity, head_dim = cache.k.shape
     region = kv_heads * capacity * head_dim * cache.k.element_size()
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
@@ -218,6 +207,7 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
             part.length,
             part.mask.shape[1],
             plan.head_dim,
+            qkv.dtype == torch.float32,
         )
         if part.rows is not None:
             out[part.rows] = result
@@ -244,14 +234,55 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
         )
 
 
+def gumbel_rows(seed: int, stream: int, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, vocab] float32, within 1e-6 of the reference's."""
+    out = torch.empty(positions.shape[0], vocab)
+    places = positions.to(torch.int32)
+    _C.gumbel_rows(seed, stream, places.data_ptr(), positions.shape[0], vocab, out.data_ptr())
+    return out
+
+
+def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.draw(logits, vocab, scores)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    bias, noise, rows, count = _addresses(scores, vocab)
+    _C.draw(
+        logits.data_ptr(), bias, noise, rows, count, scores.temperature, logits.shape[0], vocab, logits.stride(0),
+        tokens.data_ptr(),
+    )  # fmt: skip
+    return tokens
+
+
+def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.children(logits, vocab, k, scores)
+    count, stride = logits.shape[0], logits.stride(0)
+    tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
+    bias, noise, rows, noise_rows = _addresses(scores, vocab)
+    _C.children(
+        logits.data_ptr(), bias, noise, rows, noise_rows, scores.temperature, scores.tau, count, vocab, stride, k,
+        tokens.data_ptr(), values.data_ptr(),
+    )  # fmt: skip
+    return tokens, values
+
+
+def _addresses(scores: Scores, vocab: int) -> tuple[int, int, int, int]:
+    """Of the bias, the noise and its row numbers, 0 for what is not there; and the noise's rows."""
+    bias = 0
+    if scores.bias is not None:
+        assert scores.bias.dtype == torch.float32 and scores.bias.is_contiguous() and scores.bias.shape == (vocab,)
+        bias = scores.bias.data_ptr()
+    if scores.noise is None or scores.rows is None:
+        return bias, 0, 0, 0
+    assert scores.noise.dtype == torch.float32 and scores.noise.is_contiguous() and scores.noise.shape[1] == vocab
+    assert scores.rows.dtype == torch.int64 and scores.rows.is_contiguous()
+    return bias, scores.noise.data_ptr(), scores.rows.data_ptr(), scores.noise.shape[0]
+
+
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
     above 0 and never NaN."""
-    if scores.dtype != torch.float32:
-        return reference.log_top_k(scores, k)
-    scores = scores.contiguous()
-    rows, vocab = scores.shape
-    tokens = torch.empty(rows, k, dtype=torch.int64)
-    values = torch.empty(rows, k)
-    _C.log_top_k(scores.data_ptr(), rows, vocab, k, tokens.data_ptr(), values.data_ptr())
-    return tokens, values
+    return children(scores, scores.shape[1], k)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import RopeConfig
+from swiftspec.ops import noise
 
 Packed = Callable[[Tensor], Tensor]  # a projection made ready at load: [n, K] -> [n, N]
 PREPACK_ROWS = 8  # oneDNN lays a weight out for this many rows; any other number is computed too
@@ -43,6 +44,20 @@ class Norm:
 
     weight: Tensor  # [D]
     eps: Tensor  # [] in the dtype that the variance is computed in
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What is made of a vocabulary's logits: ((logits + bias) / temperature + noise) / tau, the last two together."""
+
+    temperature: float = 1.0
+    bias: Tensor | None = None  # [vocab] float32
+    noise: Tensor | None = None  # [p, vocab], rows of `gumbel_rows`
+    rows: Tensor | None = None  # [n] int64, which row of the noise each row of logits takes
+    tau: float = 1.0
+
+
+PLAIN = Scores()
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
@@ -264,3 +279,30 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
     for buffer in (k, v):
         region = buffer[:, sequence]
         region[:, :, start : start + source.shape[0]] = region.index_select(2, source)
+
+
+def gumbel_rows(seed: int, stream: int, positions: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, vocab] float32, of nothing else."""
+    bits = noise.noise_bits(seed, stream, positions.tolist(), range(vocab), positions.device)
+    return noise.gumbel(bits, torch.float32)
+
+
+def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
+    return _shift(logits[:, :vocab], scores).argmax(-1)
+
+
+def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    shifted = _shift(logits[:, :vocab], scores)
+    return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
+
+
+def _shift(logits: Tensor, scores: Scores) -> Tensor:
+    if scores.bias is not None:
+        logits = logits + scores.bias.to(logits.dtype)
+    logits = logits / scores.temperature
+    if scores.noise is None:
+        return logits
+    assert scores.rows is not None
+    return logits + scores.noise.to(logits.dtype)[scores.rows]

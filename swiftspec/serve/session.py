@@ -103,6 +103,8 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     if found.draft is not None:
         check_pair(codec, TextCodec(found.draft))
 
+    if world is not None and not world.spin:
+        phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
     phases.begin("target weights")
     from swiftspec.engine import LLM
 
@@ -200,7 +202,9 @@ def _dtype(name: str, target: Path, device: str) -> str:
     if name != "auto":
         return name
     own = ModelConfig.from_dir(target).dtype
-    fast = device == "cuda" or _cpu_has_bf16()
+    from swiftspec.ops import host
+
+    fast = device == "cuda" or host.level() != "none" or _cpu_has_bf16()
     return "bfloat16" if own in ("bfloat16", "float16") and fast else own
 
 
@@ -223,6 +227,7 @@ def _use_threads(settings: Settings, target: Path, dtype: str, device: str, rank
     native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
     count = settings.threads or (1 if native else min(max(physical_cores() // ranks, 1), MOST_THREADS))
     torch.set_num_threads(count)
+    host.set_threads(count)
     return count
 
 

@@ -128,6 +128,10 @@ class Phases:
         if self._status is not None:
             self._status.update(f"{phase} {step}".rstrip())
 
+    def warn(self, text: str) -> None:
+        """A line that stays, even when the phases are not shown."""
+        print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)
+
     def ready(self) -> None:
         """Ends the last phase and says what the start took."""
         self._end()

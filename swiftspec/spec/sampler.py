@@ -6,18 +6,26 @@ sampling parameters and target logits, whatever tree looked it up. Letters: n ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec.ops import reference
+from swiftspec.ops.reference import Scores
 from swiftspec.params import SamplingParams
 from swiftspec.spec import filters
 from swiftspec.spec.noise import PositionNoise
 from swiftspec.spec.vocab import Group, VocabShard
 
-LogTopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+class Ops(Protocol):
+    """The fused passes over whole rows of logits; swiftspec.ops.reference defines them."""
+
+    def gumbel_rows(self, seed: int, stream: int, positions: Tensor, vocab: int, /) -> Tensor: ...
+    def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
+    def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
 
 
 class History:
@@ -56,11 +64,13 @@ class Sampler:
         vocab: int,
         device: torch.device | str,
         group: Group | None = None,
+        ops: Ops = reference,
     ) -> None:
         self.params = params
         self.vocab = vocab
         self.group = group
-        self.noise = PositionNoise(params.seed, device)
+        self.noise = PositionNoise(params.seed, device, gumbel_rows=ops.gumbel_rows)
+        self._ops = ops
         self.history = History(prompt, vocab, device) if params.penalised else None
         self._bias: Tensor | None = None
         if params.logit_bias:
@@ -102,10 +112,12 @@ class Sampler:
 
     def draw(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor) -> Tensor:
         """The target's tokens [n] after rows at `positions` [n], from raw logits."""
-        shaped, shard = self.shape(logits, paths), self._shard(logits)
-        if not self.params.greedy:
-            shaped = shaped + self._noise(shaped, shard, positions)
-        return shaped.argmax(-1) if shard is None else shard.argmax(shaped)
+        noisy = not self.params.greedy
+        shard = self._shard(logits)
+        if shard is None:
+            return self._ops.draw(*self._scored(logits, paths, positions if noisy else None, 1.0))
+        shaped = self.shape(logits, paths)
+        return shard.argmax(shaped + self._noise(shaped, shard, positions) if noisy else shaped)
 
     def children(
         self,
@@ -115,23 +127,41 @@ class Sampler:
         *,
         k: int,
         tau: float | None,
-        log_top_k: LogTopK = reference.log_top_k,
     ) -> tuple[Tensor, Tensor]:
         """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], likeliest first.
 
         Uncoupled (`tau` None): log q after the target's own shaping. Coupled: log_softmax((log q + gumbel) / tau) under
         the noise that the target will use there, so the draft looks where the target will look.
         """
-        shaped, shard = self.shape(logits, paths), self._shard(logits)
-        if tau is not None and not self.params.greedy:
-            shaped = (shaped + self._noise(shaped, shard, positions)) / tau
         k = min(k, self.vocab)
-        return log_top_k(shaped, k) if shard is None else shard.log_top_k(shaped, k)
+        tau = None if self.params.greedy else tau
+        shard = self._shard(logits)
+        if shard is None:
+            logits, vocab, scores = self._scored(logits, paths, None if tau is None else positions, tau or 1.0)
+            return self._ops.children(logits, vocab, k, scores)
+        shaped = self.shape(logits, paths)
+        if tau is not None:
+            shaped = (shaped + self._noise(shaped, shard, positions)) / tau
+        return shard.log_top_k(shaped, k)
 
-    def _noise(self, shaped: Tensor, shard: VocabShard | None, positions: Tensor) -> Tensor:
+    def _scored(
+        self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor | None, tau: float
+    ) -> tuple[Tensor, int, Scores]:
+        """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
+        p, temperature, bias = self.params, 1.0, None
+        if self.history is not None or (filters.active(p) and not p.greedy):
+            logits = self.shape(logits, paths)
+        else:
+            temperature, bias = 1.0 if p.greedy else p.temperature, self._bias
+        noise = rows = None
+        if positions is not None:
+            noise, rows = self.noise.rows(positions + 1, range(self.vocab), logits.dtype)
+        return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
+
+    def _noise(self, shaped: Tensor, shard: VocabShard, positions: Tensor) -> Tensor:
         """[n, m] for the tokens after `positions`."""
-        tokens = range(self.vocab) if shard is None else shard.tokens
-        return self.noise.rows(positions + 1, tokens, shaped.dtype)
+        block, rows = self.noise.rows(positions + 1, shard.tokens, shaped.dtype)
+        return block[rows]
 
     def _shard(self, logits: Tensor) -> VocabShard | None:
         return None if self.group is None else VocabShard(self.group, logits.shape[-1], self.vocab)

@@ -15,7 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from swiftspec.spec.noise import counters, gumbel, row_bits, row_keys, stream_key
+from swiftspec.ops.noise import counters, gumbel, row_bits, row_keys, stream_key
 
 BLOCK = 2**18  # noise made at a time
 PER_PARTICLE = 4  # streams kept for each

@@ -38,7 +38,7 @@ class LocalDrafter:
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         self._request, self._round = request, 0
         model = self.runner.model
-        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group)
+        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
@@ -94,7 +94,6 @@ class LocalDrafter:
             torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
             k=self._plan.children,
             tau=self._plan.tau if self._plan.coupled else None,
-            log_top_k=self.runner.ops.log_top_k,
         )
         self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
 

@@ -15,6 +15,7 @@ from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.parallel import Group
 from swiftspec.spec import mask as tree_mask
+from swiftspec.spec import sampler
 from swiftspec.spec.kv_cache import KVCache
 
 Ints = NDArray[np.int64]
@@ -34,11 +35,10 @@ class Model(Protocol):
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor | None: ...
 
 
-class Ops(Protocol):
+class Ops(sampler.Ops, Protocol):
     """What a round needs of the module of operators that the model was built with."""
 
     def move_kv(self, k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int, /) -> None: ...
-    def log_top_k(self, scores: Tensor, k: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 class Runner:

@@ -58,7 +58,7 @@ class LocalVerifier:
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         model = self.runner.model
-        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group)
+        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
         self.runner.reset()
         self.runner.prefill(tokens[:-1])

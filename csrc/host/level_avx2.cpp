@@ -1,0 +1,41 @@
+// The kernels on AVX2 and FMA.
+#include "level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "headers.h"
+
+SWIFTSPEC_BEGIN_TARGET("avx2,fma")
+
+namespace swiftspec::host {
+namespace avx2 {
+namespace {
+// clang-format off: each header needs those before it
+#include "vector256.h"
+#include "vector.h"
+#include "product.h"
+#include "linear.h"
+#include "attention.h"
+#include "sampling.h"
+// clang-format on
+}  // namespace
+}  // namespace avx2
+
+Kernels avx2_kernels() {
+  return {avx2::peak,
+          avx2::peak,
+          avx2::linear<float>,
+          avx2::linear<uint16_t>,
+          avx2::attention<float>,
+          avx2::attention<uint16_t>,
+          avx2::gumbel,
+          avx2::gumbel_row,
+          avx2::draw,
+          avx2::children};
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

@@ -1,0 +1,41 @@
+// The kernels on AVX-512 without bfloat16 arithmetic: bfloat16 is widened on its way into the registers.
+#include "level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "headers.h"
+
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma")
+
+namespace swiftspec::host {
+namespace avx512 {
+namespace {
+// clang-format off: each header needs those before it
+#include "vector512.h"
+#include "vector.h"
+#include "product.h"
+#include "linear.h"
+#include "attention.h"
+#include "sampling.h"
+// clang-format on
+}  // namespace
+}  // namespace avx512
+
+Kernels avx512_kernels() {
+  return {avx512::peak,
+          avx512::peak,
+          avx512::linear<float>,
+          avx512::linear<uint16_t>,
+          avx512::attention<float>,
+          avx512::attention<uint16_t>,
+          avx512::gumbel,
+          avx512::gumbel_row,
+          avx512::draw,
+          avx512::children};
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

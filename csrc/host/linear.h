@@ -1,0 +1,148 @@
+// Small-M matrix products with what stands before and after them fused in: RMSNorm in front; bias, residual
+// or SiLU(gate) * up behind. Read inside a level's namespace.
+
+// RMSNorm of one row of k, rounded to the model's type before the weight is applied, as transformers does.
+template <class T, class X>
+void normalise(const T* x, const T* weight, float eps, int64_t k, X* out) {
+  F square = zeros();
+  for (int64_t i = 0; i < k; i += kLanes) {
+    const F v = load_some(x + i, k - i);
+    square = fma(v, v, square);
+  }
+  const F scale = all(1.0f / __builtin_sqrtf(sum(square) / static_cast<float>(k) + eps));
+  for (int64_t i = 0; i < k; i += kLanes) {
+    const F v = rounded<T>(mul(load_some(x + i, k - i), scale));
+    store_some(out + i, rounded<T>(mul(v, load_some(weight + i, k - i))), k - i);
+  }
+}
+
+// The rows as a product reads them: normalised if there is a norm, in X, K padded with zeros; and each
+// group's sum.
+template <class T, class X>
+Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<float>& sums) {
+  const Weights& w = *a.weights;
+  const int64_t padded = (w.k + 7) / 8 * 8;
+  const T* rows = static_cast<const T*>(a.x);
+  const X* x = reinterpret_cast<const X*>(rows);
+  if (!std::is_same_v<T, X> || a.norm != nullptr || padded != w.k) {
+    scratch.resize(static_cast<size_t>(a.rows * padded));
+    for (int64_t r = 0; r < a.rows; ++r) {
+      X* out = scratch.data() + r * padded;
+      if (a.norm != nullptr) {
+        normalise(rows + r * w.k, static_cast<const T*>(a.norm), a.eps, w.k, out);
+      } else {
+        for (int64_t i = 0; i < w.k; i += kLanes)
+          store_some(out + i, load_some(rows + r * w.k + i, w.k - i), w.k - i);
+      }
+      std::fill(out + w.k, out + padded, X{});
+    }
+    x = scratch.data();
+  }
+  if (w.format != Format::int4) return {x, nullptr};
+  const int64_t groups = w.k / w.group;
+  sums.resize(static_cast<size_t>(a.rows * groups));
+  for (int64_t i = 0; i < a.rows * groups; ++i) {
+    F total = zeros();
+    for (int64_t k = 0; k < w.group; k += kLanes) total = add(total, load_as(x + i * w.group + k));
+    sums[static_cast<size_t>(i)] = sum(total);
+  }
+  return {x, sums.data()};
+}
+
+template <class X>
+void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks,
+                 float* out, int64_t stride) {
+  if (format == Format::bf16) {
+    product<Format::bf16>(in, w, rows, blocks, out, stride);
+  } else if (format == Format::int4) {
+    product<Format::int4>(in, w, rows, blocks, out, stride);
+  } else if constexpr (std::is_same_v<X, float>) {
+    product<Format::f32>(in, w, rows, blocks, out, stride);
+  }
+}
+
+inline F biased(F x, const float* bias, int64_t column, int64_t count) {
+  return bias == nullptr ? x : add(x, load_some(bias + column, count));
+}
+
+// The bias, then the residual, of one row's sums; `end` bounds the columns.
+template <class T>
+void finish(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t end) {
+  const int64_t n = a.weights->n;
+  for (; column < end; column += kLanes, sums += kLanes) {
+    const int64_t at = row * n + column, count = end - column;
+    const F value = biased(load(sums), a.weights->bias, column, count);
+    if (a.logits != nullptr) {
+      store_some(a.logits + at, value, count);
+    } else if (a.residual != nullptr) {
+      const F before = load_some(static_cast<const T*>(a.residual) + at, count);
+      store_some(static_cast<T*>(a.out) + at, add(rounded<T>(value), before), count);
+    } else {
+      store_some(static_cast<T*>(a.out) + at, value, count);
+    }
+  }
+}
+
+// SiLU(gate) * up of one row. Gates start at `column`, and so do their ups in the second half of the outputs.
+template <class T>
+void finish_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
+                   int64_t end) {
+  const int64_t half = a.weights->n / 2;
+  for (; column < end; column += kLanes, gates += kLanes, ups += kLanes) {
+    const int64_t count = end - column;
+    const F gate = rounded<T>(biased(load(gates), a.weights->bias, column, count));
+    const F up = rounded<T>(biased(load(ups), a.weights->bias, half + column, count));
+    const F silu = div(gate, add(all(1.0f), exponential(sub(zeros(), gate))));
+    store_some(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(silu), up), count);
+  }
+}
+
+constexpr int64_t kStrip =
+    8;  // blocks of outputs that all rows meet before the next: their weights stay in the cache
+
+// The outputs of `strip` for all rows. With swiglu a strip is half as many gates, and their ups.
+template <class T, class X>
+void linear_strip(const LinearArgs& a, const Inputs<X>& in, int64_t strip) {
+  const Weights& w = *a.weights;
+  const int64_t k = (w.k + 7) / 8 * 8, groups = w.format == Format::int4 ? k / w.group : 0;
+  const int64_t block_bytes = k * kLanes * bits_of(w.format) / 8;
+  const auto at_block = [&](int64_t block) {
+    return Operand{static_cast<const uint8_t*>(w.data) + block * block_bytes, block_bytes, k,
+                   groups == 0 ? nullptr : w.groups + block * groups * 2 * kLanes, w.group};
+  };
+  constexpr int64_t kStride = (kStrip + 1) * kLanes;
+  float sums[kRowTile * kStride], ups[kRowTile * kStride];
+  const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,
+                width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
+  const int64_t column = strip * width, end = std::min(outputs, column + width);
+  const int64_t blocks = (end - column + kLanes - 1) / kLanes;
+  const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
+  const int64_t up_blocks = (up_shift + end - column + kLanes - 1) / kLanes;
+  for (int64_t row = 0; row < a.rows; row += kRowTile) {
+    const int64_t rows = std::min<int64_t>(kRowTile, a.rows - row);
+    const Inputs<X> tile{in.x + row * k, in.sums + row * groups};
+    product_any(w.format, tile, at_block(column / kLanes), rows, blocks, sums, kStride);
+    if (a.swiglu) product_any(w.format, tile, at_block(up_block), rows, up_blocks, ups, kStride);
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* mine = sums + r * kStride;
+      if (a.swiglu) {
+        finish_swiglu<T>(a, mine, ups + r * kStride + up_shift, row + r, column, end);
+      } else {
+        finish<T>(a, mine, row + r, column, end);
+      }
+    }
+  }
+}
+
+template <class T>
+void linear(const LinearArgs& a) {
+  using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
+  thread_local std::vector<X> scratch;  // both grow to the largest input once
+  thread_local std::vector<float> sums;
+  const Inputs<X> in = ready_rows<T, X>(a, scratch, sums);
+  const int64_t width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
+  const int64_t strips = ((a.swiglu ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
+  const auto one = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
+  if (a.rows * a.weights->n * a.weights->k >= kWorthSharing) return share(strips, one);
+  for (int64_t strip = 0; strip < strips; ++strip) one(strip);
+}

@@ -1,0 +1,249 @@
+// A few rows against packed matrices: the inner loop of `linear` and of the scores in `attention`. Sums are
+// float32 in the order of the inputs, one chain per output whatever the tile, so a row's result does not
+// depend on the other rows.
+//
+// A block is sixteen outputs. Its inputs lie in pairs: bf16 [K / 2][16][2]; f32 [K][16]; int4 [K / 8][16]
+// words of eight codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i. K is padded to a multiple
+// of 8.
+
+struct Operand {
+  const uint8_t* data;
+  int64_t block_bytes;  // from one block to the next
+  int64_t k;            // padded
+  const float*
+      groups;     // int4: [block][K / group][2][16], the scale and what is to be added to (code - 8); or null
+  int64_t group;  // inputs of a quantisation group
+};
+
+template <class X>
+struct Inputs {
+  const X* x;         // [rows, k]
+  const float* sums;  // [rows, K / group], of each group's inputs; for int4
+};
+
+#ifdef SWIFTSPEC_DOT_BF16  // AVX-512 BF16 multiplies two inputs of sixteen outputs at once
+
+using Pair = __m512bh;
+using Packed16 = uint16_t;  // what a row is held in when the model is bfloat16
+
+inline Pair load_pair(const uint8_t* p) { return (Pair)_mm512_loadu_si512(p); }
+inline Pair broadcast_pair(const uint16_t* x) {
+  int32_t two;
+  std::memcpy(&two, x, sizeof two);
+  return (Pair)_mm512_set1_epi32(two);
+}
+inline F dot(F sum, Pair weights, Pair row) { return _mm512_dpbf16_ps(sum, weights, row); }
+template <int N>
+inline Pair nibble_pair(I codes) {
+  // -8 .. 7 in bfloat16, twice: the instruction looks at five bits of a half, of which the fifth is the next
+  // code's
+  alignas(64) static constexpr uint16_t kTable[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
+      0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+      0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  return (Pair)_mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4 * N), _mm512_load_si512(kTable));
+}
+
+#else
+
+struct Pair {
+  F even, odd;
+};
+using Packed16 = float;
+
+inline Pair load_pair(const uint8_t* p) {
+  const I two = load_int(p);
+  return {as_float(left<16>(two)), as_float(both(two, all_int(0xffff0000)))};
+}
+inline Pair broadcast_pair(const float* x) { return {all(x[0]), all(x[1])}; }
+inline F dot(F sum, Pair weights, Pair row) {
+  return fma(weights.odd, row.odd, fma(weights.even, row.even, sum));
+}
+inline F dot(F sum, F weights, F row) { return fma(weights, row, sum); }
+template <int N>
+inline Pair nibble_pair(I codes) {
+  return {nibble<N>(codes), nibble<N + 4>(codes)};
+}
+
+#endif
+
+// sum[m][b] += x[m] W_b over one pair of inputs.
+template <int M, int B, class X>
+inline void add_pair(F (&sum)[M][B], const Pair (&weights)[B], const X* x, int64_t stride) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    const Pair row = broadcast_pair(x + m * stride);
+#pragma GCC unroll 8
+    for (int b = 0; b < B; ++b) sum[m][b] = dot(sum[m][b], weights[b], row);
+  }
+}
+
+template <int N, int M, int B, class X>
+inline void add_codes(F (&sum)[M][B], const I (&codes)[B], const X* x, int64_t stride) {
+  Pair weights[B];
+#pragma GCC unroll 8
+  for (int b = 0; b < B; ++b) weights[b] = nibble_pair<N>(codes[b]);
+  add_pair(sum, weights, x + 2 * N, stride);
+}
+
+template <int M, int B>
+inline void clear(F (&sum)[M][B]) {
+  for (int m = 0; m < M; ++m) {
+    for (int b = 0; b < B; ++b) sum[m][b] = zeros();
+  }
+}
+
+template <int M, int B>
+inline void read(F (&sum)[M][B], const float* in, int64_t stride) {
+  for (int m = 0; m < M; ++m) {
+    for (int b = 0; b < B; ++b) sum[m][b] = load(in + m * stride + b * kLanes);
+  }
+}
+
+template <int M, int B>
+inline void write(const F (&sum)[M][B], float* out, int64_t stride) {
+  for (int m = 0; m < M; ++m) {
+    for (int b = 0; b < B; ++b) store(out + m * stride + b * kLanes, sum[m][b]);
+  }
+}
+
+// How far ahead of its use a weight is fetched: a short block from the blocks that come next, a long one from
+// itself.
+inline int64_t fetch_distance(const Operand& w, int blocks) {
+  return w.block_bytes <= 8192 ? blocks * w.block_bytes : 2048;
+}
+
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+template <int M, int B, class X>
+void product_bf16(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
+  F sum[M][B];
+  clear(sum);
+  const int64_t ahead = fetch_distance(w, B);
+  for (int64_t k = 0; k < w.k; k += 2) {
+    Pair weights[B];
+#pragma GCC unroll 8
+    for (int b = 0; b < B; ++b) {
+      weights[b] = load_pair(w.data + b * w.block_bytes + k * 32);
+      prefetch(w.data + b * w.block_bytes + k * 32 + ahead);
+    }
+    add_pair(sum, weights, in.x + k, w.k);
+  }
+  write(sum, out, stride);
+}
+
+template <int M, int B>
+void product_f32(const Inputs<float>& in, const Operand& w, float* out, int64_t stride) {
+  F sum[M][B];
+  clear(sum);
+  for (int64_t k = 0; k < w.k; ++k) {
+    F weights[B];
+#pragma GCC unroll 8
+    for (int b = 0; b < B; ++b)
+      weights[b] = load(reinterpret_cast<const float*>(w.data + b * w.block_bytes) + k * 16);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const F row = all(in.x[m * w.k + k]);
+#pragma GCC unroll 8
+      for (int b = 0; b < B; ++b) sum[m][b] = fma(weights[b], row, sum[m][b]);
+    }
+  }
+  write(sum, out, stride);
+}
+
+// (q - z) s is never formed: a group's codes are summed as they are, then shifted and scaled in float32.
+template <int M, int B, class X>
+void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
+  F sum[M][B];
+  clear(sum);
+  write(sum, out, stride);
+  const int64_t ahead = fetch_distance(w, B);
+  const int64_t groups = w.k / w.group;
+  for (int64_t g = 0; g < groups; ++g) {
+    clear(sum);
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8) {
+      I codes[B];
+#pragma GCC unroll 8
+      for (int b = 0; b < B; ++b) {
+        codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
+        prefetch(w.data + b * w.block_bytes + k * 8 + ahead);
+      }
+      add_codes<0>(sum, codes, in.x + k, w.k);
+      add_codes<1>(sum, codes, in.x + k, w.k);
+      add_codes<2>(sum, codes, in.x + k, w.k);
+      add_codes<3>(sum, codes, in.x + k, w.k);
+    }
+    for (int b = 0; b < B; ++b) {
+      const float* meta = w.groups + (b * groups + g) * 2 * kLanes;
+      const F scale = load(meta), shift = load(meta + kLanes);
+      for (int m = 0; m < M; ++m) {
+        float* at = out + m * stride + b * kLanes;
+        store(at, fma(fma(shift, all(in.sums[m * groups + g]), sum[m][b]), scale, load(at)));
+      }
+    }
+  }
+}
+
+template <Format W, int M, int B, class X>
+inline void product_tile(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
+  if constexpr (W == Format::bf16) {
+    product_bf16<M, B>(in, w, out, stride);
+  } else if constexpr (W == Format::int4) {
+    product_int4<M, B>(in, w, out, stride);
+  } else {
+    product_f32<M, B>(in, w, out, stride);
+  }
+}
+
+// M rows against `blocks` blocks, as many at a time as the registers hold.
+template <Format W, int M, int B, class X>
+void product_blocks(const Inputs<X>& in, Operand w, int64_t blocks, float* out, int64_t stride) {
+  const int64_t group_floats = w.groups == nullptr ? 0 : w.k / w.group * 2 * kLanes;
+  for (; blocks >= B; blocks -= B) {
+    product_tile<W, M, B>(in, w, out, stride);
+    w.data += B * w.block_bytes;
+    w.groups += B * group_floats;
+    out += B * kLanes;
+  }
+  if constexpr (B > 1) {
+    if (blocks > 0) product_blocks<W, M, B / 2>(in, w, blocks, out, stride);
+  }
+}
+
+constexpr int blocks_at_once(int rows) {
+  int blocks = kBlocks;
+  while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
+  return blocks;
+}
+
+// out[r, 16 b + i] = x[r] . W_b[i] for `rows` rows, at most kRowTile, and `blocks` blocks.
+template <Format W, int M = kRowTile, class X>
+void product(const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+             int64_t stride) {
+  if (rows == M) {
+    product_blocks<W, M, blocks_at_once(M)>(in, w, blocks, out, stride);
+  } else if constexpr (M > 1) {
+    product<W, M - 1>(in, w, rows, blocks, out, stride);
+  }
+}
+
+// What the arithmetic alone can reach: `rounds` times a product into each of the sums that the registers
+// hold. Of `seed` [16] nothing is known when this is compiled, so nothing is left out. Returns the
+// floating-point operations.
+inline int64_t peak(int64_t rounds, float* seed) {
+#ifdef SWIFTSPEC_DOT_BF16
+  const Pair weight = (Pair)load_int(seed), row = weight;
+  constexpr int64_t kEach = 4 * kLanes;
+#else
+  const F weight = load(seed), row = weight;
+  constexpr int64_t kEach = 2 * kLanes;
+#endif
+  F sums[kChains][1];
+  clear(sums);
+  for (int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kChains; ++m) sums[m][0] = dot(sums[m][0], weight, row);
+  }
+  for (int m = 0; m < kChains; ++m) store(seed, add(load(seed), sums[m][0]));
+  return rounds * kChains * kEach;
+}

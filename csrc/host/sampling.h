@@ -1,0 +1,130 @@
+// From logits to tokens, a pass or two over a vocabulary. Read inside a level's namespace.
+
+// -ln(-ln(1 - v)), v as noise.h has it. ln(1 - v) is ln u for the u next to 1 - v, and what u leaves out.
+inline F gumbel_lanes(I bits) {
+  const F v = smallest(mul(add(unsigned_to_float(bits), all(0.5f)), all(0x1p-32f)), all(1.0f - 0x1p-24f));
+  const F u = sub(all(1.0f), v);
+  const F left_out = div(sub(sub(all(1.0f), u), v), u);
+  return sub(zeros(), logarithm(sub(sub(zeros(), logarithm(u)), left_out)));
+}
+
+inline void gumbel(const uint32_t* bits, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    uint32_t some[kLanes] = {};
+    std::memcpy(some, bits + i, static_cast<size_t>(std::min(kLanes, count - i)) * sizeof(uint32_t));
+    store_some(out + i, gumbel_lanes(load_int(some)), count - i);
+  }
+}
+
+inline I mix(I x) {  // noise::mix
+  x = mul(flip(x, right<16>(x)), all_int(0x7feb352d));
+  x = mul(flip(x, right<15>(x)), all_int(0x846ca68b));
+  return flip(x, right<16>(x));
+}
+
+// The noise of one row: noise::bits(key, token) for every token.
+inline void gumbel_row(uint32_t key, int64_t vocab, float* out) {
+  alignas(64) uint32_t first[kLanes];
+  for (uint32_t i = 0; i < kLanes; ++i) first[i] = key + i * noise::kGolden;
+  I at = load_int(first);
+  for (int64_t v = 0; v < vocab; v += kLanes) {
+    store_some(out + v, gumbel_lanes(mix(flip(mix(at), all_int(key)))), vocab - v);
+    at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
+  }
+}
+
+// The scores of sixteen columns of a row, before tau.
+inline F scores_at(const ScoreArgs& a, const float* logits, const float* noise, int64_t column) {
+  const int64_t count = a.vocab - column;
+  F x = load_some(logits + column, count);
+  if (a.bias != nullptr) x = add(x, load_some(a.bias + column, count));
+  if (a.temperature != 1.0f) x = div(x, all(a.temperature));
+  return noise == nullptr ? x : add(x, load_some(noise + column, count));
+}
+
+inline const float* noise_of(const ScoreArgs& a, int64_t row) {
+  return a.noise == nullptr ? nullptr : a.noise + a.rows_of_noise[row] * a.vocab;
+}
+
+// Columns beyond the vocabulary do not count.
+inline unsigned lanes_in(int64_t count) { return count >= kLanes ? 0xffffu : (1u << count) - 1; }
+
+inline void draw(const ScoreArgs& a, int64_t* tokens) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
+    float best = -std::numeric_limits<float>::infinity();
+    int64_t token = 0;
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = scores_at(a, logits, noise, v);
+      unsigned better = greater(part, all(best)) & lanes_in(a.vocab - v);
+      if (better == 0) continue;
+      float lanes[kLanes];
+      store(lanes, part);
+      for (; better != 0; better &= better - 1) {
+        const int lane = __builtin_ctz(better);
+        if (lanes[lane] > best) {
+          best = lanes[lane];
+          token = v + lane;
+        }
+      }
+    }
+    tokens[row] = token;
+  }
+}
+
+// Puts a candidate in its place among the best so far, largest first; of equal ones the earlier token stays
+// in front.
+inline void insert(float value, int64_t token, int64_t k, float* values, int64_t* tokens) {
+  int64_t at = k - 1;
+  for (; at > 0 && values[at - 1] < value; --at) {
+    values[at] = values[at - 1];
+    tokens[at] = tokens[at - 1];
+  }
+  values[at] = value;
+  tokens[at] = token;
+}
+
+// The k best scores of a row; all its scores stay in `scores`, which has room for a multiple of 16.
+inline void best_scores(const ScoreArgs& a, int64_t row, int64_t k, float* scores, int64_t* tokens,
+                        float* values) {
+  const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
+  for (int64_t i = 0; i < k; ++i) {
+    values[i] = -std::numeric_limits<float>::infinity();
+    tokens[i] = i;
+  }
+  for (int64_t v = 0; v < a.vocab; v += kLanes) {
+    F part = scores_at(a, logits, noise, v);
+    if (noise != nullptr && a.tau != 1.0f) part = div(part, all(a.tau));
+    store(scores + v, part);
+    unsigned better = greater(part, all(values[k - 1])) & lanes_in(a.vocab - v);
+    for (; better != 0; better &= better - 1) {
+      const int lane = __builtin_ctz(better);
+      if (scores[v + lane] > values[k - 1]) insert(scores[v + lane], v + lane, k, values, tokens);
+    }
+  }
+}
+
+inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* values) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  thread_local std::vector<float> scores;  // grows to the largest vocabulary once
+  const int64_t room = (a.vocab + kLanes - 1) / kLanes * kLanes;
+  scores.resize(static_cast<size_t>(room));
+  for (int64_t row = 0; row < a.rows; ++row, tokens += k, values += k) {
+    best_scores(a, row, k, scores.data(), tokens, values);
+    std::fill(scores.data() + a.vocab, scores.data() + room, kNone);
+    const F top = all(values[0]);
+    F total = zeros();
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = load(scores.data() + v);
+      const F weight = exponential(sub(part, top));
+      total = add(total, weight);
+    }
+    const float normaliser = values[0] + std::log(sum(total));
+    for (int64_t i = 0; i < k; ++i) {
+      const float value = values[i] - normaliser;
+      values[i] = value <= 0.0f       ? value
+                  : std::isnan(value) ? kNone
+                                      : 0.0f;  // a parent's weight bounds its children's
+    }
+  }
+}

@@ -1,0 +1,107 @@
+// Sixteen lanes in two AVX2 registers. The same names and, operation by operation, the same results as
+// vector512.h. Read inside the target region and the namespace of a level (level_avx2.cpp).
+
+struct F {  // sixteen float32
+  __m256 a, b;
+};
+struct I {  // sixteen 32-bit integers
+  __m256i a, b;
+};
+
+constexpr int kRowTile = 4;  // rows of a product at a time
+constexpr int kChains = 4;   // sums that a product keeps in registers
+constexpr int kBlocks = 4;   // blocks of outputs at a time, at most
+
+inline F zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F largest(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F smallest(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F round_even(F x) {
+  constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
+}
+inline unsigned greater(F x, F y) {  // bit i: x[i] > y[i]
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ));
+  return static_cast<unsigned>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)) << 8);
+}
+
+inline I all_int(uint32_t x) {
+  return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))};
+}
+inline I load_int(const void* p) {
+  const __m256i* at = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(at), _mm256_loadu_si256(at + 1)};
+}
+inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I sub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I mul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+inline I both(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I either(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline I flip(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int N>
+inline I left(I x) {
+  return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+template <int N>
+inline I right(I x) {
+  return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+template <int N>
+inline I right_signed(I x) {
+  return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
+}
+inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline F unsigned_to_float(I x) {  // both halves are exact, so the sum is the only rounding
+  return fma(to_float(right<16>(x)), all(65536.0f), to_float(both(x, all_int(0xffff))));
+}
+inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+
+inline F widen(const uint16_t* p) {
+  const __m128i* at = reinterpret_cast<const __m128i*>(p);
+  const I lanes{_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1))};
+  return as_float(left<16>(lanes));
+}
+
+inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
+  const I halves = right<16>(x);
+  const __m256i mixed = _mm256_packus_epi32(halves.a, halves.b);  // quarters 0, 2, 1, 3
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+
+inline __m256 lower(F x) { return x.a; }
+inline __m256 upper(F x) { return x.b; }
+
+// Eight codes of each lane: for i in 0..3 nibble i belongs to input 2i and nibble 4 + i to input 2i + 1.
+template <int N>
+inline F nibble(I codes) {  // code N less 8, as a number
+  return to_float(sub(both(right<4 * N>(codes), all_int(15)), all_int(8)));
+}
+
+// Sixteen rows of four 32-bit words into columns.
+inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, int64_t, uint8_t* out) {
+  float* to = reinterpret_cast<float*>(out);
+  for (int r = 0; r < 16; r += 4, to += 4) {
+    __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));
+    __m128 b = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r + 1] + offset));
+    __m128 c = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r + 2] + offset));
+    __m128 d = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r + 3] + offset));
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + 16, b);
+    _mm_storeu_ps(to + 32, c);
+    _mm_storeu_ps(to + 48, d);
+  }
+}
+constexpr int64_t kSquare = 4;  // words

@@ -1,0 +1,126 @@
+"""The bridge in one process: a draft that is late, fails or is gone costs speed and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.errors import DrafterLost
+from swiftspec.params import SamplingParams
+from swiftspec.remote.calls import LeadingDrafter
+from swiftspec.remote.channel import Channel
+from swiftspec.remote.group import DraftService, GroupDrafter
+from tests.test_channel import connect
+
+GREEDY = SamplingParams(temperature=0)
+
+
+class FakeDraft:
+    """Proposes the root and one token, which is the round's number; sleeps or fails when told."""
+
+    def __init__(self) -> None:
+        self.busy, self.steps, self.sleep, self.fails = 0.0, 3, 0.0, False
+        self.calls: list[str] = []
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self.calls.append(f"open {request}")
+        self.request, self.round, self.at, self.root = request, 0, len(tokens) - 1, tokens[-1]
+
+    def propose(self) -> Proposal:
+        time.sleep(self.sleep)
+        if self.fails:
+            raise RuntimeError("no memory left")
+        self.busy += 0.25
+        return Proposal(self.request, self.round, self.at, (self.root, self.round), (-1, 0))
+
+    def grow(self) -> None:
+        self.calls.append("grow")
+
+    def observe(self, result: VerifyResult) -> None:
+        self.round, self.at, self.root = result.round + 1, self.at + len(result.tokens), result.tokens[-1]
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
+    here, there = connect(None)
+    draft = FakeDraft()
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, [])).run)  # type: ignore[arg-type]
+    service.start()
+    drafter = GroupDrafter(here, answer_timeout=0.3, open_timeout=0.6)
+    yield drafter, draft, there
+    with contextlib.suppress(DrafterLost):
+        drafter.leave()
+    service.join(10)
+    assert not service.is_alive()
+
+
+def result(request: int, round_: int, at: int) -> VerifyResult:
+    return VerifyResult(request, round_, at, (0,), (9,))
+
+
+def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, draft, _ = bridge
+    drafter.set_steps(5)
+    drafter.open(1, [4, 5], GREEDY, 2)
+    assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
+    for round_ in range(3):
+        drafter.grow()
+        drafter.observe(result(1, round_, 1 + round_))
+        assert drafter.propose() == Proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
+    assert drafter.busy == 1.0 and draft.steps == 5
+    drafter.close()
+    drafter.open(2, [7], GREEDY, 1)
+    assert drafter.propose().request == 2
+    assert draft.calls[:6] == ["open 1", "grow", "grow", "grow", "grow", "close"]
+
+
+def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
+    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+) -> None:
+    drafter, draft, _ = bridge
+    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.propose()
+    draft.sleep = 0.5
+    drafter.observe(result(1, 0, 1))
+    with pytest.raises(DrafterLost, match="did not answer in time"):
+        drafter.propose()
+    draft.sleep = 0.0
+    drafter.close()
+    drafter.open(2, [7], GREEDY, 1)
+    assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
+
+
+def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
+    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+) -> None:
+    drafter, draft, _ = bridge
+    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.propose()
+    draft.fails = True
+    drafter.observe(result(1, 0, 1))
+    with pytest.raises(DrafterLost, match="no memory left"):
+        drafter.propose()
+    drafter.observe(result(1, 1, 2))  # as a target that has not heard of it would
+    draft.fails = False
+    drafter.open(2, [7], GREEDY, 1)
+    assert drafter.propose().request == 2
+
+
+def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, _, there = bridge
+    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.propose()
+    drafter.leave()
+    time.sleep(0.2)  # its process is about to end
+    there.close()
+    for _ in range(2):
+        with pytest.raises(DrafterLost, match="gone"):
+            drafter.open(2, [7], GREEDY, 1)
