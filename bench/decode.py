@@ -1,6 +1,7 @@
 """Side by side in one run: transformers, its assisted generation, and our modes, on the same pair, prompts and length.
 
     python -m bench.decode [--limit 8] [--max-tokens 128] [--json out.json]
+    torchrun --standalone --nproc-per-node 2 -m bench.decode        # mode async besides, with the draft on rank 1
 
 Greedy unless --temperature is given (then the peers sample too, and their texts differ). Every figure is over whole
 requests, prefill included; the systems take turns on every prompt, so a slow minute of the machine hits all of them.
@@ -23,8 +24,10 @@ import torch
 
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
-from swiftspec.engine import LLM
+from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.ops import host
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.remote.world import World, available_cores, run_on
 
 PLAN = Plan()
 Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
@@ -75,35 +78,52 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
     return generate
 
 
-def our_system(llm: LLM, args: argparse.Namespace) -> Generate:
-    """One of our modes."""
+def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
+    """One of our modes, on the cores that are its own."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
 
     def generate(prompt: list[int]) -> tuple[list[int], int]:
+        every, threads = available_cores(), torch.get_num_threads()
+        run_on(cores)
+        host.set_threads(min(len(cores), args.threads))
+        torch.set_num_threads(1)  # as the command does beside native operators
         answer = llm.generate(prompt, sampling)
+        run_on(every)
+        torch.set_num_threads(threads)
         return answer.token_ids, answer.stats.rounds
 
     return generate
 
 
-def build(args: argparse.Namespace) -> dict[str, Generate]:
-    """Every system, by the name that the table shows."""
-    dtype = getattr(torch, args.dtype)
+def plan_of(mode: str, args: argparse.Namespace) -> Plan:
+    """The plan of one of our modes."""
+    return Plan(
+        mode=mode,
+        verify_batch=args.verify_batch,
+        draft_leaves=args.draft_leaves,
+        draft_steps=args.draft_steps,
+        coupled=args.coupled,
+    )
+
+
+def build(args: argparse.Namespace, world: World | None) -> dict[str, Generate]:
+    """Every system, by the name that the table shows; mode async where there are two ranks."""
+    dtype, every = getattr(torch, args.dtype), available_cores()
     target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
     systems = {
         "transformers": transformers_system(target, None, args),
         "transformers assisted": transformers_system(target, draft, args),
     }
     for mode in args.modes.split(","):
-        plan = Plan(
-            mode=mode,
-            verify_batch=args.verify_batch,
-            draft_leaves=args.draft_leaves,
-            draft_steps=args.draft_steps,
-            coupled=args.coupled,
-        )
         draft_path = args.draft_model if mode != "ar" else None
-        systems[f"swiftspec {mode}"] = our_system(LLM(args.model, draft_path, plan, dtype=dtype), args)
+        systems[f"swiftspec {mode}"] = our_system(
+            LLM(args.model, draft_path, plan_of(mode, args), dtype=dtype), args, every
+        )
+    if world is not None:
+        cores = world.own_cores()
+        llm = LLM(args.model, args.draft_model, plan_of("async", args), world=world, dtype=dtype)
+        run_on(every)
+        systems["swiftspec async 1 + 1"] = our_system(llm, args, cores)
     return systems
 
 
@@ -196,9 +216,15 @@ def main() -> None:
     args = arguments()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
+    world = join_world()
+    if world is not None and world.rank > 0:
+        torch.set_num_threads(1)
+        host.set_threads(1)
+        serve_rank(world, args.model, args.draft_model, plan_of("async", args), dtype=getattr(torch, args.dtype))
+        return
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     prompts = read_prompts(tokenizer, args.prompts)[: args.limit]
-    result = report(measure(build(args), prompts, args.repeats), args, len(prompts))
+    result = report(measure(build(args, world), prompts, args.repeats), args, len(prompts))
     print(table(result["systems"]))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

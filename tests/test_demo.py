@@ -65,8 +65,8 @@ def test_the_tree_gives_at_least_2_7_tokens_a_round() -> None:
 
 @pytest.mark.slow
 def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
-    """One round late, a tree holds a little less of what comes (the paper loses 8 %). For a fixed d the rounds are those
-    of two groups of ranks, so one process can count them."""
+    """One round late, a tree holds a little less of what comes (the paper loses 8 %). For a fixed d the rounds are
+    those of two groups of ranks, so one process can count them."""
     llm, every = LLM(TARGET, DRAFT, Plan(draft_steps=8), dtype=torch.bfloat16), len(prompts())
     serial = tokens_per_round(llm, 0.0, every)
     assert isinstance(llm.drafter, LocalDrafter)

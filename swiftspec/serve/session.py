@@ -137,7 +137,7 @@ def _options(settings: Settings, target: Path, world: World | None) -> tuple[Opt
     import torch
 
     device = _device(settings.device)
-    dtype = _dtype(settings.dtype, target, device)
+    dtype = _dtype(settings, target, device)
     threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
     options: Options = {
         "dtype": getattr(torch, dtype),
@@ -197,14 +197,14 @@ def _device(name: str) -> str:
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 
-def _dtype(name: str, target: Path, device: str) -> str:
+def _dtype(settings: Settings, target: Path, device: str) -> str:
     """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
-    if name != "auto":
-        return name
+    if settings.dtype != "auto":
+        return settings.dtype
     own = ModelConfig.from_dir(target).dtype
     from swiftspec.ops import host
 
-    fast = device == "cuda" or host.level() != "none" or _cpu_has_bf16()
+    fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
     return "bfloat16" if own in ("bfloat16", "float16") and fast else own
 
 
@@ -218,15 +218,15 @@ def _cpu_has_bf16() -> bool:
 
 
 def _use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
-    """Native operators take one thread; what torch is left with is so small that a second one would only wait. The
-    `ranks` of this machine share its cores."""
+    """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
+    one: what it is left with is so small that a second one would only wait."""
     import torch
 
     from swiftspec.ops import host
 
     native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
-    count = settings.threads or (1 if native else min(max(physical_cores() // ranks, 1), MOST_THREADS))
-    torch.set_num_threads(count)
+    count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
+    torch.set_num_threads(1 if native else count)
     host.set_threads(count)
     return count
 

@@ -66,8 +66,8 @@ class Settings(BaseSettings):
     max_model_len: Annotated[int | None, Flag(MODELS, "N", "what the target was made for")] = Field(
         None, description="Longest context in tokens, prompt and answer together."
     )
-    threads: Annotated[int | None, Flag(MODELS, "N", "1 with native operators, else the physical cores, at most 8")] = (
-        Field(None, ge=1, le=1024, description="CPU threads inside one operation.")
+    threads: Annotated[int | None, Flag(MODELS, "N", "the rank's share of the physical cores, at most 8")] = Field(
+        None, ge=1, le=1024, description="CPU threads inside one operation."
     )
     ops: Annotated[Literal["auto", "reference"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
         "auto", description="Operators. reference: plain torch."
