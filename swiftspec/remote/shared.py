@@ -19,7 +19,10 @@ class SharedChannel:
         self._mailbox = Mailbox(name, side, spin=spin, attach_timeout=timeout)
 
     def send(self, kind: int, words: Words | None = None) -> None:
-        message = np.array([kind], np.int32) if words is None else np.concatenate(([kind], words)).astype(np.int32)
+        message = np.empty(1 + (0 if words is None else len(words)), np.int32)
+        message[0] = kind
+        if words is not None:
+            message[1:] = words
         try:
             self._mailbox.send(torch.from_numpy(message))
         except OSError as error:
