@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.errors import UserError
+from swiftspec.model.loader import load_model
+from swiftspec.model.shared import SharedParallel
+from swiftspec.ops import reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.runner import Runner
 
 Json = dict[str, Any]
 
@@ -49,6 +54,22 @@ def decode(
         return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
     finally:
         llm.close()
+
+
+def logits(model: str, tokens: list[int]) -> Json:
+    """The logits after some tokens, gathered from the ranks of one group, and their bits."""
+    world, group = join_world(), None
+    if world is not None:
+        wires = {"spin": False, "timeout": timedelta(seconds=30)}
+        group = SharedParallel.join(world.store, "logits", world.rank, world.size, **wires)
+    whole = load_model(model, dtype=torch.float64, ops=reference, max_positions=64, group=group)
+    runner = Runner(whole, reference, context=32, tree_slots=1)
+    rows = runner.forward_chain(tokens)
+    if group is not None:
+        rows = group.all_gather(rows).transpose(0, 1).flatten(1)
+        group.close()
+    rows = rows[:, : whole.config.vocab_size]
+    return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
 
 
 def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:

@@ -191,3 +191,22 @@ def test_unequal_model_directories_are_refused(pool: Pool, tmp_path: Path) -> No
     plan = {"mode": "ar", "target_tp": 2}
     answers = pool.run(2, "decode", target=str(tmp_path / "{rank}"), draft=None, plan=plan, requests=[])
     assert "rank 1 has another model directory than its leader" in answers[0][0]["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "awq"])
+def test_any_size_gives_the_logits_of_one_rank(tmp_path: Path, kind: str) -> None:
+    """Sizes 1 to 7 on real ranks: within rounding of one rank, and equal to the bit on all ranks of a group."""
+    shape = {"family": kind.replace("awq", "llama"), "num_attention_heads": 8, "num_key_value_heads": 2}
+    make_checkpoint(tmp_path / "model", dtype=torch.float64, hidden_size=64, intermediate_size=96, vocab=67, **shape)
+    if kind == "awq":
+        quantise(tmp_path / "model", "awq", ("o_proj",))
+    pool = Pool(7)
+    try:
+        ranks = [pool.run(size, "logits", model=str(tmp_path / "model"), tokens=PROMPT) for size in range(1, 8)]
+    finally:
+        pool.close()
+    one = torch.tensor(ranks[0][0]["values"], dtype=torch.float64)
+    for group in ranks[1:]:
+        assert {rank["bits"] for rank in group} == {group[0]["bits"]}
+        torch.testing.assert_close(torch.tensor(group[0]["values"], dtype=torch.float64), one, atol=1e-9, rtol=1e-9)

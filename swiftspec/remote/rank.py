@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
+
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.parallel import TensorParallel
 from swiftspec.model.shared import SharedParallel
@@ -97,4 +99,6 @@ def _join(world: World, here: Place, models: Models) -> TensorParallel | SharedP
     if world.one_machine and models.device.type == "cpu":
         return SharedParallel.join(store, name, here.rank, here.size, spin=world.spin, timeout=timeout)
     device, share = models.device, models.share_device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what NCCL goes by
     return TensorParallel.join(store, name, here.rank, here.size, device=device, timeout=timeout, share_device=share)
