@@ -1,4 +1,5 @@
-"""The one tree-decoding loop. Plain, serial, asynchronous and networked decoding differ only in what is handed in."""
+"""The two loops: tree decoding, in which plain, serial, asynchronous and networked decoding differ only in what is
+handed in, and the population's."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swiftspec.worker.drafter import Drafter
+from swiftspec.worker.smc import SMC
 from swiftspec.worker.verifier import Verifier
 
 
@@ -33,3 +35,17 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
         verifier.settle()
         yield Round(result.tokens, len(proposal.tokens) - 1)
         proposal = drafter.propose()
+
+
+def decode_smc(worker: SMC) -> Iterator[Round]:
+    """Decodes the request that the worker has opened, a round at a time, to its end.
+
+    A round gives the tokens that all particles have come to share, often none: nothing else is certain to be in the
+    answer. The last one brings what is left of the particle that was picked, `worker.answer`.
+    """
+    told = 0
+    while worker.launch():
+        shared = worker.collect().tokens
+        yield Round(tuple(shared[told:]), worker.plan.particles * worker.plan.smc_draft_tokens)
+        told = len(shared)
+    yield Round(tuple(worker.finish().tokens[told:]), 0)

@@ -14,13 +14,14 @@ from typing import Unpack
 from torch.distributed.rendezvous import rendezvous
 
 from swiftspec.config import ModelConfig
-from swiftspec.decode import Round, decode
+from swiftspec.decode import Round, decode, decode_smc
 from swiftspec.errors import UserError
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.rank import Rank
 from swiftspec.remote.world import START_TIMEOUT, World, run_on
 from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
 from swiftspec.worker.roles import Models, Options
+from swiftspec.worker.smc import SMC, Answer, check_sampling
 from swiftspec.worker.verifier import Verifier
 
 
@@ -49,6 +50,7 @@ class Stats:
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
+    population: Answer | None = None  # mode smc, at the end of the request
 
     def count(self, round_: Round) -> None:
         """Adds a round before anything is cut off it: acceptance is the algorithm's, not the stop condition's."""
@@ -58,6 +60,14 @@ class Stats:
         self.accepted += accepted
         self.histogram += [0] * (accepted + 1 - len(self.histogram))
         self.histogram[accepted] += 1
+
+    def clock(self, round_: Round, began: float, opened: float, busy: Sequence[float]) -> None:
+        """Takes the time after a round. `busy`: what target and draft have spent in forwards since the prefill."""
+        now = time.perf_counter()
+        if round_.tokens:
+            self.first_token_time = self.first_token_time or now - began
+        self.decode_time = now - opened
+        self.target_busy_time, self.draft_busy_time = busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +113,9 @@ def serve_rank(
 class LLM:
     """A target model and perhaps a draft, decoding one request at a time.
 
-    With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
-    where a model cannot be loaded or the pair does not fit.
+    `verifier` and `drafter` do it, or `smc` alone in the mode of that name, which has no verifier. With a `world` this
+    is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError where a model cannot
+    be loaded or the pair does not fit.
     """
 
     def __init__(
@@ -121,10 +132,14 @@ class LLM:
         self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
         self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
         progress = options.get("progress")
-        self._rank = None if world is None else Rank(world, self.plan, models, progress)
+        self._rank: Rank | None = None
         self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
-        if self._rank is not None:
+        self.smc: SMC | None = None
+        if self.plan.mode == "smc":
+            self.smc = models.population(self.plan, progress)
+        elif world is not None:
+            self._rank = Rank(world, self.plan, models, progress)
             self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
         else:
             self.verifier = models.verifier(self.plan, progress=progress)
@@ -156,6 +171,8 @@ class LLM:
         """
         sampling = sampling if sampling is not None else SamplingParams()
         self._check(prompt, sampling)
+        if self.smc is not None:
+            return self._stream_smc(self.smc, list(prompt), sampling)
         return self._stream(list(prompt), sampling)
 
     def _check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
@@ -169,14 +186,14 @@ class LLM:
         for name, ids in (("the prompt", prompt), ("logit_bias", sampling.logit_bias)):
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
+        if self.smc is not None:
+            check_sampling(sampling)
 
     def _stream(self, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         self._requests += 1
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
-        budget = self.max_model_len - len(prompt)
-        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        budget, stops = self._ends(prompt, sampling)
         drafter = Expendable(self.drafter)
         began = time.perf_counter()
         try:
@@ -186,26 +203,59 @@ class LLM:
             stats.prompt_time = opened - began
             busy = self._busy()
             for round_ in decode(drafter, self.verifier):
-                now = time.perf_counter()
-                stats.first_token_time = stats.first_token_time or now - began
-                stats.decode_time = now - opened
+                stats.clock(round_, began, opened, self._busy(since=busy))
                 stats.count(round_)
-                stats.target_busy_time, stats.draft_busy_time = (b - a for a, b in zip(busy, self._busy(), strict=True))
                 stats.drafter_lost = drafter.lost
                 chunk = _cut(round_, budget - stats.tokens, stops)
                 stats.tokens += len(chunk.token_ids)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
-                if self._requests != request:
-                    raise UserError("this request was ended by a later one: read a stream to its end before the next")
+                self._still(request)
         finally:
             if self._requests == request:  # else the caches are a later request's
                 drafter.close()
                 self.verifier.close()
 
-    def _busy(self) -> tuple[float, float]:
-        return self.verifier.busy, self.drafter.busy
+    def _stream_smc(self, smc: SMC, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
+        """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""
+        self._requests += 1
+        request = self._requests
+        stats = self.stats = Stats(prompt_tokens=len(prompt))
+        budget, stops = self._ends(prompt, sampling)
+        began = time.perf_counter()
+        smc.open(prompt, sampling, stops, budget)
+        opened = time.perf_counter()
+        stats.prompt_time = opened - began
+        busy = self._busy()
+        try:
+            for round_ in decode_smc(smc):
+                stats.clock(round_, began, opened, self._busy(since=busy))
+                stats.rounds = smc.rounds
+                stats.drafted += round_.drafted
+                stats.tokens += len(round_.tokens)
+                answer = smc.answer
+                yield Chunk(round_.tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
+                self._still(request)
+        finally:
+            if self._requests == request:  # else the population is a later request's
+                stats.population = smc.finish()
+                smc.close()
+
+    def _ends(self, prompt: list[int], sampling: SamplingParams) -> tuple[int, set[int]]:
+        """What ends the text: so many tokens, or one of these."""
+        budget = self.max_model_len - len(prompt)
+        budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
+        return budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+
+    def _still(self, request: int) -> None:
+        if self._requests != request:
+            raise UserError("this request was ended by a later one: read a stream to its end before the next")
+
+    def _busy(self, since: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
+        """Seconds that target and draft have spent in forwards."""
+        target, draft = (self.verifier, self.drafter) if self.smc is None else (self.smc.target, self.smc.draft)
+        return target.busy - since[0], draft.busy - since[1]
 
 
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:

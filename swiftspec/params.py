@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 from swiftspec.errors import UserError
 
-MODES = ("ar", "serial", "async")
+MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
+MAX_PARTICLES = 1024
+MAX_POWER = 100.0
 
 
 def _check(ok: bool, message: str) -> None:
@@ -74,11 +76,40 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PopulationPlan:
+    """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
+
+    particles: int = 4  # N
+    smc_draft_tokens: int = 4  # K, draft tokens per particle and round
+    ess_threshold: float = 0.5  # resample below this share of N; 0: never
+    power: float = 1.0  # alpha: the population follows p^alpha over whole texts
+    smc_exact: int = 0  # leading draft tokens of a round that are verified exactly; K of them: nothing approximate
+
+    def __post_init__(self) -> None:
+        for name, most in (("particles", MAX_PARTICLES), ("smc_draft_tokens", MAX_TREE)):
+            value = getattr(self, name)
+            _check(1 <= value <= most, f"{name} must lie in 1..{most}, not {value}")
+        _check(0 <= self.ess_threshold <= 1, f"ess_threshold must lie in 0..1, not {self.ess_threshold}")
+        _check(0 < self.power <= MAX_POWER, f"power must lie above 0 and at most {MAX_POWER:g}, not {self.power}")
+        most = self.smc_draft_tokens
+        _check(
+            0 <= self.smc_exact <= most,
+            f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
+        )
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that a round hands out: one for each new token of each particle."""
+        return self.particles * (self.smc_draft_tokens + 1)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
 
     In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft. In mode
-    serial one group runs both models in turn, so the two sizes are the same; in mode ar there is no draft.
+    serial one group runs both models in turn, so the two sizes are the same, and mode smc is for one rank as yet; in
+    mode ar there is no draft.
     """
 
     mode: str = "serial"
@@ -88,7 +119,8 @@ class Plan:
     coupled: bool = True  # children ranked under the target's own noise
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
     target_tp: int = 1
-    draft_tp: int = -1  # -1: as the mode has it (async 1, serial that of the target, ar 0)
+    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
+    population: PopulationPlan = PopulationPlan()  # mode smc
 
     def __post_init__(self) -> None:
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
@@ -96,10 +128,12 @@ class Plan:
             value = getattr(self, name)
             _check(value is None or 1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
         _check(self.tau > 0, f"tau must be above 0, not {self.tau}")
-        usual = {"ar": 0, "serial": self.target_tp, "async": 1}[self.mode]
+        usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
+        if self.mode == "smc":
+            _check(self.target_tp == 1, f"mode smc runs on one rank, not {self.target_tp}: start it without torchrun")
         if self.mode == "async":
             _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
         else:
@@ -128,7 +162,7 @@ def split_ranks(mode: str, ranks: int, target_tp: int | None, draft_tp: int | No
     """
     if mode != "async":
         _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
-        usual = ranks if mode == "serial" else 0
+        usual = 0 if mode == "ar" else ranks
         _check(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
         return ranks, usual
     _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")

@@ -19,8 +19,9 @@ from swiftspec.engine import Chunk, Stats
 from swiftspec.errors import UserError
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.serve.chat import Chat, line_reader
+from swiftspec.serve.layers import load
 from swiftspec.serve.session import Session
-from swiftspec.serve.settings import Settings, env_name, load
+from swiftspec.serve.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, visible
 from swiftspec.serve.text import TextCodec
 from tests.pty_terminal import Terminal

@@ -22,6 +22,7 @@ from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.roles import Options
 from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -244,10 +245,18 @@ def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, leve
         assert float(ours) < 1.5 * float(theirs) + 1e-6 and float(ours) < bound * float(exact.norm())
 
 
-@pytest.mark.parametrize(("dtype", "ops"), [(BF16, host), (F32, host), (F64, reference)])
-def test_the_engine_takes_them_where_they_fit(tmp_path: Path, dtype: torch.dtype, ops: Any) -> None:
+@pytest.mark.parametrize(
+    ("options", "ops"),
+    [
+        ({"dtype": BF16}, host),
+        ({"dtype": F32}, host),
+        ({"dtype": F64}, reference),
+        ({"dtype": BF16, "ops": "reference"}, reference),
+    ],
+)
+def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: Options, ops: Any) -> None:
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
-    llm = LLM(tmp_path, tmp_path, dtype=dtype)
+    llm = LLM(tmp_path, tmp_path, **options)
     assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
     answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None

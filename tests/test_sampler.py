@@ -128,6 +128,15 @@ def test_top_p_looks_beyond_its_first_256_candidates() -> None:
     torch.testing.assert_close(top_p(logits, 0.9), naive_filter(logits[0], SamplingParams(top_p=0.9))[None])
 
 
+def test_top_p_over_the_whole_row_reads_no_value() -> None:
+    logits = 3 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert torch.equal(top_p(logits, 0.9, head=1000), top_p(logits, 0.9))
+    nowhere = logits.to("meta")
+    assert top_p(nowhere, 0.9, head=1000).shape == (4, 1000)
+    with pytest.raises(RuntimeError):
+        top_p(nowhere, 0.9)
+
+
 @given(st.lists(st.integers(0, V - 1), min_size=1, max_size=9), st.lists(st.integers(0, V - 1), max_size=9), st.data())
 def test_penalties_follow_the_path(prompt: list[int], output: list[int], data: st.DataObject) -> None:
     paths = data.draw(st.lists(st.lists(st.integers(0, V - 1), max_size=4), min_size=1, max_size=3))

@@ -8,8 +8,9 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.params import Plan
 from swiftspec.serve.cli import build_parser, parse
+from swiftspec.serve.layers import load
 from swiftspec.serve.session import generation_defaults
-from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name, load
+from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +58,14 @@ BAD = [
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
     (["--max-tokens", "0"], "--max-tokens must be at least 1"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
+    (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
+    (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
+    (["--ess-threshold", "1.5"], "--ess-threshold must lie in 0..1, not 1.5"),
+    (["--power", "0"], "--power must lie above 0 and at most 100"),
+    (["--smc-exact", "5"], "--smc-exact must lie in 0..4, the draft tokens of a round, not 5"),
     (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
     (["--threads", "0"], "--threads must be at least 1"),
-    (["--mode", "fast"], "--mode must be one of ar, serial, async, not 'fast'"),
+    (["--mode", "fast"], "--mode must be one of ar, serial, async, smc, not 'fast'"),
     (["--dtype", "int8"], "--dtype must be one of auto, float32"),
     (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
     (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),

@@ -30,12 +30,21 @@ def _mix_(x: Tensor) -> Tensor:
     return x
 
 
-def row_key(seed: int, stream: int, position: int) -> int:
-    """The 32-bit key of one row of noise."""
+def stream_key(seed: int, stream: int) -> int:
+    """The 32-bit key of a stream, of which the positions make the keys of its rows."""
     key = _mix_int((seed + _GOLDEN) & _WORD)  # the constant keeps seed 0 off the hash's fixed point 0
     key = _mix_int(key ^ (seed >> 32 & _WORD))
-    key = _mix_int((key + stream * _GOLDEN) & _WORD)
-    return _mix_int(key ^ (position & _WORD))
+    return _mix_int((key + stream * _GOLDEN) & _WORD)
+
+
+def row_key(seed: int, stream: int, position: int) -> int:
+    """The 32-bit key of one row of noise."""
+    return _mix_int(stream_key(seed, stream) ^ (position & _WORD))
+
+
+def row_keys(streams: Tensor, positions: Tensor) -> Tensor:
+    """`row_key` on a device, of keys and positions that broadcast: int32 stream keys, whole positions -> int32."""
+    return _mix_(streams ^ positions.to(torch.int32))
 
 
 def noise_bits(
@@ -43,9 +52,19 @@ def noise_bits(
 ) -> Tensor:
     """The same integers on every backend and rank: [n, tokens] uint32."""
     keys = torch.tensor([row_key(seed, stream, p) for p in positions], dtype=torch.uint32).view(torch.int32).to(device)
-    counters = torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=device) * (_GOLDEN - 2**32)
-    bits = _mix_(keys[:, None] + counters)
-    bits ^= keys[:, None]
+    return row_bits(keys, counters(tokens, device))
+
+
+def counters(tokens: range, device: torch.device | str = "cpu") -> Tensor:
+    """What tells the tokens of a row apart: [tokens] int32."""
+    return torch.arange(tokens.start, tokens.stop, dtype=torch.int32, device=device) * (_GOLDEN - 2**32)
+
+
+def row_bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """The integers of rows [...] with these int32 keys: [..., tokens] uint32."""
+    keys = keys.unsqueeze(-1)
+    bits = _mix_(keys + counters)
+    bits ^= keys
     return _mix_(bits).view(torch.uint32)
 
 

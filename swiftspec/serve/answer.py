@@ -33,19 +33,35 @@ def summary(
         },
         "timings": timings(stats, len(token_ids)),
         "metrics": metrics(plan, stats, len(token_ids)),
+        **(population(plan, stats) if plan.mode == "smc" else {}),
+    }
+
+
+def population(plan: Plan, stats: Stats) -> Json:
+    """What a weighted population says of itself: that its text is not exactly the target's, and how far it was from
+    falling apart. `log_z`: the estimate of log of the sum of p^alpha over all texts, which for power 1 is truly 0."""
+    end = stats.population
+    return {
+        "exact": False,
+        "particles": plan.population.particles,
+        "ess_mean": end and end.ess_mean,
+        "resample_rate": end and end.resample_rate,
+        "log_z": end and end.log_z,
+        "coalesced_prefix": end and end.coalesced_prefix,
+        "cache_full": end and end.full,
     }
 
 
 def timings(stats: Stats, tokens: int) -> Json:
-    """llama.cpp's names. Times in milliseconds."""
+    """llama.cpp's names. Times in milliseconds. No draft_n where nothing is accepted or rejected."""
+    accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
         "prompt_n": stats.prompt_tokens,
         "prompt_ms": _ms(stats.prompt_time),
         "predicted_n": tokens,
         "predicted_ms": _ms(stats.decode_time),
         "predicted_per_second": _share(tokens, stats.decode_time),
-        "draft_n": stats.drafted,
-        "draft_n_accepted": stats.accepted,
+        **accepted,
     }
 
 
@@ -64,8 +80,11 @@ def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
     }
 
 
-def speculative_decoding(plan: Plan, stats: Stats) -> Json:
-    """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens."""
+def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
+    """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens. None where nothing is accepted or
+    rejected."""
+    if plan.mode == "smc":
+        return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
     histogram = stats.histogram + [0] * (most + 1 - len(stats.histogram))
     return {
@@ -81,6 +100,8 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json:
 
 def mean_acceptance_length(stats: Stats) -> float:
     """Tokens per target forward, the bonus token counted; 0 before the first round."""
+    if stats.population is not None:
+        return stats.tokens / max(stats.rounds, 1)
     return 1 + stats.accepted / stats.rounds if stats.rounds else 0.0
 
 
@@ -93,6 +114,10 @@ def footer(stats: Stats, tokens: int) -> str:
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
+    if stats.population is not None:
+        parts.append("approximate")
+        if stats.population.full:
+            parts.append("ended because the cache holds no further round of so many unlike particles")
     if stats.drafter_lost is not None:
         parts.append(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
     return ", ".join(parts)

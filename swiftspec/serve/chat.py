@@ -263,7 +263,14 @@ class Chat:
             f"{pair}; mode {plan.mode}{ranks}, {session.dtype}, {session.threads} threads,"
             f" context {session.llm.max_model_len}" + (", raw: no chat template" if self._settings.raw else "")
         )
-        if plan.mode != "ar":
+        if plan.mode == "smc":
+            population = plan.population
+            self._note(
+                f"Answers are approximate: one of {population.particles} particles that grow by"
+                f" {population.smc_draft_tokens} draft tokens and one of the target's a round. Before the end only what"
+                " they share is shown."
+            )
+        elif plan.mode != "ar":
             sample = Text("Tokens that the draft guessed right look ", "dim")
             self._console.print(sample + Text("like this", ACCEPTED) + Text(".", "dim"))
         self._note("/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")

@@ -11,7 +11,8 @@ from typing import Any, NoReturn, get_origin
 from pydantic.fields import FieldInfo
 
 from swiftspec import __version__
-from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name, load
+from swiftspec.serve.layers import load
+from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name
 
 ABOUT = """\
 Decode one request as fast as this machine allows: a small draft model guesses a tree of tokens, the target checks it,

@@ -118,7 +118,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
     if warm_up:
         phases.begin("warm-up")
-        llm.generate([0], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
     phases.ready()
     return Session(llm, codec, found.model, found.draft_model, settings.model is None, dtype, threads, defaults)
 
@@ -137,13 +137,14 @@ def _options(settings: Settings, target: Path, world: World | None) -> tuple[Opt
     import torch
 
     device = _device(settings.device)
-    dtype = _dtype(settings.dtype, target, device)
-    threads = _use_threads(settings.threads, target, dtype, device, 1 if world is None else world.local_size)
+    dtype = _dtype(settings, target, device)
+    threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
     options: Options = {
         "dtype": getattr(torch, dtype),
         "device": device,
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
+        "ops": settings.ops,
     }
     return options, dtype, threads
 
@@ -196,14 +197,14 @@ def _device(name: str) -> str:
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 
-def _dtype(name: str, target: Path, device: str) -> str:
+def _dtype(settings: Settings, target: Path, device: str) -> str:
     """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
-    if name != "auto":
-        return name
+    if settings.dtype != "auto":
+        return settings.dtype
     own = ModelConfig.from_dir(target).dtype
     from swiftspec.ops import host
 
-    fast = device == "cuda" or host.level() != "none" or _cpu_has_bf16()
+    fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
     return "bfloat16" if own in ("bfloat16", "float16") and fast else own
 
 
@@ -216,15 +217,15 @@ def _cpu_has_bf16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
-def _use_threads(count: int | None, target: Path, dtype: str, device: str, ranks: int) -> int:
+def _use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
     """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
     one: what it is left with is so small that a second one would only wait."""
     import torch
 
     from swiftspec.ops import host
 
-    native = host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
-    count = count or min(max(physical_cores() // ranks, 1), MOST_THREADS)
+    native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
+    count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
     torch.set_num_threads(1 if native else count)
     host.set_threads(count)
     return count

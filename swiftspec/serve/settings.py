@@ -1,26 +1,26 @@
-"""What can be set, and where from: command line > SWIFTSPEC_* environment > YAML file > default.
+"""What can be set, how it is checked, and what it makes: a plan and sampling parameters.
 
 Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams, split_ranks
+from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, split_ranks
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
+PARTICLES = "mode smc: a population of particles, approximate"
+TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled")
+SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
 class UsageError(UserError):
@@ -69,16 +69,19 @@ class Settings(BaseSettings):
     threads: Annotated[int | None, Flag(MODELS, "N", "the rank's share of the physical cores, at most 8")] = Field(
         None, ge=1, le=1024, description="CPU threads inside one operation."
     )
+    ops: Annotated[Literal["auto", "reference"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
+        "auto", description="Operators. reference: plain torch."
+    )
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
     mode: Annotated[
-        Literal["ar", "serial", "async"] | None,
+        Literal["ar", "serial", "async", "smc"] | None,
         Flag(TREE, default="with a draft model async on several ranks, serial on one; else ar"),
     ] = Field(
         None,
         description="async: the draft group grows the tree while the target group verifies. serial: in turns, on one"
-        " group. ar: one token per forward, no draft.",
+        " group. ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
     )
     target_tp: Annotated[int | None, Flag(TREE, "X", "the ranks that the draft leaves")] = Field(
         None, ge=1, description="Ranks that share the target model."
@@ -96,8 +99,21 @@ class Settings(BaseSettings):
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
     )
+    particles: Annotated[int, Flag(PARTICLES, "N")] = Field(4, description="Texts that grow side by side.")
+    smc_draft_tokens: Annotated[int, Flag(PARTICLES, "K")] = Field(
+        4, description="Draft tokens per particle and round; the target adds one."
+    )
+    ess_threshold: Annotated[float, Flag(PARTICLES, "X")] = Field(
+        0.5, description="Resample when the effective sample size falls below this share of N."
+    )
+    power: Annotated[float, Flag(PARTICLES, "A")] = Field(
+        1.0, description="The text follows the target's probability of whole texts to this power."
+    )
+    smc_exact: Annotated[int, Flag(PARTICLES, "K")] = Field(
+        0, description="Draft tokens of a round that are verified exactly, by rejection; the rest is weighted."
+    )
     seed: Annotated[int, Flag(SAMPLING, "N")] = Field(
-        0, description="Of the noise: same seed, same prompt, same text, whatever the mode."
+        0, description="Of the noise: same seed, same prompt, same text, in every exact mode."
     )
     temperature: Annotated[float | None, Flag(SAMPLING, "T", FROM_MODEL.format(1))] = Field(
         None, description="0 is greedy."
@@ -170,20 +186,34 @@ class Settings(BaseSettings):
         _as_value_error(lambda: Plan(**one))
         return value
 
+    @field_validator(*SMC_ONLY)
+    @classmethod
+    def _population_value(cls, value: float, info: ValidationInfo) -> float:
+        one: dict[str, Any] = {str(info.field_name): value}
+        if info.field_name == "smc_exact":  # its bound is K, which comes before it among the fields
+            one["smc_draft_tokens"] = info.data.get("smc_draft_tokens", MAX_TREE)
+        _as_value_error(lambda: PopulationPlan(**one))
+        return value
+
     def plan(self, has_draft: bool, ranks: int = 1) -> Plan:
-        """The tree's shape, and what is left open of mode and split. Raises UserError where the mode needs a draft and
-        has none, and where the split does not add up."""
+        """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
+        needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
+        idle, what = (TREE_ONLY, "draft tree") if mode == "smc" else (SMC_ONLY, "population")
+        for name in idle:
+            if name in self.model_fields_set:
+                raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
+            return Plan(
+                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
+                target_tp=target_tp, draft_tp=draft_tp,
+                population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
+            )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
-        return Plan(
-            mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
-            target_tp=target_tp, draft_tp=draft_tp,
-        )  # fmt: skip
 
     def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
@@ -207,23 +237,6 @@ def _as_value_error(check: Callable[[], object]) -> None:
         check()
     except UserError as error:
         raise ValueError(str(error)) from None
-
-
-def load(cli: Mapping[str, object], file: Path | None = None) -> Settings:
-    """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
-    below = _read_yaml(file) if file is not None else {}
-    by_env = {name for name in Settings.model_fields if os.environ.get(env_name(name))}
-    given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
-
-    def label(name: str) -> str:
-        if name in cli:
-            return flag_name(name)
-        return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
-
-    try:
-        return Settings(**given)  # pyright: ignore[reportArgumentType]
-    except ValidationError as error:
-        raise UsageError(explain(error, label)) from None
 
 
 def flag_name(name: str) -> str:
@@ -251,30 +264,3 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
     }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
     return f"{label(name)} must {wanted}, not {first['input']!r}"
-
-
-def _read_yaml(file: Path) -> dict[str, object]:
-    """The file's values by field name; empty ones count as left out."""
-    import yaml  # not needed for --help
-
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in data.items()}
-    unknown = [str(key) for key in data if str(key).replace("-", "_") not in Settings.model_fields]
-    if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0])}")
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _hint(key: str) -> str:
-    known = [name.replace("_", "-") for name in Settings.model_fields]
-    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""

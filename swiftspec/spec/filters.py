@@ -8,6 +8,7 @@ from torch import Tensor
 from swiftspec.params import SamplingParams
 
 NEG_INF = float("-inf")
+HEAD = 256  # tokens that nearly always reach p; to sort the whole vocabulary costs ten times more
 
 
 def active(params: SamplingParams) -> bool:
@@ -32,12 +33,13 @@ def keep_by_rank(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def top_p(logits: Tensor, p: float, total: Tensor | None = None) -> Tensor:
+def top_p(logits: Tensor, p: float, total: Tensor | None = None, head: int = HEAD) -> Tensor:
     """Keeps the fewest likeliest tokens whose probabilities reach p; tokens tied with the last kept one stay.
 
-    `total` [n, 1]: the logsumexp of the row, where `logits` are only the likeliest of it.
+    `total` [n, 1]: the logsumexp of the row, where `logits` are only the likeliest of it. `head`: how many are ranked
+    first; with all of them no value is looked at, so nothing waits for a device.
     """
-    head = min(256, logits.shape[-1])  # nearly always enough, and a sort of the whole vocabulary costs ten times more
+    head = min(head, logits.shape[-1])
     total = logits.logsumexp(-1, keepdim=True) if total is None else total
     ranked = logits.topk(head).values
     if head < logits.shape[-1] and bool(((ranked - total).exp().sum(-1) < p).any()):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 import torch
 
@@ -20,6 +20,7 @@ from swiftspec.params import Plan
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.pace import MOST_STEPS
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
@@ -44,6 +45,7 @@ class Options(TypedDict, total=False):
     share_device: bool  # more ranks than GPUs are fine
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
+    ops: Literal["auto", "reference"]  # auto if left out: the fastest that fit; reference: plain torch
     progress: Progress | None
 
 
@@ -58,6 +60,7 @@ class Models:
     share_device: bool
     max_model_len: int
     vocab_size: int
+    ops: Literal["auto", "reference"]
 
     @staticmethod
     def check(
@@ -82,20 +85,21 @@ class Models:
         share = options.get("share_device", False)
         device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
         draft_path = None if draft is None else Path(draft)
-        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab)
+        ops = options.get("ops", "auto")
+        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops)
 
     def facts(self, plan: Plan) -> str:
         """What all ranks of a job must agree on, as text."""
         same_draft = "" if self.draft is None else fingerprint(self.draft)
-        shared = [str(plan), str(self.dtype), self.device.type, self.max_model_len, self.vocab_size, same_draft]
-        return json.dumps(shared)
+        limits = (self.max_model_len, self.vocab_size)
+        return json.dumps([str(plan), str(self.dtype), self.device.type, *limits, self.ops, same_draft])
 
     def runner(self, path: Path, plan: Plan, tree_slots: int, group: Group | None, progress: Progress | None) -> Runner:
         """Loads one of the two models, or this rank's share of it."""
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-        ops = host if host.fits(config, kind, self.device) else reference
+        ops = host if self.ops == "auto" and host.fits(config, kind, self.device) else reference
         positions = context + tree_slots
         model = load_model(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
@@ -114,6 +118,14 @@ class Models:
         slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
         kind = AheadDrafter if plan.mode == "async" else LocalDrafter
         return kind(self.runner(self.draft, plan, slots, group, progress), plan, self.vocab_size)
+
+    def population(self, plan: Plan, progress: Progress | None = None) -> SMC:
+        """Both models, for mode smc."""
+        assert self.draft is not None
+        slots = region(plan.population, self.max_model_len)
+        target, draft = (self.runner(path, plan, slots, None, progress) for path in (self.target, self.draft))
+        lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
+        return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
 
 
 def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:

@@ -1,0 +1,196 @@
+"""One request as a population of particles: the host's side. What the device does alone is worker/smc_round.py.
+
+The host starts rounds and counts slots, N (K + 1) a round, which needs no reading. What it wants to know (who has
+finished, which slots are free, what all particles share) it reads from a copy, a round late where the device runs
+ahead. Letters: N particles, K draft tokens a round. Source: SMC-SD engine v0.1 sections 3.1 and 3.5, v0.2 section 3.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.params import PopulationPlan, SamplingParams
+from swiftspec.spec.mask import WIDTHS
+from swiftspec.spec.particles import LIVE, SHARED
+from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc_round import SMCRound
+
+REGION = 32768  # tree slots at most
+
+
+def region(plan: PopulationPlan, context: int) -> int:
+    """Tree slots for a population: all that N texts of `context` tokens could need, if that is not too many. A
+    multiple of the widest window. Raises UserError where two rounds would not fit."""
+    widest = WIDTHS[-1]
+    slots = min(plan.particles * context + 2 * plan.slots, REGION)
+    most = (REGION - 1) // (2 * (plan.smc_draft_tokens + 1))
+    if plan.particles > most:
+        raise UserError(
+            f"{plan.particles} particles with {plan.smc_draft_tokens} draft tokens do not fit the cache of {REGION}"
+            f" slots: at most {most} particles do"
+        )
+    return -(-slots // widest) * widest
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Refuses what a population cannot follow."""
+    if sampling.greedy:
+        raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
+    if sampling.penalised:
+        raise UserError("mode smc knows no penalties: set repetition, presence and frequency back, or take mode serial")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the host reads of a round. `tokens`: the common prefix of all particles."""
+
+    tokens: list[int]
+    done: bool  # every particle has finished
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The particle that was picked, and what became of the population."""
+
+    tokens: list[int]
+    stopped: bool  # by a stop token
+    coalesced_prefix: int  # tokens that all particles shared in the end
+    ess_mean: float  # particles' worth of weight, mean over the rounds
+    resample_rate: float  # share of the rounds
+    log_z: float  # estimate of the power target's log-normaliser
+    full: bool  # the cache had no room for another round
+    compactions: int
+    moved_slots: int  # by compactions; fan-out and resampling move none
+
+
+class _Mail:
+    """Tensors on their way to the host."""
+
+    def __init__(self, tensors: Sequence[Tensor], slots: int, layout: int) -> None:
+        self.slots, self.layout = slots, layout  # tree slots handed out then, and compactions before
+        if tensors[0].device.type != "cuda":
+            self._tensors, self._event = [tensor.clone() for tensor in tensors], None
+            return
+        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for mine, theirs in zip(self._tensors, tensors, strict=True):
+            mine.copy_(theirs, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def read(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+class SMC:
+    """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device."""
+
+    def __init__(
+        self, target: Runner, draft: Runner, plan: PopulationPlan, vocab: int, *, longest: int, lag: int = 0
+    ) -> None:
+        self.target, self.draft, self.plan = target, draft, plan
+        self._lag = lag
+        self.round = SMCRound(target, draft, plan, vocab, longest)
+        self.particles = self.round.particles
+
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
+        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`.
+        `sampling` is one that `check_sampling` lets pass."""
+        for runner in (self.target, self.draft):
+            runner.reset()
+            runner.prefill(prompt[:-1])
+            runner.cache.append_tree(1)
+        self.round.open(prompt, sampling, stops, limit)
+        self.rounds = self.compactions = self.moved_slots = 0
+        self.full = self._done = False
+        self._mail: deque[_Mail] = deque()
+        # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
+        self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
+        self.report = Report([], False)
+        self.answer: Answer | None = None
+
+    def close(self) -> None:
+        for runner in (self.target, self.draft):
+            runner.reset()
+
+    def launch(self) -> bool:
+        """Starts a round. False where none is needed, or none fits (`full`)."""
+        while self._room() < self.plan.slots and self._mail:
+            self._read()
+        if self._done or self.rounds == self._last:
+            return False
+        self.full = self._room() < self.plan.slots
+        if self.full:
+            return False
+        for runner in (self.target, self.draft):
+            runner.cache.append_tree(self.plan.slots)
+        slots = self.target.cache.tree_len
+        self._mail.append(_Mail(self.round(self._width(slots)), slots, self.compactions))
+        self.rounds += 1
+        return True
+
+    def collect(self) -> Report:
+        """What is known by now: the last round's outcome, or of the one `lag` rounds before."""
+        while len(self._mail) > self._lag:
+            self._read()
+        return self.report
+
+    def finish(self) -> Answer:
+        """Picks one particle, once. Waits for the device."""
+        if self.answer is not None:
+            return self.answer
+        p, rounds = self.particles, max(self.rounds, 1)
+        row = int(p.pick(self.round.streams.pick()))
+        self.answer = Answer(
+            tokens=p.tokens[row, : int(p.length[row])].tolist(),
+            stopped=bool(p.stopped[row]),
+            coalesced_prefix=int(p.common()),
+            ess_mean=float(p.ess) / rounds,
+            resample_rate=int(p.resampled) / rounds,
+            log_z=float(p.evidence()),
+            full=self.full,
+            compactions=self.compactions,
+            moved_slots=self.moved_slots,
+        )
+        return self.answer
+
+    def _width(self, slots: int) -> int:
+        """The window that covers `slots` tree slots: few widths, so that few graphs serve every round."""
+        fixed = next((w for w in WIDTHS if w >= slots), -(-slots // WIDTHS[-1]) * WIDTHS[-1])
+        return min(fixed, self.particles.mask.shape[1])
+
+    def _room(self) -> int:
+        return self.particles.mask.shape[1] - self.target.cache.tree_len
+
+    def _read(self) -> None:
+        """Takes in the oldest mail, and compacts where that frees half of the region's used part."""
+        mail = self._mail.popleft()
+        head, columns = mail.read()
+        common, finished, *tokens = head.tolist()
+        self.report = Report(tokens[:common], finished == self.plan.particles)
+        self._done = self.report.done
+        if mail.layout != self.compactions or self._done:
+            return  # the columns have other numbers by now
+        state = columns[: mail.slots]
+        live = int((state == LIVE).sum()) + self.target.cache.tree_len - mail.slots
+        if 2 * live <= self.target.cache.tree_len or self._room() < self.plan.slots:
+            self._compact(state, mail.slots)
+
+    def _compact(self, state: Tensor, known: int) -> None:
+        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds."""
+        path = (state == SHARED).nonzero().flatten().tolist()
+        keep = (state == LIVE).nonzero().flatten().tolist()
+        keep += range(known, self.target.cache.tree_len)  # of a round still unread: taken as live
+        for runner in (self.target, self.draft):
+            runner.cache.commit(path, keep)
+        self.particles.compact(path, keep)
+        self.round.prefix += len(path)
+        self.compactions += 1
+        self.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))
