@@ -27,7 +27,7 @@ from bench.peers import load_transformers
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.ops import host
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.world import World, available_cores, run_on
+from swiftspec.remote.world import available_cores, run_on
 
 PLAN = Plan()
 Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
@@ -106,8 +106,8 @@ def plan_of(mode: str, args: argparse.Namespace) -> Plan:
     )
 
 
-def build(args: argparse.Namespace, world: World | None) -> dict[str, Generate]:
-    """Every system, by the name that the table shows; mode async where there are two ranks."""
+def build(args: argparse.Namespace) -> dict[str, Generate]:
+    """Every system of one process, by the name that the table shows."""
     dtype, every = getattr(torch, args.dtype), available_cores()
     target, draft = load_transformers(args.model, dtype), load_transformers(args.draft_model, dtype)
     systems = {
@@ -119,11 +119,6 @@ def build(args: argparse.Namespace, world: World | None) -> dict[str, Generate]:
         systems[f"swiftspec {mode}"] = our_system(
             LLM(args.model, draft_path, plan_of(mode, args), dtype=dtype), args, every
         )
-    if world is not None:
-        cores = world.own_cores()
-        llm = LLM(args.model, args.draft_model, plan_of("async", args), world=world, dtype=dtype)
-        run_on(every)
-        systems["swiftspec async 1 + 1"] = our_system(llm, args, cores)
     return systems
 
 
@@ -222,9 +217,18 @@ def main() -> None:
         host.set_threads(1)
         serve_rank(world, args.model, args.draft_model, plan_of("async", args), dtype=getattr(torch, args.dtype))
         return
+    if world is not None:
+        run_on(set(world.cores))  # the others' threads may use them all
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     prompts = read_prompts(tokenizer, args.prompts)[: args.limit]
-    result = report(measure(build(args, world), prompts, args.repeats), args, len(prompts))
+    systems, together = build(args), None
+    if world is not None:
+        plan, dtype = plan_of("async", args), getattr(torch, args.dtype)
+        together = LLM(args.model, args.draft_model, plan, world=world, dtype=dtype)
+        systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
+    result = report(measure(systems, prompts, args.repeats), args, len(prompts))
+    if together is not None:
+        together.close()
     print(table(result["systems"]))
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -32,6 +32,7 @@ from swiftspec.spec import verify
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.tree import DraftTree
+from swiftspec.worker.roles import Options
 from swiftspec.worker.runner import Runner
 
 TIMED: list[tuple[Any, str]] = [
@@ -83,9 +84,9 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
     print(f"{lane}: " + ", ".join(f"{n} {t / len(spots):.3f}" for n, t in sorted(total.items(), key=lambda x: -x[1])))
 
 
-def decode(world: World, plan: Plan, limit: int, temperature: float) -> tuple[LLM, float, float]:
+def decode(world: World, plan: Plan, options: Options, limit: int, temperature: float) -> tuple[LLM, float, float]:
     """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
-    llm = LLM(*MODELS, plan, world=world, dtype=torch.bfloat16)
+    llm = LLM(*MODELS, plan, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
     sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
     busy = spent = tokens = count = 0.0
@@ -118,24 +119,26 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=8, help="prompts")
     parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
     args = parser.parse_args()
     whole = join_world()
     if whole is None or whole.size != 2:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
+    options: Options = {"dtype": torch.bfloat16, "ops": args.ops}
     plan, spans = Plan("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:
-        serve_rank(plain, *MODELS, plan, dtype=torch.bfloat16)
+        serve_rank(plain, *MODELS, plan, **options)
         with timed(spans):
-            serve_rank(close, *MODELS, plan, dtype=torch.bfloat16)
+            serve_rank(close, *MODELS, plan, **options)
         whole.store.set("lane", json.dumps(spans))
         whole.store.get("shown")  # the store lives with rank 0
         return
-    llm, busy, tokens = decode(plain, plan, args.limit, args.temperature)
+    llm, busy, tokens = decode(plain, plan, options, args.limit, args.temperature)
     print(f"d = {llm.plan.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
-        _, busy, _ = decode(close, plan, args.limit, args.temperature)
+        _, busy, _ = decode(close, plan, options, args.limit, args.temperature)
     print(f"timed: target busy {busy:.3f}")
     show(spans, json.loads(whole.store.get("lane")))
     whole.store.set("shown", "")
