@@ -151,6 +151,22 @@ def test_signals_to_torchrun_leave_no_process(pair: list[str], number: signal.Si
 
 
 @pytest.mark.slow
+def test_a_signal_during_the_start_leaves_no_process(pair: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, "3", *SERVE, *pair, *LONG], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    children: list[str] = []
+    while len(children) < 3 and process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        time.sleep(0.1)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode != 0
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
 def test_more_ranks_than_cores_are_warned_about(pair: list[str], started: list[Ranks]) -> None:
     count = (os.cpu_count() or 1) + 1
     if count > 5:
