@@ -1,16 +1,19 @@
-"""Side by side in one run: transformers, its assisted generation, and our modes, on the same pair, prompts and length.
+"""Side by side in one run: transformers, its assisted generation, our modes, and llama.cpp where it is installed (extra
+`bench`), on the same pair, prompts and length.
 
     python -m bench.decode [--limit 8] [--max-tokens 128] [--json out.json]
     torchrun --standalone --nproc-per-node 2 -m bench.decode        # mode async besides, with the draft on rank 1
 
 Greedy unless --temperature is given (then the peers sample too, and their texts differ). Every figure is over whole
-requests, prefill included; the systems take turns on every prompt, so a slow minute of the machine hits all of them.
+requests, prefill included, but for `decode`: tokens a second once the prompt is read. The systems take turns on every
+prompt, so a slow minute of the machine hits all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import os
 import platform
 import statistics
@@ -18,28 +21,45 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from bench.heldout import DEMO, read_prompts
-from bench.peers import load_transformers
+from bench.peers import LlamaCpp, has_llama_cpp, load_transformers
+from bench.to_gguf import TYPES, write_gguf
 from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.errors import UserError
 from swiftspec.ops import host
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.world import available_cores, run_on
 
 PLAN = Plan()
-Generate = Callable[[list[int]], tuple[list[int], int]]  # prompt -> new tokens, target forwards (0: not known)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a system made of a prompt; 0 where it does not say."""
+
+    tokens: list[int]
+    rounds: int = 0  # target forwards
+    decoded: int = 0  # tokens that came after the prefill, in `decode_seconds`
+    decode_seconds: float = 0.0
+
+
+Generate = Callable[[list[int]], Answer]
 
 
 @dataclass
 class Result:
-    """One system's totals. `seconds` has one entry per prompt and repeat."""
+    """One system's totals. `seconds` and `texts` have one entry per prompt and repeat."""
 
     name: str
     tokens: int = 0
     rounds: int = 0
+    decoded: int = 0
+    decode_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
 
@@ -47,6 +67,15 @@ class Result:
     def rate(self) -> float:
         """Tokens a second over the whole run."""
         return self.tokens / sum(self.seconds)
+
+    def add(self, answer: Answer, seconds: float) -> None:
+        """Counts a request."""
+        self.tokens += len(answer.tokens)
+        self.rounds += answer.rounds
+        self.decoded += answer.decoded
+        self.decode_seconds += answer.decode_seconds
+        self.seconds.append(seconds)
+        self.texts.append(answer.tokens)
 
 
 def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace) -> Generate:
@@ -61,7 +90,7 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     extra = {"assistant_model": draft} if draft is not None else {}
 
-    def generate(prompt: list[int]) -> tuple[list[int], int]:
+    def generate(prompt: list[int]) -> Answer:
         before, ids = forwards, torch.tensor([prompt])
         with torch.inference_mode():
             out = target.generate(
@@ -73,7 +102,7 @@ def transformers_system(target: Any, draft: Any | None, args: argparse.Namespace
                 **sampling,
                 **extra,
             )
-        return out[0, len(prompt) :].tolist(), forwards - before
+        return Answer(out[0, len(prompt) :].tolist(), forwards - before)
 
     return generate
 
@@ -82,7 +111,7 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
     """One of our modes, on the cores that are its own."""
     sampling = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=args.seed)
 
-    def generate(prompt: list[int]) -> tuple[list[int], int]:
+    def generate(prompt: list[int]) -> Answer:
         every, threads = available_cores(), torch.get_num_threads()
         run_on(cores)
         host.set_threads(min(len(cores), args.threads))
@@ -90,7 +119,39 @@ def our_system(llm: LLM, args: argparse.Namespace, cores: set[int]) -> Generate:
         answer = llm.generate(prompt, sampling)
         run_on(every)
         torch.set_num_threads(threads)
-        return answer.token_ids, answer.stats.rounds
+        stats = answer.stats
+        return Answer(answer.token_ids, stats.rounds, stats.tokens, stats.decode_time)
+
+    return generate
+
+
+def llama_cpp_systems(args: argparse.Namespace) -> dict[str, Generate]:
+    """llama.cpp's plain decoding of the target: every type of weights, with one thread and with all. Where it cannot be
+    had, none, and a line that says why."""
+    if not has_llama_cpp():
+        print("llama.cpp: not installed")
+        return {}
+    systems: dict[str, Generate] = {}
+    with TemporaryDirectory() as folder:  # a loaded model keeps its file mapped
+        for kind in TYPES:
+            file = Path(folder) / f"{kind}.gguf"
+            try:
+                write_gguf(args.model, file, kind)
+            except UserError as error:
+                print(f"llama.cpp: {error}")
+                return {}
+            for threads in sorted({1, args.threads}):
+                name = f"llama.cpp {kind}, {threads} thread{'s' if threads > 1 else ''}"
+                systems[name] = llama_cpp_system(LlamaCpp(file, threads, args.temperature, args.seed), args)
+    return systems
+
+
+def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
+    """Plain decoding, a forward a token; the prefill gives the first."""
+
+    def generate(prompt: list[int]) -> Answer:
+        tokens, seconds = llama.generate(prompt, args.max_tokens)
+        return Answer(tokens, len(tokens), len(tokens) - 1, seconds)
 
     return generate
 
@@ -119,7 +180,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         systems[f"swiftspec {mode}"] = our_system(
             LLM(args.model, draft_path, plan_of(mode, args), dtype=dtype), args, every
         )
-    return systems
+    return systems | llama_cpp_systems(args)
 
 
 def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int) -> list[Result]:
@@ -127,16 +188,11 @@ def measure(systems: dict[str, Generate], prompts: list[list[int]], repeats: int
     results = [Result(name) for name in systems]
     for generate in systems.values():
         generate(prompts[0])
-    for repeat in range(repeats):
-        for prompt in prompts:
-            for result, generate in zip(results, systems.values(), strict=True):
-                began = time.perf_counter()
-                tokens, rounds = generate(prompt)
-                result.seconds.append(time.perf_counter() - began)
-                result.tokens += len(tokens)
-                result.rounds += rounds
-                if repeat == 0:
-                    result.texts.append(tokens)
+    for prompt in prompts * repeats:
+        for result, generate in zip(results, systems.values(), strict=True):
+            began = time.perf_counter()
+            answer = generate(prompt)
+            result.add(answer, time.perf_counter() - began)
     return results
 
 
@@ -147,11 +203,12 @@ def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dic
         {
             "system": r.name,
             "tokens_per_second": round(r.rate, 1),
+            "decode_tokens_per_second": round(r.decoded / r.decode_seconds, 1) if r.decoded else None,
             "tokens_per_round": round(r.tokens / r.rounds, 3) if r.rounds else None,
             "median_ms_per_request": round(1000 * statistics.median(r.seconds), 1),
             "ratio_to_transformers": round(r.rate / plain.rate, 2),
             "ratio_to_assisted": round(r.rate / assisted.rate, 2),
-            "same_text_as_transformers": sum(a == b for a, b in zip(r.texts, plain.texts, strict=True)),
+            "same_text_as_transformers": sum(map(operator.eq, r.texts[:prompts], plain.texts)),
         }
         for r in results
     ]
@@ -163,16 +220,17 @@ def report(results: list[Result], args: argparse.Namespace, prompts: int) -> dic
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as aligned text."""
-    heads = ("system", "tok/s", "tok/round", "x plain", "x assisted", "same text")
-    keys = ("system", "tokens_per_second", "tokens_per_round", "ratio_to_transformers", "ratio_to_assisted")
-    cells = [
-        heads,
-        *(
-            (*(str(row[k] if row[k] is not None else "-") for k in keys), str(row["same_text_as_transformers"]))
-            for row in rows
-        ),
-    ]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
+    columns = {
+        "system": "system",
+        "tok/s": "tokens_per_second",
+        "decode": "decode_tokens_per_second",
+        "tok/round": "tokens_per_round",
+        "x plain": "ratio_to_transformers",
+        "x assisted": "ratio_to_assisted",
+        "same text": "same_text_as_transformers",
+    }
+    cells = [list(columns), *([str("-" if row[k] is None else row[k]) for k in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     return "\n".join(
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)

@@ -1,8 +1,10 @@
-"""The same pair in transformers, for comparison: plain generation and assisted generation."""
+"""The same weights in other engines, for comparison: transformers, and llama.cpp where it is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from safetensors.torch import load_file
 
 from swiftspec.config import ModelConfig
 from swiftspec.model.linear import Int4Weight
+
+CONTEXT = 2048  # tokens of prompt and answer that llama.cpp makes room for
 
 
 def load_transformers(path: Path, dtype: torch.dtype) -> Any:
@@ -47,3 +51,42 @@ def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         elif kind not in ("qzeros", "scales"):
             state[name] = tensor.to(dtype)
     return state
+
+
+def has_llama_cpp() -> bool:
+    """Whether llama.cpp's Python package is here, and the one that writes its files."""
+    return all(importlib.util.find_spec(name) is not None for name in ("llama_cpp", "gguf"))
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp. Driven through the C interface: two calls a token, so that Python hardly counts."""
+
+    def __init__(self, file: Path, threads: int, temperature: float, seed: int) -> None:
+        import llama_cpp  # pyright: ignore[reportMissingImports] # optional
+
+        self._c: Any = llama_cpp
+        self._llama = self._c.Llama(
+            str(file), n_ctx=CONTEXT, n_batch=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False
+        )
+        self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
+        steps = [self._c.llama_sampler_init_greedy()]
+        if temperature:
+            steps = [self._c.llama_sampler_init_temp(temperature), self._c.llama_sampler_init_dist(seed)]
+        for step in steps:
+            self._c.llama_sampler_chain_add(self._sampler, step)
+
+    def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """Exactly `max_tokens` new tokens from an empty cache, and the seconds that all but the first took."""
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._llama.ctx), False)
+        tokens = [self._next(prompt)]
+        prefilled = time.perf_counter()
+        while len(tokens) < max_tokens:
+            tokens.append(self._next(tokens[-1:]))
+        return tokens, time.perf_counter() - prefilled
+
+    def _next(self, tokens: list[int]) -> int:
+        """The token after `tokens`, which follow those that the cache holds."""
+        ids = (self._c.llama_token * len(tokens))(*tokens)
+        failed = self._c.llama_decode(self._llama.ctx, self._c.llama_batch_get_one(ids, len(tokens)))
+        assert not failed, f"llama_decode: {failed}"
+        return self._c.llama_sampler_sample(self._sampler, self._llama.ctx, -1)
