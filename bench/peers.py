@@ -66,7 +66,13 @@ class LlamaCpp:
 
         self._c: Any = llama_cpp
         self._llama = self._c.Llama(
-            str(file), n_ctx=CONTEXT, n_batch=CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False
+            str(file),
+            n_ctx=CONTEXT,
+            n_batch=CONTEXT,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,  # never slower here, by a fifth faster at q8_0
+            verbose=False,
         )
         self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
         steps = [self._c.llama_sampler_init_greedy()]
