@@ -41,7 +41,9 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     for name, tensor in dense_state(model, torch.bfloat16).items():
         stored = gguf.GGMLQuantizationType[kind.upper() if tensor.dim() == 2 else "F32"]
         data = gguf.quants.quantize(_interleaved(name, tensor, config).float().numpy(), stored)
-        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
+        theirs = names.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, f"{name}: no such tensor in a Llama"
+        writer.add_tensor(theirs, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
