@@ -30,15 +30,17 @@ from swiftspec.remote.shared import SharedChannel
 from swiftspec.remote.world import World
 from swiftspec.spec import verify
 from swiftspec.spec.kv_cache import KVCache
+from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.tree import DraftTree
 from swiftspec.worker.roles import Options
 from swiftspec.worker.runner import Runner
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_forward"), (SharedChannel, "send"), (SharedChannel, "recv"), (KVCache, "commit"), (Sampler, "draw"),
-    (Sampler, "children"), (DraftTree, "best_leaves"), (DraftTree, "add_children"), (DraftTree, "best_subtree"),
-    (DraftTree, "walk"), (DraftTree, "reroot"), (verify, "walk"),
+    (Runner, "_forward"), (Runner, "verify"), (Runner, "expand"), (SharedChannel, "send"), (SharedChannel, "recv"),
+    (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
+    (DraftTree, "add_children"), (verify, "walk"),
+    *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
 ]  # fmt: skip
 MODELS = (DEMO / "target", DEMO / "draft")
 Span = tuple[str, float, float]  # name, beginning, end

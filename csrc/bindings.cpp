@@ -1,14 +1,12 @@
-// The only file that knows Python. Tensors arrive as addresses and sizes; what can be checked of them is
-// checked here.
+// The operators for Python. Tensors arrive as addresses and sizes; what can be checked of them is checked here.
+// Nothing but the bindings knows Python.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
-#include <system_error>
 
-#include "host/ll_shm.h"
+#include "bindings.h"
 #include "kernels.h"
 #include "noise.h"
 
@@ -16,28 +14,10 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-
-int64_t size_arg(const char* name, int64_t value, int64_t least) {
-  if (value < least || value > kMaxSize) {
-    throw py::value_error(std::string(name) + " must be between " + std::to_string(least) + " and " +
-                          std::to_string(kMaxSize) + ", not " + std::to_string(value));
-  }
-  return value;
-}
-
-template <typename T>
-T* pointer_arg(const char* name, uintptr_t address, int64_t elements) {
-  if (elements > 0 && address == 0) throw py::value_error(std::string(name) + " is null");
-  if (address % alignof(T) != 0) throw py::value_error(std::string(name) + " is not aligned");
-  return reinterpret_cast<T*>(address);
-}
-
-// An address of float32 elements, or of bfloat16 ones.
-void* type_arg(const char* name, uintptr_t address, bool wide, int64_t elements) {
-  return wide ? static_cast<void*>(pointer_arg<float>(name, address, elements))
-              : static_cast<void*>(pointer_arg<uint16_t>(name, address, elements));
-}
+using swiftspec::check;
+using swiftspec::pointer_arg;
+using swiftspec::size_arg;
+using swiftspec::type_arg;
 
 struct NoiseArgs {
   const int32_t* positions;
@@ -56,10 +36,6 @@ void noise_bits(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t row
   const NoiseArgs args(positions, rows, vocab, out);
   py::gil_scoped_release unlocked;
   swiftspec::host::noise_bits(seed, stream, args.positions, rows, vocab, args.out);
-}
-
-void check(bool ok, const char* message) {
-  if (!ok) throw py::value_error(message);
 }
 
 void set_threads(int64_t count) {
@@ -224,94 +200,6 @@ void move_kv(uintptr_t region, int64_t layer_stride, int64_t layers, int64_t kv_
   swiftspec::host::move_kv(args);
 }
 
-namespace host = swiftspec::host;
-
-// Ctrl-C reaches a rank that waits. True: a Python exception is set.
-bool interrupted() {
-  const py::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
-
-void all_reduce(host::Group& group, uintptr_t x, int64_t count, const std::string& element, double seconds) {
-  size_arg("count", count, 0);
-  const bool wide = element == "float64";
-  check(wide || element == "float32" || element == "bfloat16", "element must be float32, float64 or bfloat16");
-  auto* values = pointer_arg<uint8_t>("x", x, count);
-  const auto kind = wide                   ? host::Element::kFloat64
-                    : element == "float32" ? host::Element::kFloat32
-                                           : host::Element::kBfloat16;
-  py::gil_scoped_release unlocked;
-  group.all_reduce(values, count, kind, seconds);
-}
-
-void all_gather(host::Group& group, uintptr_t x, int64_t bytes, uintptr_t out, double seconds) {
-  size_arg("bytes", bytes, 0);
-  const auto* mine = pointer_arg<const uint8_t>("x", x, bytes);
-  auto* all = pointer_arg<uint8_t>("out", out, bytes);
-  py::gil_scoped_release unlocked;
-  group.all_gather(mine, bytes, all, seconds);
-}
-
-void mailbox_send(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
-  size_arg("n", n, 0);
-  const auto* message = pointer_arg<const int32_t>("words", words, n);
-  py::gil_scoped_release unlocked;
-  mailbox.send(message, n, seconds);
-}
-
-void mailbox_take(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
-  size_arg("n", n, 0);
-  auto* message = pointer_arg<int32_t>("words", words, n);
-  py::gil_scoped_release unlocked;
-  mailbox.take(message, n, seconds);
-}
-
-std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int size, int64_t capacity, double seconds,
-                                        bool spin) {
-  check(size >= 1 && size <= swiftspec::ll::kMaxRanks && rank >= 0 && rank < size, "1 to 16 ranks, 0 <= rank < size");
-  size_arg("capacity", capacity, 8);
-  py::gil_scoped_release unlocked;
-  return std::make_unique<host::Group>(name, rank, size, capacity, seconds, host::Patience{spin, &interrupted});
-}
-
-std::unique_ptr<host::Mailbox> make_mailbox(const std::string& name, int side, int64_t words, double seconds,
-                                            bool spin) {
-  check(side == 0 || side == 1, "side must be 0 or 1");
-  size_arg("words", words, 1);
-  py::gil_scoped_release unlocked;
-  return std::make_unique<host::Mailbox>(name, side, words, seconds, host::Patience{spin, &interrupted});
-}
-
-void raise_shared_memory(std::exception_ptr error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const host::TimedOut& e) {
-    PyErr_SetString(PyExc_TimeoutError, e.what());
-  } catch (const host::PeerLost& e) {
-    PyErr_SetString(PyExc_ConnectionError, e.what());
-  } catch (const std::system_error& e) {
-    PyErr_SetString(PyExc_OSError, e.what());
-  } catch (const host::Interrupted&) {  // the exception is set already
-  }
-}
-
-void define_shared_memory(py::module_& m) {
-  py::register_exception_translator(&raise_shared_memory);
-  py::class_<host::Group>(m, "Group", "Collectives over shared memory; see Group in host/ll_shm.h. Times in seconds.")
-      .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("capacity"),
-           py::arg("seconds"), py::arg("spin"))
-      .def("all_reduce", &all_reduce, py::arg("x"), py::arg("count"), py::arg("element"), py::arg("seconds"))
-      .def("all_gather", &all_gather, py::arg("x"), py::arg("bytes"), py::arg("out"), py::arg("seconds"))
-      .def("leave", &host::Group::leave);
-  py::class_<host::Mailbox>(m, "Mailbox", "Messages of int32 words over shared memory; see Mailbox in host/ll_shm.h.")
-      .def(py::init(&make_mailbox), py::arg("name"), py::arg("side"), py::arg("words"), py::arg("seconds"),
-           py::arg("spin"))
-      .def("send", &mailbox_send, py::arg("words"), py::arg("n"), py::arg("seconds"))
-      .def("wait", &host::Mailbox::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
-      .def("take", &mailbox_take, py::arg("words"), py::arg("n"), py::arg("seconds"))
-      .def("leave", &host::Mailbox::leave);
-}
-
 #ifdef SWIFTSPEC_WITH_CUDA
 void noise_bits_cuda(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, int64_t vocab,
                      uintptr_t out, uintptr_t cuda_stream) {
@@ -369,7 +257,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("move_kv", &move_kv, py::arg("region"), py::arg("layer_stride"), py::arg("layers"),
         py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"),
         py::arg("start"), "Moves cache slots forward in place; see MoveArgs in kernels.h.");
-  define_shared_memory(m);
+  swiftspec::define_shared_memory(m);
+  swiftspec::define_decoder(m);
+  swiftspec::define_rounds(m);
   m.def("gumbel", &swiftspec::noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
   m.def("gumbel64", &swiftspec::noise::gumbel64, py::arg("bits"),
         "The float64 Gumbel draw of 32 noise bits.");

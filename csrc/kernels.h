@@ -60,6 +60,9 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, bool wide);  // wide: T is float32
 
+// into[i] += x[i], in T; what stands behind a product that ranks have summed.
+void add(const void* x, int64_t count, void* into, bool wide);
+
 // RoPE on q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are
 // taken in the order of their positions, which is the order of a row's visible slots: a row's result does not
 // depend, to the bit, on the other rows or on which slots its keys have.

@@ -1,5 +1,7 @@
 """The native kernels (csrc/bindings.cpp). Tensors are passed by address; sizes are counted in elements."""
 
+from collections.abc import Sequence
+
 build_info: str
 cuda_built: bool
 
@@ -101,3 +103,74 @@ class Mailbox:
     def wait(self, seconds: float) -> int: ...
     def take(self, words: int, n: int, seconds: float) -> None: ...
     def leave(self) -> None: ...
+
+class Decoder:
+    def __init__(
+        self,
+        wide: bool,
+        eps: float,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        vocab: int,
+        positions: int,
+        embedding: int,
+        cos: int,
+        sin: int,
+        norm: int,
+        head: Weights,
+        layers: list[tuple[int, Weights, Weights, int, Weights, Weights]],
+        group: Group | None,
+        timeout: float,
+    ) -> None: ...
+    def forward(
+        self,
+        tokens: int,
+        positions: int,
+        slots: int,
+        rows: int,
+        parts: list[tuple[int, int, int, int, int, int, int]],
+        capacity: int,
+        layer_stride: int,
+        logits: int,
+    ) -> None: ...
+
+class Tree:
+    def __init__(
+        self, token: int, parent: int, slot: int, logprob: int, visible: int, sizes: int, nodes: int, slots: int
+    ) -> None: ...
+    def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int]]: ...
+    def walk(self, tokens: Sequence[int]) -> list[int]: ...
+    def reroot(self, node: int) -> tuple[list[int], list[int]]: ...
+
+class Scoring:
+    def __init__(self, vocab: int, temperature: float, bias: int, noisy: bool, seed: int, stream: int) -> None: ...
+
+class Rounds:
+    def __init__(self, decoder: Decoder) -> None: ...
+    def expand(
+        self,
+        tree: Tree,
+        keys: int,
+        values: int,
+        capacity: int,
+        layer_stride: int,
+        prefix: int,
+        pending: Sequence[int],
+        w: int,
+        k: int,
+        scoring: Scoring,
+        tau: float,
+    ) -> tuple[int, float]: ...
+    def verify(
+        self,
+        tokens: Sequence[int],
+        parents: Sequence[int],
+        keys: int,
+        values: int,
+        capacity: int,
+        layer_stride: int,
+        prefix: int,
+        scoring: Scoring,
+    ) -> tuple[list[int], list[int], float]: ...

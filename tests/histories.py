@@ -16,6 +16,7 @@ from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.parallel import Group
 from swiftspec.ops import reference
+from swiftspec.ops.fused import Fused
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.worker.runner import Runner
@@ -37,6 +38,7 @@ class HistoryModel:
 
     dtype = torch.float64
     group: Group | None = None
+    fused: Fused | None = None
     kv_heads = 1
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:

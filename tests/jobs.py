@@ -15,7 +15,7 @@ from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.shared import SharedParallel
-from swiftspec.ops import reference
+from swiftspec.ops import host, reference
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.runner import Runner
@@ -60,14 +60,18 @@ def decode(
         llm.close()
 
 
-def logits(model: str, tokens: list[int]) -> Json:
-    """The logits after some tokens, gathered from the ranks of one group, and their bits."""
+def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool = False, fused: bool = True) -> Json:
+    """The logits after some tokens, gathered from the ranks of one group, and their bits. `fused`: native operators as
+    one call, where there is one."""
     world, group = join_world(), None
     if world is not None:
         wires = {"spin": False, "timeout": timedelta(seconds=30)}
         group = SharedParallel.join(world.store, "logits", world.rank, world.size, **wires)
-    whole = load_model(model, dtype=torch.float64, ops=reference, max_positions=64, group=group)
-    runner = Runner(whole, reference, context=32, tree_slots=1)
+    ops = host if native else reference
+    whole = load_model(model, dtype=getattr(torch, dtype), ops=ops, max_positions=64, group=group)
+    if not fused:
+        whole.fused = None
+    runner = Runner(whole, ops, context=32, tree_slots=1)
     rows = runner.forward_chain(tokens)
     if group is not None:
         rows = group.all_gather(rows).transpose(0, 1).flatten(1)

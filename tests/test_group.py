@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from swiftspec import _C
 from swiftspec.engine import LLM
 from swiftspec.params import DEFAULT_STEPS
 from tests import slow_reference
@@ -97,6 +98,21 @@ def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, siz
     pair = pairs[kind]
     answers = decode(pool, pair, {"mode": mode, "target_tp": size})
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+@pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(1, 2), slow(2, 2)])
+def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int) -> None:
+    """Near-ties are many there, and a group rounds its parts: plain decoding on as many target ranks is the measure."""
+    pair = make_pair(tmp_path, **SHAPES["llama"], head_dim=16, intermediate_size=64)
+    quantise(pair[0], "awq")
+    split = {"target_tp": x, "draft_tp": y, "draft_steps": 3}
+    wanted = decode(pool, pair, {"mode": "ar", "target_tp": x}, dtype="bfloat16")
+    for mode in ("async", "serial"):
+        plan = {"mode": mode, **split} if mode == "async" else {"mode": mode, "target_tp": x}
+        answers = decode(pool, pair, plan, dtype="bfloat16")
+        assert [answer["tokens"] for answer in answers] == [answer["tokens"] for answer in wanted]
+        assert answers[0]["rounds"] < wanted[0]["rounds"]
 
 
 def logprobs(path: Path) -> slow_reference.LogProbs:

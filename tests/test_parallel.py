@@ -19,6 +19,7 @@ from swiftspec.model.parallel import Group, sum_in_rank_order
 from swiftspec.model.shard import Shard
 from swiftspec.ops import host, reference
 from swiftspec.spec.kv_cache import KVCache
+from tests.ranks import Pool
 from tests.test_loader import quantise
 from tests.thread_group import on_ranks
 from tests.tiny import chain, make_checkpoint
@@ -101,6 +102,22 @@ def test_native_operators_on_a_shard(tmp_path: Path, size: int) -> None:
     ranks = on_ranks(size, lambda group: logits(tmp_path, group, torch.bfloat16, host))
     assert all(torch.equal(other, ranks[0]) for other in ranks)
     assert (ranks[0] - exact).norm() <= 1.5 * (one - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_native_stack_sums_over_its_ranks_as_its_operators_do(tmp_path: Path, dtype: str) -> None:
+    if _C.level() == "none":
+        pytest.skip("there are no native operators here")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32}
+    make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32, hidden_size=64, intermediate_size=112, **heads)
+    pool = Pool(2)
+    try:
+        work = {"model": str(tmp_path), "tokens": TOKENS, "dtype": dtype, "native": True}
+        for size in (1, 2):
+            fused, stepped = (pool.run(size, "logits", **work, fused=fused) for fused in (True, False))
+            assert {rank["bits"] for rank in fused} == {stepped[0]["bits"]}
+    finally:
+        pool.close()
 
 
 def test_padding_contributes_nothing(tmp_path: Path) -> None:

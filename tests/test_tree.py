@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from numpy.typing import NDArray
 
+from swiftspec import _C
+from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB = 24, 3, 7
@@ -29,9 +33,12 @@ class Node:
 class TreeMachine(RuleBasedStateMachine):
     """`nodes` lists the live nodes in order of creation, as the tree numbers them."""
 
+    def make(self) -> DraftTree:
+        return DraftTree(1 + SLOTS * CHILDREN, SLOTS)
+
     def __init__(self) -> None:
         super().__init__()
-        self.tree = DraftTree(1 + SLOTS * CHILDREN, SLOTS)
+        self.tree = self.make()
         self.tree.reset(5)
         self.nodes = [Node(5, None, 0.0)]
         self.used = 0
@@ -43,6 +50,7 @@ class TreeMachine(RuleBasedStateMachine):
         weights = sorted((n.weight for n in live), reverse=True)[:w]
         leaves = self.tree.best_leaves(w)
         expected = [self.nodes[i] for i in leaves.nodes.tolist()]
+        assert leaves.nodes.tolist() == sorted(leaves.nodes.tolist())
         assert all(n in live for n in expected)
         np.testing.assert_allclose(sorted((n.weight for n in expected), reverse=True), weights)
         for row, node in enumerate(expected):
@@ -127,5 +135,17 @@ class TreeMachine(RuleBasedStateMachine):
                 assert int(rows[:, node.slot].sum()) == len(below)
 
 
-TreeMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+class NativeTreeMachine(TreeMachine):
+    def make(self) -> DraftTree:
+        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, _tree)
+
+
+def _tree(arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
+    token, parent, slot, logprob, visible, sizes = (array.ctypes.data for array in arrays)
+    return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
+
+
+for _machine in (TreeMachine, NativeTreeMachine):
+    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
 TestTree = TreeMachine.TestCase
+TestNativeTree = NativeTreeMachine.TestCase

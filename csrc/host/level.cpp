@@ -78,6 +78,12 @@ void linear(const LinearArgs& args, bool wide) {
   known(wide ? k.linear_f32 : k.linear_bf16)(args);
 }
 
+void add(const void* x, int64_t count, void* into, bool wide) {
+  const Kernels& k = in_use().kernels;
+  if (wide) return known(k.add_f32)(static_cast<const float*>(x), count, static_cast<float*>(into));
+  known(k.add_bf16)(static_cast<const uint16_t*>(x), count, static_cast<uint16_t*>(into));
+}
+
 void attention(const AttentionArgs& args, bool wide) {
   const Kernels& k = in_use().kernels;
   known(wide ? k.attention_f32 : k.attention_bf16)(args);

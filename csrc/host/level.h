@@ -29,6 +29,8 @@ struct Kernels {
   int64_t (*peak_bf16)(int64_t rounds, float* seed);
   void (*linear_f32)(const LinearArgs&);
   void (*linear_bf16)(const LinearArgs&);
+  void (*add_f32)(const float* x, int64_t count, float* into);
+  void (*add_bf16)(const uint16_t* x, int64_t count, uint16_t* into);
   void (*attention_f32)(const AttentionArgs&);
   void (*attention_bf16)(const AttentionArgs&);
   void (*gumbel)(const uint32_t* bits, int64_t count, float* out);

@@ -26,6 +26,8 @@ Kernels avx2_kernels() {
           avx2::peak,
           avx2::linear<float>,
           avx2::linear<uint16_t>,
+          avx2::add_to<float>,
+          avx2::add_to<uint16_t>,
           avx2::attention<float>,
           avx2::attention<uint16_t>,
           avx2::gumbel,

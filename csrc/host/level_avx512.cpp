@@ -26,6 +26,8 @@ Kernels avx512_kernels() {
           avx512::peak,
           avx512::linear<float>,
           avx512::linear<uint16_t>,
+          avx512::add_to<float>,
+          avx512::add_to<uint16_t>,
           avx512::attention<float>,
           avx512::attention<uint16_t>,
           avx512::gumbel,

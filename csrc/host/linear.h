@@ -146,3 +146,10 @@ void linear(const LinearArgs& a) {
   if (a.rows * a.weights->n * a.weights->k >= kWorthSharing) return share(strips, one);
   for (int64_t strip = 0; strip < strips; ++strip) one(strip);
 }
+
+template <class T>
+void add_to(const T* x, int64_t count, T* into) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store_some(into + i, add(load_some(x + i, count - i), load_some(into + i, count - i)), count - i);
+  }
+}

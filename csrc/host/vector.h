@@ -3,7 +3,7 @@
 
 inline constexpr int64_t kLanes = 16;
 inline constexpr int64_t kWorthSharing =
-    1 << 19;  // products of two numbers: below that a thread comes too late
+    1 << 17;  // products of two numbers: below that a thread comes too late
 
 inline float widen_one(uint16_t x) {
   const uint32_t bits = static_cast<uint32_t>(x) << 16;

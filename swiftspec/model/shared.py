@@ -19,7 +19,7 @@ class SharedParallel:
 
     def __init__(self, name: str, group: SharedGroup) -> None:
         self.name, self.rank, self.size = name, group.rank, group.size
-        self._group = group
+        self.shared = group  # for operators that sum by themselves
 
     @staticmethod
     def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedParallel:
@@ -35,17 +35,21 @@ class SharedParallel:
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""
         try:
-            return self._group.all_gather(x)
+            return self.shared.all_gather(x)
         except OSError as error:
-            raise RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}") from None
+            raise self.lost(error) from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in rank order. May be in place: `x` is of no more use."""
         try:
-            return self._group.all_reduce(x)
+            return self.shared.all_reduce(x)
         except OSError as error:
-            raise RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}") from None
+            raise self.lost(error) from None
+
+    def lost(self, error: OSError) -> RankLost:
+        """What has become of a peer."""
+        return RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}")
 
     def close(self) -> None:
         """Leaves the group."""
-        self._group.close()
+        self.shared.close()

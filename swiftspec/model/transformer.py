@@ -18,6 +18,7 @@ from swiftspec.config import ModelConfig
 from swiftspec.model.linear import Weight
 from swiftspec.model.parallel import Group
 from swiftspec.model.shard import Shard
+from swiftspec.ops.fused import Fused, Layer, Stack
 
 
 class Cache(Protocol):
@@ -35,6 +36,7 @@ class Ops(Protocol):
     def rope_tables(
         self, rope: Any, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str, /
     ) -> tuple[Tensor, Tensor]: ...
+    def fuse(self, stack: Stack, /) -> Fused | None: ...
     def prepare(self, batch: Batch, cache: Any, cos: Tensor, sin: Tensor, num_heads: int, /) -> Any: ...
     def embed(self, tokens: Tensor, weight: Tensor, /) -> Tensor: ...
     def norm_linear(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
@@ -68,18 +70,6 @@ class ModelWeights:
     head: Weight  # [V, D]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer as the operators want it."""
-
-    input_norm: Any
-    qkv: Any
-    o: Any
-    post_norm: Any
-    gate_up: Any
-    down: Any
-
-
 class Transformer:
     """A decoder whose operators come from the module `ops`, chosen once.
 
@@ -103,15 +93,23 @@ class Transformer:
         self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
         self.group = group
         self._ops = ops
-        self._embedding = weights.embedding.to(device, dtype)
-        self._layers = [self._pack(layer) for layer in weights.layers]
-        self._norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
-        self._head = ops.pack(weights.head, dtype, device)
-        self._cos, self._sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
+        cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
+        self._stack = Stack(
+            embedding=weights.embedding.to(device, dtype),
+            layers=[self._pack(layer) for layer in weights.layers],
+            norm=ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device),
+            head=ops.pack(weights.head, dtype, device),
+            cos=cos,
+            sin=sin,
+            num_heads=self.num_heads,
+            kv_heads=self.kv_heads,
+            group=group,
+        )
+        self.fused = ops.fuse(self._stack)
 
-    def _pack(self, layer: LayerWeights) -> _Layer:
+    def _pack(self, layer: LayerWeights) -> Layer:
         ops, dtype, device, eps = self._ops, self.dtype, self.device, self.config.rms_norm_eps
-        return _Layer(
+        return Layer(
             input_norm=ops.pack_norm(layer.input_norm, eps, dtype, device),
             qkv=ops.pack(layer.qkv, dtype, device),
             o=ops.pack(layer.o, dtype, device),
@@ -126,18 +124,20 @@ class Transformer:
 
         In a group these are the rank's columns of the logits, which nobody has gathered.
         """
+        if self.fused is not None:
+            return self.fused.forward(batch, cache, head)
         hidden = self._hidden(batch, cache)
-        return self._ops.norm_head(hidden, self._norm, self._head) if head else None
+        return self._ops.norm_head(hidden, self._stack.norm, self._stack.head) if head else None
 
     # inference mode saves a microsecond an operator; the head stays outside, so that logits are plain tensors
     @torch.inference_mode()
     def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
         """[n, D], before the final norm."""
-        ops = self._ops
+        ops, stack = self._ops, self._stack
         reduce = None if self.group is None else self.group.all_reduce
-        plan = ops.prepare(batch, cache, self._cos, self._sin, self.num_heads)
-        hidden = ops.embed(batch.tokens, self._embedding)
-        for index, layer in enumerate(self._layers):
+        plan = ops.prepare(batch, cache, stack.cos, stack.sin, self.num_heads)
+        hidden = ops.embed(batch.tokens, stack.embedding)
+        for index, layer in enumerate(stack.layers):
             qkv = ops.norm_linear(hidden, layer.input_norm, layer.qkv)
             hidden = ops.linear_residual(ops.tree_attention(qkv, plan, index), layer.o, hidden, reduce)
             gated = ops.norm_swiglu(hidden, layer.post_norm, layer.gate_up)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.ops import reference
+from swiftspec.ops.host_decoder import fuse
 from swiftspec.ops.packing import Packed, pack
 from swiftspec.ops.reference import PLAIN, Cache, Scores, embed, rope_tables
 
@@ -29,6 +30,7 @@ __all__ = [
     "draw",
     "embed",
     "fits",
+    "fuse",
     "gumbel_rows",
     "level",
     "linear_residual",

@@ -18,6 +18,7 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import RopeConfig
 from swiftspec.ops import noise
+from swiftspec.ops.fused import Fused, Stack
 
 Packed = Callable[[Tensor], Tensor]  # a projection made ready at load: [n, K] -> [n, N]
 PREPACK_ROWS = 8  # oneDNN lays a weight out for this many rows; any other number is computed too
@@ -58,6 +59,11 @@ class Scores:
 
 
 PLAIN = Scores()
+
+
+def fuse(stack: Stack) -> Fused | None:
+    """The stack as one call, where operators have that; these do not."""
+    return None
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:

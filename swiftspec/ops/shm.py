@@ -46,14 +46,14 @@ class SharedGroup:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self._group = _C.Group(name, rank, size, capacity, attach_timeout, spin)
+        self.native = _C.Group(name, rank, size, capacity, attach_timeout, spin)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in their order and so bitwise equal on all: float32, float64, or bfloat16 (summed in
         float32, rounded once). In place where `x` is contiguous; returns the sum."""
         _on_host(x)
         x = x.contiguous()
-        self._group.all_reduce(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), self.timeout)
+        self.native.all_reduce(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), self.timeout)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -61,12 +61,12 @@ class SharedGroup:
         _on_host(x)
         x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        self._group.all_gather(x.data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
+        self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
         return out
 
     def close(self) -> None:
         """Tells the others that nothing more will come from this rank; what it has sent stays readable."""
-        self._group.leave()
+        self.native.leave()
 
 
 class Mailbox:

@@ -7,16 +7,17 @@ sampling parameters and target logits, whatever tree looked it up. Letters: n ro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec.ops import reference
+from swiftspec.ops.fused import Rounds
 from swiftspec.ops.reference import Scores
 from swiftspec.params import SamplingParams
 from swiftspec.spec import filters
-from swiftspec.spec.noise import PositionNoise
+from swiftspec.spec.noise import TARGET_STREAM, PositionNoise
 from swiftspec.spec.vocab import Group, VocabShard
 
 
@@ -82,6 +83,15 @@ class Sampler:
         """Takes verified tokens of the output into the penalties' counts."""
         if self.history is not None:
             self.history.extend(tokens)
+
+    def scoring(self, rounds: Rounds | None) -> Any:
+        """This request's parameters as `rounds` takes them; None where Python must see the logits: for penalties,
+        filters, and a vocabulary that is cut over ranks."""
+        p = self.params
+        if rounds is None or self.group is not None or self.history is not None or (filters.active(p) and not p.greedy):
+            return None
+        temperature = 1.0 if p.greedy else p.temperature
+        return rounds.scoring(self.vocab, temperature, self._bias, not p.greedy, p.seed, TARGET_STREAM)
 
     def shape(self, logits: Tensor, paths: Sequence[Sequence[int]] | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.

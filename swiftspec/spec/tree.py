@@ -41,12 +41,23 @@ class DraftTree:
         self.slot = np.zeros(nodes, dtype=np.int64)  # `slots` where it has none
         self.logprob = np.zeros(nodes)
         self.visible = np.zeros((slots + 1, slots), dtype=np.bool_)
+        self.sizes = np.zeros(2, dtype=np.int64)  # nodes, tree slots in use
         self.slots = slots
         self.reset(0)
 
+    @property
+    def count(self) -> int:
+        """Nodes."""
+        return int(self.sizes[0])
+
+    @property
+    def expanded(self) -> int:
+        """Tree slots in use."""
+        return int(self.sizes[1])
+
     def reset(self, token: int) -> None:
         """Starts over from an unexpanded root."""
-        self.count, self.expanded = 1, 0  # nodes, tree slots in use
+        self.sizes[:] = 1, 0
         self.token[0] = token
         self.parent[0] = 0
         self.slot.fill(self.slots)
@@ -57,11 +68,12 @@ class DraftTree:
         return min(self.slots - self.expanded, (self.token.shape[0] - self.count) // children)
 
     def best_leaves(self, w: int) -> Leaves:
-        """Takes the w likeliest leaves (fewer when there are fewer), hands each the next tree slot and its mask row."""
+        """Takes the w likeliest leaves (fewer when there are fewer) in their order, of equal weights the earlier first;
+        hands each the next tree slot and its mask row."""
         unexpanded = self.slot[: self.count] == self.slots
         weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
-        nodes = weights.argpartition(-w)[-w:] if w < self.count else np.arange(self.count)
-        nodes = nodes[weights[nodes] > NEG_INF]
+        nodes = np.argsort(-weights, kind="stable")[:w]
+        nodes = np.sort(nodes[weights[nodes] > NEG_INF])
         first, after = self.expanded, self.expanded + nodes.shape[0]
         assert after <= self.slots
         own = np.arange(first, after)
@@ -69,7 +81,7 @@ class DraftTree:
         mask[own - first, own] = True
         self.visible[first:after] = mask
         self.slot[nodes] = own
-        self.expanded = after
+        self.sizes[1] = after
         return Leaves(nodes, self.token[nodes], mask.sum(-1) - 1, mask[:, :after])
 
     def add_children(self, nodes: Ints, tokens: Ints, logprobs: NDArray[np.floating]) -> None:
@@ -79,7 +91,7 @@ class DraftTree:
         self.token[new] = tokens.ravel()
         self.parent[new] = nodes.repeat(k)
         self.logprob[new] = (self.logprob[nodes, None] + logprobs).ravel()
-        self.count += rows * k
+        self.sizes[0] += rows * k
 
     def best_subtree(self, bs: int, root: int = 0) -> tuple[list[int], list[int], list[int]]:
         """The bs likeliest nodes from `root` down: (nodes, tokens, parents), in topological order, parents by position.
@@ -142,7 +154,7 @@ class DraftTree:
         new_slot = np.full(self.slots + 1, self.slots)
         new_slot[slots] = np.arange(slots.shape[0])
         slot, parent, weight = new_slot[self.slot[nodes]], new_node[self.parent[nodes]], self.logprob[nodes]
-        self.count, self.expanded = nodes.shape[0], slots.shape[0]
+        self.sizes[:] = nodes.shape[0], slots.shape[0]
         self.slot.fill(self.slots)
         self.slot[: self.count] = slot
         self.token[: self.count] = self.token[nodes]

@@ -8,6 +8,7 @@ import torch
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.tree import DraftTree
 from swiftspec.worker.runner import Runner
@@ -26,7 +27,10 @@ class LocalDrafter:
         self._plan = plan
         self._vocab = vocab
         nodes = 1 + runner.tree_slots * plan.children
-        self.tree = DraftTree(nodes, runner.tree_slots)
+        rounds = runner.rounds
+        self.tree = (
+            DraftTree(nodes, runner.tree_slots) if rounds is None else NativeTree(nodes, runner.tree_slots, rounds.tree)
+        )
         self.pending: list[int] = []
         self._root = 0  # node that is the root by now; `settle` makes it node 0
         self.steps = plan.steps
@@ -40,6 +44,7 @@ class LocalDrafter:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        self._scoring = self._sampler.scoring(self.runner.rounds)
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
         self.pending, self._root = [], 0
@@ -79,6 +84,16 @@ class LocalDrafter:
         room = min(self.tree.room(self._plan.children), self.runner.cache.room - len(self.pending))
         if room < self._plan.draft_leaves:
             return
+        tau = self._plan.tau if self._plan.coupled and not self._sampler.params.greedy else None
+        if self._scoring is not None and isinstance(self.tree, NativeTree):
+            k = min(self._plan.children, self._vocab)
+            self.runner.expand(self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, tau)
+            self.pending = []
+        else:
+            self._expand_in_steps(tau)
+
+    def _expand_in_steps(self, tau: float | None) -> None:
+        """Where Python must see the logits."""
         leaves = self.tree.best_leaves(self._plan.draft_leaves)
         if len(leaves.nodes) == 0:
             return
@@ -93,7 +108,7 @@ class LocalDrafter:
             paths,
             torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
             k=self._plan.children,
-            tau=self._plan.tau if self._plan.coupled else None,
+            tau=tau,
         )
         self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
 

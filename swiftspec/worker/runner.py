@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.parallel import Group
+from swiftspec.ops.fused import Fused
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
 from swiftspec.spec.kv_cache import KVCache
+from swiftspec.spec.native_tree import NativeTree
 
 Ints = NDArray[np.int64]
 
@@ -29,6 +31,7 @@ class Model(Protocol):
     config: ModelConfig
     kv_heads: int  # of this rank
     group: Group | None
+    fused: Fused | None
     dtype: torch.dtype
     device: torch.device
 
@@ -58,6 +61,7 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
+        self.rounds = None if model.fused is None else model.fused.rounds(self.cache)
         self.busy = 0.0  # seconds spent in forwards
         self._sequence = torch.zeros(max(PREFILL_CHUNK, tree_slots), dtype=torch.int64, device=model.device)
         self._counting = torch.arange(self.cache.capacity, device=model.device)
@@ -86,6 +90,25 @@ class Runner:
         logits = self._forward(tokens, depths + start, first, mask)
         assert logits is not None
         return logits
+
+    def expand(self, tree: NativeTree, pending: list[int], w: int, k: int, scoring: Any, tau: float | None) -> None:
+        """One expansion in one call: leaves, forward, children. `pending` as in `forward_chain`; `scoring` is what
+        `rounds` made."""
+        assert self.rounds is not None
+        prefix = self.cache.prefix_len[0]
+        count, seconds = self.rounds.expand(tree.native, prefix, pending, w, k, scoring, tau)
+        if pending:
+            self.cache.append_prefix(len(pending))
+        self.cache.append_tree(count)
+        self.busy += seconds
+
+    def verify(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any) -> tuple[list[int], list[int]]:
+        """One verification in one call: the accepted path of these nodes, and the tokens drawn along it."""
+        assert self.rounds is not None and self.cache.tree_len == 0
+        path, sampled, seconds = self.rounds.verify(tokens, parents, self.cache.prefix_len[0], scoring)
+        self.cache.append_tree(len(tokens))
+        self.busy += seconds
+        return path, sampled
 
     def _forward(
         self, tokens: Ints, positions: Ints | None, first: int, mask: tree_mask.Rows, *, head: bool = True

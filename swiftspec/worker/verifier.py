@@ -60,6 +60,7 @@ class LocalVerifier:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        self._scoring = self._sampler.scoring(self.runner.rounds)
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
 
@@ -77,15 +78,22 @@ class LocalVerifier:
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Forward, sample at every node, walk. The accepted path is committed by `settle`."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
+        if self._scoring is not None:
+            path, tokens = self.runner.verify(proposal.tokens, proposal.parents, self._scoring)
+        else:
+            path, tokens = self._verify_in_steps(proposal)
+        self._accepted = path, tokens
+        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
+
+    def _verify_in_steps(self, proposal: Proposal) -> tuple[list[int], list[int]]:
+        """Where Python must see the logits."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         sampled = self._sampler.draw(logits, paths, positions)
-        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
-        self._accepted = path, tokens
-        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
+        return verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
 
 
 class Verifies(Protocol):

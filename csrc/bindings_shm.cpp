@@ -1,0 +1,105 @@
+// Groups and mailboxes over shared memory, for Python.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <system_error>
+
+#include "bindings.h"
+#include "host/ll_shm.h"
+
+namespace py = pybind11;
+
+namespace swiftspec {
+
+namespace {
+
+// Ctrl-C reaches a rank that waits. True: a Python exception is set.
+bool interrupted() {
+  const py::gil_scoped_acquire locked;
+  return PyErr_CheckSignals() != 0;
+}
+
+void all_reduce(host::Group& group, uintptr_t x, int64_t count, const std::string& element, double seconds) {
+  size_arg("count", count, 0);
+  const bool wide = element == "float64";
+  check(wide || element == "float32" || element == "bfloat16", "element must be float32, float64 or bfloat16");
+  auto* values = pointer_arg<uint8_t>("x", x, count);
+  const auto kind = wide                   ? host::Element::kFloat64
+                    : element == "float32" ? host::Element::kFloat32
+                                           : host::Element::kBfloat16;
+  py::gil_scoped_release unlocked;
+  group.all_reduce(values, count, kind, seconds);
+}
+
+void all_gather(host::Group& group, uintptr_t x, int64_t bytes, uintptr_t out, double seconds) {
+  size_arg("bytes", bytes, 0);
+  const auto* mine = pointer_arg<const uint8_t>("x", x, bytes);
+  auto* all = pointer_arg<uint8_t>("out", out, bytes);
+  py::gil_scoped_release unlocked;
+  group.all_gather(mine, bytes, all, seconds);
+}
+
+void mailbox_send(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
+  size_arg("n", n, 0);
+  const auto* message = pointer_arg<const int32_t>("words", words, n);
+  py::gil_scoped_release unlocked;
+  mailbox.send(message, n, seconds);
+}
+
+void mailbox_take(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
+  size_arg("n", n, 0);
+  auto* message = pointer_arg<int32_t>("words", words, n);
+  py::gil_scoped_release unlocked;
+  mailbox.take(message, n, seconds);
+}
+
+std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int size, int64_t capacity, double seconds,
+                                        bool spin) {
+  check(size >= 1 && size <= swiftspec::ll::kMaxRanks && rank >= 0 && rank < size, "1 to 16 ranks, 0 <= rank < size");
+  size_arg("capacity", capacity, 8);
+  py::gil_scoped_release unlocked;
+  return std::make_unique<host::Group>(name, rank, size, capacity, seconds, host::Patience{spin, &interrupted});
+}
+
+std::unique_ptr<host::Mailbox> make_mailbox(const std::string& name, int side, int64_t words, double seconds,
+                                            bool spin) {
+  check(side == 0 || side == 1, "side must be 0 or 1");
+  size_arg("words", words, 1);
+  py::gil_scoped_release unlocked;
+  return std::make_unique<host::Mailbox>(name, side, words, seconds, host::Patience{spin, &interrupted});
+}
+
+void raise_shared_memory(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const host::TimedOut& e) {
+    PyErr_SetString(PyExc_TimeoutError, e.what());
+  } catch (const host::PeerLost& e) {
+    PyErr_SetString(PyExc_ConnectionError, e.what());
+  } catch (const std::system_error& e) {
+    PyErr_SetString(PyExc_OSError, e.what());
+  } catch (const host::Interrupted&) {  // the exception is set already
+  }
+}
+
+}  // namespace
+
+void define_shared_memory(py::module_& m) {
+  py::register_exception_translator(&raise_shared_memory);
+  py::class_<host::Group>(m, "Group", "Collectives over shared memory; see Group in host/ll_shm.h. Times in seconds.")
+      .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("capacity"),
+           py::arg("seconds"), py::arg("spin"))
+      .def("all_reduce", &all_reduce, py::arg("x"), py::arg("count"), py::arg("element"), py::arg("seconds"))
+      .def("all_gather", &all_gather, py::arg("x"), py::arg("bytes"), py::arg("out"), py::arg("seconds"))
+      .def("leave", &host::Group::leave);
+  py::class_<host::Mailbox>(m, "Mailbox", "Messages of int32 words over shared memory; see Mailbox in host/ll_shm.h.")
+      .def(py::init(&make_mailbox), py::arg("name"), py::arg("side"), py::arg("words"), py::arg("seconds"),
+           py::arg("spin"))
+      .def("send", &mailbox_send, py::arg("words"), py::arg("n"), py::arg("seconds"))
+      .def("wait", &host::Mailbox::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
+      .def("take", &mailbox_take, py::arg("words"), py::arg("n"), py::arg("seconds"))
+      .def("leave", &host::Mailbox::leave);
+}
+
+}  // namespace swiftspec

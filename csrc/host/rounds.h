@@ -1,0 +1,73 @@
+// The inner part of a round as one call: an expansion of the draft tree, and the verification of a proposal.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "decoder.h"
+#include "tree.h"
+
+namespace swiftspec::host {
+
+// What makes tokens of one request's logits. The noise is of its own seed and stream, made in blocks: the nodes of
+// a tree share a few positions, round after round.
+class Scoring {
+ public:
+  Scoring(int64_t vocab, float temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
+
+  bool noisy() const { return noisy_; }
+  int64_t vocab() const { return vocab_; }
+
+  // For rows of logits at `positions`, whose noise is that of the position after; without `noisy` there is none.
+  ScoreArgs args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy, float tau);
+
+ private:
+  void cover(int64_t low, int64_t high);
+
+  int64_t vocab_;
+  float temperature_;
+  const float* bias_;  // [vocab], or null
+  bool noisy_;
+  uint64_t seed_;
+  uint32_t stream_;
+  int64_t first_ = 0;  // position of the block's first row
+  std::vector<float> block_;
+  std::vector<int64_t> rows_;
+};
+
+// One sequence's region of a cache: slots up to `prefix` hold verified tokens, the tree's come after them.
+struct Region {
+  void *keys, *values;  // of the first layer
+  int64_t capacity, layer_stride, prefix;
+};
+
+// Runs one decoder's rounds on buffers that are made once.
+class Rounds {
+ public:
+  explicit Rounds(Decoder& decoder) : decoder_(decoder) {}
+
+  // Expands the w likeliest leaves into their k likeliest children each; with `tau` above 0 likely means under the
+  // noise of `scoring`, divided by tau. `pending`: verified tokens between prefix and root that have no KV yet;
+  // only where the root is all there is. Returns how many leaves it expanded.
+  int64_t expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
+                 float tau);
+
+  // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
+  // nodes, the root first; `sampled`: the token drawn after each of them.
+  void verify(const Nodes& tokens, const Nodes& parents, const Region& region, Scoring& scoring, Nodes& path,
+              Nodes& sampled);
+
+  double seconds() const { return seconds_; }  // that the last forward took
+  const Decoder& decoder() const { return decoder_; }
+
+ private:
+  void forward(const Region& region, int64_t width, int64_t logits_from);
+
+  Decoder& decoder_;
+  Nodes tokens_, positions_, slots_, drawn_;
+  std::vector<uint8_t> mask_;
+  std::vector<float> logits_, values_;
+  double seconds_ = 0.0;
+};
+
+}  // namespace swiftspec::host

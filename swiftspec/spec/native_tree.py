@@ -1,0 +1,39 @@
+"""The draft tree whose arithmetic native code does, on the same arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from numpy.typing import NDArray
+
+from swiftspec.spec.tree import DraftTree
+
+
+class Handle(Protocol):
+    """The native side of a tree."""
+
+    def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
+    def walk(self, tokens: Sequence[int], /) -> list[int]: ...
+    def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
+
+
+class NativeTree(DraftTree):
+    """A `DraftTree` that can be expanded in one call with a forward; `native` is what that call takes.
+
+    What is not overridden is for requests whose logits Python must see.
+    """
+
+    def __init__(self, nodes: int, slots: int, make: Callable[[Sequence[NDArray], int, int], Handle]) -> None:
+        super().__init__(nodes, slots)
+        arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
+        self.native = make(arrays, nodes, slots)
+
+    def best_subtree(self, bs: int, root: int = 0) -> tuple[list[int], list[int], list[int]]:
+        return self.native.best_subtree(bs, root)
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        return self.native.walk(tokens)
+
+    def reroot(self, node: int) -> tuple[list[int], list[int]]:
+        return self.native.reroot(node)

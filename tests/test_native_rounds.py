@@ -1,0 +1,168 @@
+"""Rounds in one native call each are the rounds in steps: the same trees, caches, proposals and tokens, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swiftspec import _C
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.ops import host
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.sampler import Sampler
+from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.runner import Runner
+from swiftspec.worker.verifier import LocalVerifier
+from tests.tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+VOCAB, TREE = 40, 60
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SAMPLINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.3, seed=6, logit_bias={7: 2.0, 9: -3.0}),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
+    return path
+
+
+def make_runner(path: Path, dtype: torch.dtype) -> Runner:
+    model = load_model(path, dtype=dtype, ops=host, max_positions=200 + TREE)
+    return Runner(model, host, context=200, tree_slots=TREE)
+
+
+class InSteps:
+    """Makes every request opened inside one whose logits Python must see."""
+
+    def __enter__(self) -> None:
+        self._kept = Sampler.scoring
+        Sampler.scoring = lambda self, rounds: None
+
+    def __exit__(self, *_: Any) -> None:
+        Sampler.scoring = self._kept
+
+
+def same_caches(one: Runner, other: Runner) -> None:
+    assert one.cache.prefix_len == other.cache.prefix_len and one.cache.tree_len == other.cache.tree_len
+    used = one.cache.kv_len()[0]
+    assert torch.equal(one.cache.k[..., :used, :], other.cache.k[..., :used, :])
+    assert torch.equal(one.cache.v[..., :used, :], other.cache.v[..., :used, :])
+
+
+def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:
+    a, b = one.tree, other.tree
+    assert (a.count, a.expanded, one.pending) == (b.count, b.expanded, other.pending)
+    for name in ("token", "parent", "slot", "logprob"):
+        np.testing.assert_array_equal(getattr(a, name)[: a.count], getattr(b, name)[: a.count])
+    np.testing.assert_array_equal(a.visible[: a.expanded, : a.expanded], b.visible[: a.expanded, : a.expanded])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    plan = Plan(
+        verify_batch=data.draw(st.integers(1, 6)),
+        draft_leaves=data.draw(st.integers(1, 5)),
+        draft_steps=data.draw(st.integers(1, 4)),
+        coupled=data.draw(st.booleans()),
+    )
+    sampling = data.draw(st.sampled_from(SAMPLINGS))
+    fused, stepped = (LocalDrafter(make_runner(checkpoint, dtype), plan, VOCAB) for _ in range(2))
+    fused.open(1, PROMPT, sampling, len(PROMPT))
+    with InSteps():
+        stepped.open(1, PROMPT, sampling, len(PROMPT))
+    at = len(PROMPT) - 1
+    for round_ in range(data.draw(st.integers(1, 5))):
+        proposal = fused.propose()
+        assert proposal == stepped.propose()
+        same_trees(fused, stepped)
+        same_caches(fused.runner, stepped.runner)
+        node = data.draw(st.integers(0, len(proposal.tokens) - 1))
+        tokens: list[int] = []
+        while node > 0:
+            tokens.insert(0, proposal.tokens[node])
+            node = proposal.parents[node]
+        more = st.lists(st.integers(0, VOCAB - 1), min_size=0 if tokens else 1, max_size=7)
+        tokens += data.draw(more)  # at times more than w of them have no KV
+        result = VerifyResult(1, round_, at, tuple(range(len(tokens))), tuple(tokens))
+        fused.observe(result)
+        stepped.observe(result)
+        at += len(tokens)
+    assert fused.busy > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    sampling = data.draw(st.sampled_from(SAMPLINGS))
+    fused, stepped = (LocalVerifier(make_runner(checkpoint, dtype), VOCAB) for _ in range(2))
+    fused.open(1, PROMPT, sampling, len(PROMPT))
+    with InSteps():
+        stepped.open(1, PROMPT, sampling, len(PROMPT))
+    plain = LocalVerifier(make_runner(checkpoint, dtype), VOCAB)  # one token ahead, to have something to accept
+    text = list(PROMPT)
+    for round_ in range(4):
+        root, at = text[-1], len(text) - 1
+        plain.open(1, text, sampling, len(PROMPT))
+        (likely,) = plain.verify(Proposal.root_only(1, 0, at, root)).tokens
+        tokens, parents = [root, likely], [-1, 0]
+        for _ in range(data.draw(st.integers(0, 6))):
+            parents.append(data.draw(st.integers(0, len(tokens) - 1)))
+            taken = {t for t, p in zip(tokens, parents, strict=False) if p == parents[-1]}
+            tokens.append(data.draw(st.integers(0, VOCAB - 1).filter(lambda t, taken=taken: t not in taken)))
+        proposal = Proposal(1, round_, at, tuple(tokens), tuple(parents))
+        result = fused.verify(proposal)
+        assert result == stepped.verify(proposal) and result.tokens[0] == likely and len(result.tokens) >= 2
+        fused.settle()
+        stepped.settle()
+        same_caches(fused.runner, stepped.runner)
+        text += result.tokens
+
+
+def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:
+    runner = make_runner(checkpoint, torch.float32)
+    for sampling in SAMPLINGS:
+        assert Sampler(sampling, PROMPT, VOCAB, "cpu", ops=host).scoring(runner.rounds) is not None
+    plain = SamplingParams(temperature=0.8)
+    for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
+        sampling = replace(plain, **values)
+        assert Sampler(sampling, PROMPT, VOCAB, "cpu", ops=host).scoring(runner.rounds) is None
+
+
+def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
+    """A wrong number from Python is an exception, not a crash."""
+    runner = make_runner(checkpoint, torch.float32)
+    rounds = runner.rounds
+    assert rounds is not None
+    scoring = rounds.scoring(VOCAB, 1.0, None, False, 0, 0)
+    for tokens, parents, prefix, message in [
+        ([1, 2], [-1], 0, "has a parent"),
+        ([1, 2, 3], [-1, 0, 2], 0, "topological"),
+        ([1, VOCAB], [-1, 0], 0, "vocabulary"),
+        ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rounds.verify(tokens, parents, prefix, scoring)
+    drafter = LocalDrafter(runner, Plan(), VOCAB)
+    tree: Any = drafter.tree
+    with pytest.raises(ValueError, match="full"):
+        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, None)
+    with pytest.raises(ValueError, match="does not have"):
+        tree.reroot(3)
