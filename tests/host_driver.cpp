@@ -103,6 +103,80 @@ struct Attention {
   }
 };
 
+// A model of two layers with numbers for weights, its cache and its tree.
+struct Model {
+  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
+  bool wide;
+  std::vector<uint8_t> embedding, cos, sin, norm, keys, values;
+  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
+
+  explicit Model(bool wide_) : wide(wide_) {
+    embedding = numbers(kVocab * kHidden, wide), norm = numbers(kHidden, wide);
+    cos = numbers(kSlots * kDim, wide), sin = numbers(kSlots * kDim, wide);
+    keys = numbers(2 * kKvHeads * kSlots * kDim, wide), values = numbers(2 * kKvHeads * kSlots * kDim, wide);
+    const Format format = wide ? Format::f32 : Format::bf16;
+    const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, wide, false, 1, k, n, 0); };
+    for (int layer = 0; layer < 2; ++layer) {
+      add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
+      add(kHidden, 2 * kWidth), add(kWidth, kHidden);
+    }
+    add(kHidden, kVocab);
+  }
+
+  Decoder decoder() const {
+    std::vector<Layer> layers;
+    for (size_t i = 0; i < 8; i += 4) {
+      layers.push_back({norm.data(), &weights[i].weights, &weights[i + 1].weights, norm.data(),
+                        &weights[i + 2].weights, &weights[i + 3].weights});
+    }
+    return {{wide, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
+             norm.data(), &weights.back().weights, nullptr, 0.0},
+            layers};
+  }
+
+  // Grows a tree with pending tokens before its root, verifies a part of it on the same model, re-roots; a few times.
+  std::vector<int64_t> run() {
+    constexpr int64_t kNodes = 1 + 24 * 5, kTree = 24;
+    std::vector<int64_t> token(kNodes), parent(kNodes), slot(kNodes), sizes(2), told;
+    std::vector<double> logprob(kNodes);
+    std::vector<uint8_t> visible((kTree + 1) * kTree);
+    Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
+    Decoder decoder_here = decoder();
+    Rounds rounds(decoder_here);
+    Scoring scoring(kVocab, 0.9f, nullptr, true, 7, 0);
+    std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
+    Region region{k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2), 30};
+    tree.reset(5);
+    Nodes pending = {3, 4}, path, kept, sampled;
+    for (int round = 0; round < 4; ++round) {
+      for (int step = 0; step < 3; ++step) {
+        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0 ? 0.7f : 0.0f);
+        region.prefix += static_cast<int64_t>(pending.size());
+        pending.clear();
+      }
+      const Nodes nodes = tree.best_subtree(6, 0);
+      Nodes tokens, parents;
+      for (const int64_t node : nodes) {
+        tokens.push_back(token[static_cast<size_t>(node)]);
+        const auto at = std::find(nodes.begin(), nodes.end(), parent[static_cast<size_t>(node)]);
+        parents.push_back(node == 0 ? -1 : at - nodes.begin());
+      }
+      Region behind = region;
+      behind.prefix += kTree;  // the draft's slots stay as they are
+      rounds.verify(tokens, parents, behind, scoring, path, sampled);
+      told.insert(told.end(), sampled.begin(), sampled.end());
+      const Nodes walked = tree.walk(sampled);
+      if (walked.empty()) {
+        pending = {token[0]};
+        tree.reset(sampled.back());
+      } else {
+        tree.reroot(walked.back(), path, kept);
+      }
+    }
+    return told;
+  }
+};
+
 template <class Case>
 void check(Case& one, const char* what) {
   set_threads(1);
@@ -148,79 +222,6 @@ void check_level() {
     check(model, "rounds");
   }
 }
-
-// A model of two layers with numbers for weights, its cache and its tree.
-struct Model {
-  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
-  bool wide;
-  std::vector<uint8_t> embedding, cos, sin, norm, keys, values;
-  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
-
-  explicit Model(bool wide_) : wide(wide_) {
-    embedding = numbers(kVocab * kHidden, wide), norm = numbers(kHidden, wide);
-    cos = numbers(kSlots * kDim, wide), sin = numbers(kSlots * kDim, wide);
-    keys = numbers(2 * kKvHeads * kSlots * kDim, wide), values = numbers(2 * kKvHeads * kSlots * kDim, wide);
-    const Format format = wide ? Format::f32 : Format::bf16;
-    const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, wide, false, 1, k, n, 0); };
-    for (int layer = 0; layer < 2; ++layer) {
-      add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
-      add(kHidden, 2 * kWidth), add(kWidth, kHidden);
-    }
-    add(kHidden, kVocab);
-  }
-
-  Decoder decoder() const {
-    std::vector<Layer> layers;
-    for (size_t i = 0; i < 8; i += 4) {
-      layers.push_back({norm.data(), &weights[i].weights, &weights[i + 1].weights, norm.data(),
-                        &weights[i + 2].weights, &weights[i + 3].weights});
-    }
-    return {{wide, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
-             norm.data(), &weights.back().weights, nullptr, 0.0},
-            layers};
-  }
-
-  // Grows a tree with pending tokens before its root, verifies a part of it on the same model, re-roots; a few times.
-  std::vector<int64_t> run() {
-    constexpr int64_t kNodes = 1 + 24 * 5, kTree = 24;
-    std::vector<int64_t> token(kNodes), parent(kNodes), slot(kNodes), sizes(2), told;
-    std::vector<double> logprob(kNodes);
-    std::vector<uint8_t> visible((kTree + 1) * kTree);
-    Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
-    Decoder decoder_here = decoder();
-    Rounds rounds(decoder_here);
-    Scoring scoring(kVocab, 0.9f, nullptr, true, 7, 0);
-    Region region{keys.data(), values.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2), 30};
-    tree.reset(5);
-    Nodes pending = {3, 4}, path, kept, sampled;
-    for (int round = 0; round < 4; ++round) {
-      for (int step = 0; step < 3; ++step) {
-        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0 ? 0.7f : 0.0f);
-        region.prefix += static_cast<int64_t>(pending.size());
-        pending.clear();
-      }
-      const Nodes nodes = tree.best_subtree(6, 0);
-      Nodes tokens, parents;
-      for (const int64_t node : nodes) {
-        tokens.push_back(token[static_cast<size_t>(node)]);
-        const auto at = std::find(nodes.begin(), nodes.end(), parent[static_cast<size_t>(node)]);
-        parents.push_back(node == 0 ? -1 : at - nodes.begin());
-      }
-      Region behind = region;
-      behind.prefix += kTree;  // the draft's slots stay as they are
-      rounds.verify(tokens, parents, behind, scoring, path, sampled);
-      told.insert(told.end(), sampled.begin(), sampled.end());
-      const Nodes walked = tree.walk(sampled);
-      if (walked.empty()) {
-        pending = {token[0]};
-        tree.reset(sampled.back());
-      } else {
-        tree.reroot(walked.back(), path, kept);
-      }
-    }
-    return told;
-  }
-};
 
 // Jobs from two callers at once, with pauses in which the workers fall asleep.
 void check_callers() {
