@@ -30,6 +30,7 @@ from swiftspec.ops import reference
 from swiftspec.params import Plan, PopulationPlan, SamplingParams
 from swiftspec.spec import mask
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC
 
 CONTEXT = 1536
 
@@ -124,7 +125,7 @@ def memory(args: argparse.Namespace) -> None:
     """Cache bytes that 64 particles over a prompt of 1,000 tokens use, beside what copies would."""
     llm = build(64, 4, args)
     smc = llm.smc
-    assert smc is not None
+    assert isinstance(smc, SMC)
     each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
     smc.open([(7 * i) % 4000 + 5 for i in range(1000)], SamplingParams(temperature=args.temperature), (), 64)
     counts = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from swiftspec.worker.drafter import Drafter
-from swiftspec.worker.smc import SMC
+from swiftspec.worker.smc import Population
 from swiftspec.worker.verifier import Verifier
 
 
@@ -37,7 +37,7 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
         proposal = drafter.propose()
 
 
-def decode_smc(worker: SMC) -> Iterator[Round]:
+def decode_smc(worker: Population) -> Iterator[Round]:
     """Decodes the request that the worker has opened, a round at a time, to its end.
 
     A round gives the tokens that all particles have come to share, often none: nothing else is certain to be in the

@@ -21,7 +21,7 @@ from swiftspec.remote.rank import Rank
 from swiftspec.remote.world import START_TIMEOUT, World, run_on
 from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
 from swiftspec.worker.roles import Models, Options
-from swiftspec.worker.smc import SMC, Answer, check_sampling
+from swiftspec.worker.smc import Answer, Population, check_sampling
 from swiftspec.worker.verifier import Verifier
 
 
@@ -135,12 +135,15 @@ class LLM:
         self._rank: Rank | None = None
         self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
-        self.smc: SMC | None = None
-        if self.plan.mode == "smc":
-            self.smc = models.population(self.plan, progress)
-        elif world is not None:
+        self.smc: Population | None = None
+        if world is not None:
             self._rank = Rank(world, self.plan, models, progress)
-            self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
+            if self.plan.mode == "smc":
+                self.smc = self._rank.lead_population()
+            else:
+                self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
+        elif self.plan.mode == "smc":
+            self.smc = models.population(self.plan, progress=progress)
         else:
             self.verifier = models.verifier(self.plan, progress=progress)
             if self.plan.mode != "ar":
@@ -217,7 +220,7 @@ class LLM:
                 drafter.close()
                 self.verifier.close()
 
-    def _stream_smc(self, smc: SMC, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
+    def _stream_smc(self, smc: Population, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""
         self._requests += 1
         request = self._requests
@@ -254,8 +257,8 @@ class LLM:
 
     def _busy(self, since: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
         """Seconds that target and draft have spent in forwards."""
-        target, draft = (self.verifier, self.drafter) if self.smc is None else (self.smc.target, self.smc.draft)
-        return target.busy - since[0], draft.busy - since[1]
+        target, draft = (self.verifier.busy, self.drafter.busy) if self.smc is None else self.smc.busy
+        return target - since[0], draft - since[1]
 
 
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:

@@ -108,8 +108,7 @@ class Plan:
     """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
 
     In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft. In mode
-    serial one group runs both models in turn, so the two sizes are the same, and mode smc is for one rank as yet; in
-    mode ar there is no draft.
+    serial and mode smc one group runs both models in turn, so the two sizes are the same; in mode ar there is no draft.
     """
 
     mode: str = "serial"
@@ -132,8 +131,6 @@ class Plan:
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
-        if self.mode == "smc":
-            _check(self.target_tp == 1, f"mode smc runs on one rank, not {self.target_tp}: start it without torchrun")
         if self.mode == "async":
             _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
         else:

@@ -16,7 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.shared import SharedParallel
 from swiftspec.ops import host, reference
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.params import Plan, PopulationPlan, SamplingParams
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.runner import Runner
 
@@ -41,6 +41,8 @@ def decode(
 ) -> list[Json] | None:
     """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
     world = join_world()
+    if "population" in plan:
+        plan = plan | {"population": PopulationPlan(**plan["population"])}
     options["dtype"] = getattr(torch, dtype)
     target = target.format(rank=world.rank if world is not None else 0)
     try:

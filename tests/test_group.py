@@ -100,6 +100,22 @@ def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, siz
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
 
 
+@pytest.mark.parametrize(("size", "filters"), [(2, {}), slow(3, {"top_k": 9, "top_p": 0.9})])
+def test_a_population_on_one_group_is_that_of_one_rank(pool: Pool, pairs: Pairs, size: int, filters: Any) -> None:
+    """Some end at a stop token; then the next request."""
+    pair = pairs["llama"]
+    values = {"temperature": 0.8, "max_tokens": 40, "stop_token_ids": [3, 7], "logit_bias": {"3": -1.0}, **filters}
+    requests = [(PROMPT, {**values, "seed": seed}) for seed in (1, 2)]
+    shape = {"particles": 3, "smc_draft_tokens": 2, "power": 1.5}
+    alone, group = (
+        decode(pool, pair, {"mode": "smc", "target_tp": ranks, "population": shape}, requests=requests)
+        for ranks in (1, size)
+    )
+    told = [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in group]
+    assert told == [(answer["tokens"], answer["reason"], answer["rounds"]) for answer in alone]
+    assert any(len(tokens) > 10 for tokens, _, _ in told)
+
+
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 @pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(1, 2), slow(2, 2)])
 def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int) -> None:

@@ -231,7 +231,7 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     """64 particles over 1,000 tokens: slots grow by new tokens only, and fan-out and resampling move none."""
     engine = llm(pair, particles=64, smc_draft_tokens=3)
     smc = engine.smc
-    assert smc is not None
+    assert isinstance(smc, SMC)
     moves: list[int] = []
     cache = smc.target.cache
     move = cache._move_kv
@@ -264,10 +264,11 @@ def test_populations_that_make_no_sense_are_refused(values: dict[str, Any], mess
         PopulationPlan(**values)
 
 
-def test_a_population_runs_on_one_rank() -> None:
+def test_a_population_runs_on_one_group() -> None:
     assert (Plan("smc").ranks, Plan("smc").draft_tp) == (1, 1)
-    with pytest.raises(UserError, match="mode smc runs on one rank, not 2"):
-        Plan("smc", target_tp=2)
+    assert (Plan("smc", target_tp=3).ranks, Plan("smc", target_tp=3).draft_tp) == (3, 3)
+    with pytest.raises(UserError, match="draft_tp must be 3 in mode smc, not 1"):
+        Plan("smc", target_tp=3, draft_tp=1)
 
 
 def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:

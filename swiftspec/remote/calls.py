@@ -7,8 +7,8 @@ everywhere and nothing inside a round needs a word. Only the leader sees clocks,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -17,10 +17,11 @@ import numpy as np
 
 from swiftspec.batch import Opening, Proposal, VerifyResult, Words
 from swiftspec.errors import RankLost
-from swiftspec.params import SamplingParams
+from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.remote.channel import Channel
 from swiftspec.worker.drafter import FAILURES
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.smc import SMC, Answer, Report
 from swiftspec.worker.verifier import LocalPending, LocalVerifier
 
 T = TypeVar("T")
@@ -39,11 +40,14 @@ class Call(IntEnum):
     DRAFTER_CLOSE = 8
     STEPS = 9
     PACE = 10
-    LEAVE = 11
-    READY = 12
-    PROPOSAL = 13
-    TIME = 14
-    LOST = 15
+    POPULATION_OPEN = 11
+    POPULATION_ROUND = 12
+    POPULATION_CLOSE = 13
+    LEAVE = 14
+    READY = 15
+    PROPOSAL = 16
+    TIME = 17
+    LOST = 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +178,48 @@ class LeadingDrafter:
         self._team.end(Call.DRAFTER_CLOSE, self._drafter.close)
 
 
-def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> None:
+class LeadingPopulation:
+    """The population of a group's leader, in mode smc."""
+
+    def __init__(self, population: SMC, team: Team) -> None:
+        self._smc = population
+        self._team = team
+
+    @property
+    def plan(self) -> PopulationPlan:
+        return self._smc.plan
+
+    @property
+    def rounds(self) -> int:
+        return self._smc.rounds
+
+    @property
+    def answer(self) -> Answer | None:
+        return self._smc.answer
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        return self._smc.busy
+
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
+        ends = replace(sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
+        opening = Opening(0, tuple(prompt), ends, len(prompt))
+        self._team.call(Call.POPULATION_OPEN, opening, partial(self._smc.open, prompt, sampling, stops, limit))
+
+    def launch(self) -> bool:
+        return self._team.call(Call.POPULATION_ROUND, None, self._smc.launch)
+
+    def collect(self) -> Report:
+        return self._smc.collect()  # a follower does so at once
+
+    def finish(self) -> Answer:
+        return self._smc.finish()  # takes no forward
+
+    def close(self) -> None:
+        self._team.end(Call.POPULATION_CLOSE, self._smc.close)
+
+
+def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None, smc: SMC | None) -> None:
     """What a follower does: the leader's calls on its own roles, until the leader leaves. Raises RankLost when the
     leader is gone without a word."""
     while True:
@@ -184,7 +229,10 @@ def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafte
             raise RankLost(str(error)) from None
         if call == Call.LEAVE:
             return
-        _obey(Call(call), words, verifier, drafter)
+        if smc is not None:
+            _obey_population(Call(call), words, smc)
+        else:
+            _obey(Call(call), words, verifier, drafter)
 
 
 def has_left(peer: Channel) -> bool:
@@ -201,6 +249,22 @@ def park(leader: Channel) -> None:
     with contextlib.suppress(ConnectionError):
         while leader.recv()[0] != Call.LEAVE:
             pass
+
+
+def _obey_population(call: Call, words: Words, smc: SMC) -> None:
+    match call:
+        case Call.POPULATION_OPEN:
+            opening = Opening.unpack(words)
+            ends = opening.sampling
+            assert ends.max_tokens is not None
+            smc.open(opening.tokens, ends, ends.stop_token_ids, ends.max_tokens)
+        case Call.POPULATION_ROUND:
+            smc.launch()
+            smc.collect()
+        case Call.POPULATION_CLOSE:
+            smc.close()
+        case _:
+            raise ValueError(f"a leader of a population does not send {call.name}")
 
 
 def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> None:

@@ -11,7 +11,7 @@ from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.parallel import TensorParallel
 from swiftspec.model.shared import SharedParallel
 from swiftspec.params import Plan
-from swiftspec.remote.calls import LeadingDrafter, LeadingVerifier, Team, follow, park
+from swiftspec.remote.calls import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
 from swiftspec.remote.world import Links, Place, World, run_on
@@ -19,6 +19,7 @@ from swiftspec.worker.drafter import FAILURES, Drafter, NoDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import steps_for, verification_time
 from swiftspec.worker.roles import Models, Progress, fingerprint
+from swiftspec.worker.smc import SMC
 from swiftspec.worker.verifier import LocalVerifier
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # a peer this late inside a forward hangs; one that dies is found at once
@@ -37,12 +38,15 @@ class Rank:
         self._models = models = replace(models, vocab_size=self._links.share(models.vocab_size))
         self._verifier: LocalVerifier | None = None
         self._drafter: LocalDrafter | None = None
+        self._smc: SMC | None = None
         self._group: TensorParallel | SharedParallel | None = None
         error: str | None = None
         try:
             if here.size > 1:
                 self._group = _join(world, here, models)
-            if here.side == "target":
+            if plan.mode == "smc":
+                self._smc = models.population(plan, self._group, progress)
+            elif here.side == "target":
                 self._verifier = models.verifier(plan, self._group, progress)
             if here.side == "draft" or plan.mode == "serial":
                 self._drafter = models.drafter(plan, self._group, progress)
@@ -51,7 +55,8 @@ class Rank:
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         mine = [models.target] if here.side == "target" else []
-        mine += [models.draft] if self._drafter is not None and models.draft is not None else []
+        drafts = self._drafter is not None or self._smc is not None
+        mine += [models.draft] if drafts and models.draft is not None else []
         try:
             self._links.report([models.facts(plan), *map(fingerprint, mine)], error)
         except UserError:
@@ -71,6 +76,11 @@ class Rank:
         if self._drafter is not None:
             return verifier, LeadingDrafter(self._drafter, team), plan
         return verifier, NoDrafter(), plan
+
+    def lead_population(self) -> LeadingPopulation:
+        """The role of rank 0 in mode smc."""
+        assert self._smc is not None
+        return LeadingPopulation(self._smc, Team(self._links.followers))
 
     def _measured(self, plan: Plan, verifier: LeadingVerifier, drafter: GroupDrafter) -> int:
         """d by the two step times, measured at the same time as they will run: they share caches and memory. A draft
@@ -101,9 +111,9 @@ class Rank:
     def _follow(self, leader: Channel) -> None:
         """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
         try:
-            follow(leader, self._verifier, self._drafter)
+            follow(leader, self._verifier, self._drafter, self._smc)
         except FAILURES:
-            if self._verifier is not None:
+            if self._verifier is not None or self._smc is not None:
                 raise
             self._drafter = None
             park(leader)

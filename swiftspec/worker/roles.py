@@ -119,11 +119,11 @@ class Models:
         kind = AheadDrafter if plan.mode == "async" else LocalDrafter
         return kind(self.runner(self.draft, plan, slots, group, progress), plan, self.vocab_size)
 
-    def population(self, plan: Plan, progress: Progress | None = None) -> SMC:
+    def population(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> SMC:
         """Both models, for mode smc."""
         assert self.draft is not None
         slots = region(plan.population, self.max_model_len)
-        target, draft = (self.runner(path, plan, slots, None, progress) for path in (self.target, self.draft))
+        target, draft = (self.runner(path, plan, slots, group, progress) for path in (self.target, self.draft))
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
 

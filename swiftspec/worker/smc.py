@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -89,8 +90,33 @@ class _Mail:
         return self._tensors
 
 
+class Population(Protocol):
+    """What decodes a request in mode smc: `launch` and `collect` in turn, `finish` once."""
+
+    @property
+    def plan(self) -> PopulationPlan: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def answer(self) -> Answer | None: ...
+    @property
+    def busy(self) -> tuple[float, float]:
+        """Seconds that target and draft have spent in forwards."""
+        ...
+
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None: ...
+    def launch(self) -> bool: ...
+    def collect(self) -> Report: ...
+    def finish(self) -> Answer: ...
+    def close(self) -> None: ...
+
+
 class SMC:
-    """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device."""
+    """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
+
+    In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
+    all of them alike.
+    """
 
     def __init__(
         self, target: Runner, draft: Runner, plan: PopulationPlan, vocab: int, *, longest: int, lag: int = 0
@@ -99,6 +125,10 @@ class SMC:
         self._lag = lag
         self.round = SMCRound(target, draft, plan, vocab, longest)
         self.particles = self.round.particles
+
+    @property
+    def busy(self) -> tuple[float, float]:
+        return self.target.busy, self.draft.busy
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`.

@@ -193,12 +193,13 @@ class SMCRound:
         began = time.perf_counter()
         kv_len = self.prefix + mask.shape[1]
         parts: list[Tensor] = []
+        group = runner.model.group
         for start in range(0, tokens.shape[0], PREFILL_CHUNK):
             part = slice(start, start + PREFILL_CHUNK)
             sequence = self._sequence[: tokens[part].shape[0]]
             batch = Batch(tokens[part], positions[part], slots[part] + self.prefix, mask[part], sequence, kv_len)
             logits = runner.model.forward(batch, runner.cache)
             assert logits is not None
-            parts.append(logits)
+            parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
         runner.busy += time.perf_counter() - began
         return parts[0] if len(parts) == 1 else torch.cat(parts)
