@@ -6,6 +6,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 
 from tests.test_ll import build
 
@@ -50,12 +51,21 @@ class Case:
         self.weight = ((codes - zeros.repeat(group, 0)) * scales.repeat(group, 0).astype(np.float64)).T
         self.bytes = packed(codes).tobytes() + scales.tobytes() + packed(zeros).tobytes()
 
-    def run(self, emulator: str, rows: int, clusters: int = 3, n_log: int = -1, cluster_log: int = -1) -> Array:
+    def run(
+        self,
+        emulator: str,
+        rows: int,
+        clusters: int = 3,
+        n_log: int = -1,
+        cluster_log: int = -1,
+        mode: str = "logits",
+        rest: bytes = b"",
+    ) -> Array:
         numbers = (self.k, self.n, self.group, rows, clusters, n_log, cluster_log)
-        fed = self.bytes + self.x[:rows].tobytes()
-        run = subprocess.run([emulator, *map(str, numbers)], input=fed, capture_output=True, check=False)
+        fed = self.bytes + self.x[:rows].tobytes() + rest
+        run = subprocess.run([emulator, *map(str, numbers), mode], input=fed, capture_output=True, check=False)
         assert run.returncode == 0, run.stderr.decode()[-2000:]
-        return np.frombuffer(run.stdout, np.float32).reshape(rows, self.n)
+        return np.frombuffer(run.stdout, np.float32 if mode == "logits" else np.uint16).reshape(rows, -1)
 
     def truth(self, rows: int) -> Array:
         return wide(self.x[:rows]) @ self.weight.T
@@ -83,6 +93,31 @@ def test_odd_sizes(emulator: str, shape: tuple[int, int]) -> None:
     """Any number of outputs, and inputs that end inside a tile (multiples of 8)."""
     case = Case(*shape, 0, exact=True)
     assert np.array_equal(case.run(emulator, 3), case.truth(3))
+
+
+def nearest(x: Array) -> Array:
+    """float64 that is exact in float32, rounded to bfloat16."""
+    return torch.from_numpy(x.astype(np.float32)).bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("group", [128, 0])
+@pytest.mark.parametrize("n", [72, 80])
+@pytest.mark.parametrize("mode", ["plain", "sum", "swiglu"])
+def test_what_follows_the_product(emulator: str, mode: str, n: int, group: int) -> None:
+    """Bias, residual, LL lines and SwiGLU, with the roundings of ops/reference.py: bit for bit, but for SiLU."""
+    case, rows = Case(256, n, group, exact=True), 11
+    dice = np.random.default_rng(5)
+    bias = dice.integers(-9, 9, n).astype(np.float32)
+    residual = bf16(dice.integers(-300, 300, (rows, n)))
+    got = case.run(emulator, rows, mode=mode, rest=bias.tobytes() + residual.tobytes())
+    product = nearest(case.truth(rows) + bias)
+    if mode != "swiglu":
+        assert np.array_equal(wide(got), nearest(product + wide(residual)))
+        return
+    gate, up = product[:, : n // 2], product[:, n // 2 :]
+    with np.errstate(over="ignore"):
+        want = nearest(gate / (1 + np.exp(-gate))) * up
+    assert np.allclose(wide(got), want, rtol=2**-6, atol=1e-30)
 
 
 @pytest.mark.parametrize("group", [128, 32, 0])

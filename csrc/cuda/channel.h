@@ -8,12 +8,7 @@
 #include <cstdint>
 
 #include "ll.h"
-
-#if defined(__CUDA_ARCH__)
-#define SWIFTSPEC_UNROLL _Pragma("unroll")
-#else
-#define SWIFTSPEC_UNROLL
-#endif
+#include "plan.h"
 
 namespace swiftspec::cuda {
 
@@ -25,7 +20,7 @@ SWIFTSPEC_HD constexpr ll::Rules rules() { return {4}; }
 struct Channel {
   ll::Layout layout;  // one block
   int32_t rank;
-  uint32_t patience_ms;        // a wait that lasts longer ends the kernel
+  uint32_t patience_ms;        // a launch that waits longer ends itself
   ll::Line* inbox[kMaxPeers];  // inbox[r] is what rank r reads
   uint64_t* epoch;             // of the next launch; device memory, as is `done`
   uint32_t* done;              // CTAs of this launch that are through

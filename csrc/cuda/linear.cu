@@ -7,6 +7,7 @@
 #include "check.cuh"
 #include "epilogue.cuh"
 #include "kernels.h"
+#include "ll.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -77,7 +78,7 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Place&
         if (!session.reduce(tiles::ll_line(task.plan, unit.strip, unit.j, at.lane, second), total, wait)) return;
         set_line(unit, second, total);
       }
-      store_unit(task, at.lane, unit);
+      store_unit(task.plan, task.to, at.lane, unit);
     });
   }
 }
@@ -105,8 +106,8 @@ __device__ void linear_body(const Ranks& ranks) {
     const int strip = turn << task.plan.n_log;
     each_unit<kRows8>(task, at, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
-      add_bias(task, at.lane, unit);
-      if (!reduces) return store_unit(task, at.lane, unit);
+      add_bias(task.plan, task.to, at.lane, unit);
+      if (!reduces) return store_unit(task.plan, task.to, at.lane, unit);
       ranks.pause(2 * unit.strip);
       if (!tiles::has_line(task.plan, unit.strip, unit.j, at.lane, task.rows)) return;
       for (int second = 0; second < 2; ++second) {
@@ -143,19 +144,18 @@ int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
+  const auto rows = static_cast<int32_t>(a.rows);
+  const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
+                   a.swiglu, rows};
   return {w.plan,
           tiles::carve(w.plan, rows8),
           static_cast<const uint8_t*>(w.data),
-          w.bias,
           static_cast<const uint16_t*>(a.x),
           static_cast<const uint16_t*>(a.norm),
-          static_cast<const uint16_t*>(a.residual),
-          static_cast<uint16_t*>(a.out),
-          a.logits,
           a.eps,
-          a.swiglu,
-          static_cast<int32_t>(a.rows),
-          std::clamp(w.plan.turns(), 1, clusters)};
+          rows,
+          std::clamp(w.plan.turns(), 1, clusters),
+          to};
 }
 
 template <class Ranks>

@@ -3,6 +3,7 @@
 
 #include "ptx.cuh"
 #include "tiles.h"
+#include "unit.h"
 
 namespace swiftspec::cuda {
 
@@ -11,15 +12,11 @@ struct LinearTask {
   tiles::Plan plan;
   tiles::Carve carve;
   const uint8_t* weights;
-  const float* bias;
-  const uint16_t* x;
-  const uint16_t* norm;
-  const uint16_t* residual;
-  uint16_t* out;
-  float* logits;
+  const uint16_t* x;     // [rows, k]
+  const uint16_t* norm;  // [k], or null
   float eps;
-  bool swiglu;
   int32_t rows, clusters;
+  Outputs to;
 };
 
 // Where a thread stands.
@@ -36,11 +33,8 @@ class Ring {
         slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.plan.tile_bytes),
         full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
         ahead_(tiles::walk_of(task.plan, at.cluster, task.clusters, at.cta, at.warp)) {
-    if (lane_ != 0) return;
-    for (int stage = 0; stage < task.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
-    ptx::fence_barrier_init();
-    policy_ = ptx::evict_first();
-    for (int stage = 0; stage < task.carve.stages; ++stage) fetch(stage);
+    if (lane_ == 0) start();
+    __syncwarp();
   }
 
   __device__ const uint8_t* wait() {
@@ -58,6 +52,13 @@ class Ring {
   }
 
  private:
+  __device__ void start() {
+    for (int stage = 0; stage < task_.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
+    ptx::fence_barrier_init();
+    policy_ = ptx::evict_first();
+    for (int stage = 0; stage < task_.carve.stages; ++stage) fetch(stage);
+  }
+
   __device__ void fetch(int stage) {
     if (ahead_.done()) return;
     const int bytes = task_.plan.tile_bytes;

@@ -10,6 +10,12 @@
 
 #include "ll.h"
 
+#if defined(__CUDA_ARCH__)
+#define SWIFTSPEC_UNROLL _Pragma("unroll")
+#else
+#define SWIFTSPEC_UNROLL
+#endif
+
 namespace swiftspec::cuda::tiles {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;

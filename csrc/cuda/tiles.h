@@ -128,9 +128,6 @@ SWIFTSPEC_HD float sum8(const uint32_t (&piece)[4]) {
   return (a + b) + (c + d);
 }
 
-// SiLU(gate) * up, both rounded first, as the operators they stand for round them; `share` is 1 / (1 + exp(-gate)).
-SWIFTSPEC_HD float gated(float gate, float up, float share) { return rounded(gate * share) * up; }
-
 // --- repacking --------------------------------------------------------------------------------------------------------
 
 // A checkpoint's int4 matrix (model/linear.py, Int4Weight), with groups of plan.group.

@@ -2,19 +2,23 @@
 // its order of sums, by the functions of cuda/tiles.h that the kernel calls, and an m16n8k16 written down from the PTX
 // ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu.
 //
-//   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG < weights, x > out
+//   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
 //   cuda_tiles K N GROUP    prints the plan: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
 //
 // GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the plan's own. stdin: int4 codes, scales and zeros, or the bf16
-// matrix; then x [rows, k] bf16. stdout: float32 [rows, n]. Leaves with 1 and one line when something does not fit.
+// matrix; then x [rows, k] bf16. MODE logits: out is float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and residual
+// [rows, n] bf16 follow x: plain adds both, sum the same by way of LL lines, swiglu the bias alone. Leaves with 1 and one
+// line when something does not fit.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <set>
+#include <string>
 #include <vector>
 
-#include "cuda/tiles.h"
+#include "cuda/unit.h"
 
+using namespace swiftspec::cuda;
 using namespace swiftspec::cuda::tiles;
 
 namespace {
@@ -28,6 +32,7 @@ void require(bool ok, const char* what) {
 template <class T>
 std::vector<T> read(int64_t count) {
   std::vector<T> values(static_cast<size_t>(count));
+  if (count == 0) return values;
   require(std::fread(values.data(), sizeof(T), values.size(), stdin) == values.size(), "stdin is too short");
   return values;
 }
@@ -66,7 +71,8 @@ struct Launch {
   int rows, rows8, clusters;
   std::vector<uint32_t> weights;
   std::vector<uint16_t> x;
-  std::vector<float> out;
+  std::string mode;
+  swiftspec::cuda::Outputs to;
 };
 
 struct Cta {
@@ -193,39 +199,33 @@ void join(const Launch& l, Cta& cta, int buffer) {
   }
 }
 
-void store(Launch& l, int64_t row, int64_t output, int64_t left, int neighbour, float value) {
-  if (row >= l.rows || neighbour >= left) return;
-  float& place = l.out[static_cast<size_t>(row * l.plan.n + output + neighbour)];
-  require(place != place, "an output was written twice");
-  place = value;
+Unit read_unit(const Launch& l, std::vector<Cta>& ctas, int buffer, int first_strip, int strip, int j, int lane) {
+  Unit unit{strip, j, {}};
+  for (int f = 0; f < 2; ++f) {
+    float sums[4] = {};
+    for (Cta& cta : ctas) {
+      const int place = partial_at(strip - first_strip, l.rows8, j, f, lane);
+      const Float4 next = cta.at<Float4>(l.carve.joined + buffer * l.carve.joined_bytes, place);
+      for (int c = 0; c < 4; ++c) sums[c] = &cta == ctas.data() ? next[c] : sums[c] + next[c];
+    }
+    set_sums(unit, f, sums);
+  }
+  return unit;
 }
 
-void finish(Launch& l, std::vector<Cta>& ctas, int buffer, int turn, std::set<int64_t>& lines) {
+void finish(const Launch& l, std::vector<Cta>& ctas, int buffer, int turn, std::set<int64_t>& lines) {
   const Plan& p = l.plan;
-  for (int unit = 0; unit < (l.rows8 << p.n_log) * 32; ++unit) {
-    const int lane = unit % 32, j = unit / 32 % l.rows8, local = unit / 32 / l.rows8;
-    const int strip = (turn << p.n_log) + local;
-    const int64_t pair = pair_of_outputs(strip, lane);
-    for (int f = 0; f < 2; ++f) {
-      Float4 v{};
-      for (Cta& cta : ctas) {
-        const int place = partial_at(local, l.rows8, j, f, lane);
-        for (int c = 0; c < 4; ++c) {
-          const float next = cta.at<Float4>(l.carve.joined + buffer * l.carve.joined_bytes, place)[c];
-          v[c] = &cta == ctas.data() ? next : v[c] + next;
-        }
-      }
-      for (int i = 0; i < 4; ++i) {
-        const int second = i / 2;
-        const int64_t left = second == 0 ? p.half - pair : p.n - p.half - pair;
-        store(l, 8 * j + c_column(lane, i), pair + second * p.half, left, f, v[i]);
-      }
-    }
-    if (!has_line(p, strip, j, lane, l.rows)) continue;
-    for (int second = 0; second < 2; ++second) {
+  const int first_strip = turn << p.n_log;
+  for (int i = 0; i < (l.rows8 << p.n_log) * 32; ++i) {
+    const int lane = i % 32, j = i / 32 % l.rows8, strip = first_strip + i / 32 / l.rows8;
+    Unit unit = read_unit(l, ctas, buffer, first_strip, strip, j, lane);
+    add_bias(p, l.to, lane, unit);
+    for (int second = 0; second < 2 && has_line(p, strip, j, lane, l.rows); ++second) {
       const int64_t line = ll_line(p, strip, j, lane, second);
       require(line < ll_lines(p, l.rows) && lines.insert(line).second, "two units have one line");
+      if (l.mode == "sum") set_line(unit, second, line_of(unit, second));
     }
+    store_unit(p, l.to, lane, unit);
   }
 }
 
@@ -252,6 +252,23 @@ void run(Launch& l) {
   require(static_cast<int64_t>(lines.size()) == ll_lines(l.plan, l.rows), "lines that nobody sends");
 }
 
+void read_weights(Launch& l) {
+  const int64_t k = l.plan.k, n = l.plan.n, group = l.plan.group;
+  l.weights.resize(static_cast<size_t>(l.plan.bytes() / 4));
+  if (group == 0) {
+    const auto matrix = read<uint16_t>(n * k);
+    for (size_t i = 0; i < l.weights.size(); ++i) {
+      l.weights[i] = bf16_word(l.plan, matrix.data(), static_cast<int64_t>(i));
+    }
+    return;
+  }
+  const auto codes = read<uint32_t>(k * n / 8);
+  const auto scales = read<float>(k / group * n);
+  const auto zeros = read<uint32_t>(k / group * n / 8);
+  const Int4Source source{codes.data(), scales.data(), zeros.data()};
+  for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.plan, source, static_cast<int64_t>(i));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -261,29 +278,27 @@ int main(int argc, char** argv) {
                 carve(p, 4).stages);
     return 0;
   }
-  require(argc == 8, "seven numbers");
+  require(argc == 9, "seven numbers and a mode");
   const int64_t k = std::atoll(argv[1]), n = std::atoll(argv[2]);
   const int group = std::atoi(argv[3]), rows = std::atoi(argv[4]), clusters = std::atoi(argv[5]);
-  Launch l{plan(k, n, group), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, {}};
+  Launch l{plan(k, n, group), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[8], {}};
   if (std::atoi(argv[6]) >= 0) l.plan = cut(shape(k, n, group), std::atoi(argv[6]), std::atoi(argv[7]));
   l.clusters = std::min(clusters, l.plan.turns());
   l.carve = carve(l.plan, l.rows8);
   require(l.carve.stages >= 2 && l.carve.total <= kSharedBytes, "no room");
-  l.weights.resize(static_cast<size_t>(l.plan.bytes() / 4));
-  if (group != 0) {
-    const auto codes = read<uint32_t>(k * n / 8);
-    const auto scales = read<float>(k / group * n);
-    const auto zeros = read<uint32_t>(k / group * n / 8);
-    const Int4Source source{codes.data(), scales.data(), zeros.data()};
-    for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.plan, source, static_cast<int64_t>(i));
-  } else {
-    const auto matrix = read<uint16_t>(n * k);
-    for (size_t i = 0; i < l.weights.size(); ++i) {
-      l.weights[i] = bf16_word(l.plan, matrix.data(), static_cast<int64_t>(i));
-    }
-  }
+  read_weights(l);
   l.x = read<uint16_t>(rows * k);
-  l.out.assign(static_cast<size_t>(rows * n), std::nanf(""));
+  const bool logits = l.mode == "logits", swiglu = l.mode == "swiglu";
+  const auto bias = read<float>(logits ? 0 : n);
+  const auto residual = read<uint16_t>(logits ? 0 : rows * n);
+  std::vector<float> wide(static_cast<size_t>(logits ? rows * n : 0), std::nanf(""));
+  std::vector<uint16_t> narrow(static_cast<size_t>(logits ? 0 : rows * n / (swiglu ? 2 : 1)), 0xffff);
+  l.to = {logits ? nullptr : bias.data(), logits || swiglu ? nullptr : residual.data(), logits ? nullptr : narrow.data(),
+          logits ? wide.data() : nullptr, swiglu, rows};
   run(l);
-  std::fwrite(l.out.data(), sizeof(float), l.out.size(), stdout);
+  if (logits) {
+    std::fwrite(wide.data(), sizeof(float), wide.size(), stdout);
+  } else {
+    std::fwrite(narrow.data(), sizeof(uint16_t), narrow.size(), stdout);
+  }
 }
