@@ -1,9 +1,9 @@
 // Who computes what of a projection: how its weights are cut over clusters, CTAs and warps, and what lies where in shared
 // memory. Arithmetic only, for host code and device code. What a tile is, tiles.h says.
 //
-// A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the
-// `warps_k` warps of a strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The cut
-// follows from the shape of the weight alone: neither the rows nor the size of the grid change a row's result.
+// A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the `warps_k` warps of a
+// strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The cut follows from the shape
+// of the weight alone: neither the rows nor the size of the grid change a row's result.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
+ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda", 0)
 TOLERANCE = 2e-3
 EPS = 1e-5
@@ -223,6 +227,25 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
     got = ops.linear_residual(x, ranks.packed[0], residual, ranks.ends[0])
     assert torch.equal(got, ranks.expected([x], residual))
     assert int(ranks.ends[0].epoch) == 2  # 32 rows, then 8
+
+
+ALONE = """
+from tests.gpu.test_linear import Ranks, ops, rows_of, torch
+ranks = Ranks(2, 512, 1024, 128, patience=0.2)
+try:
+    ops.linear_residual(rows_of(3, 512), ranks.packed[0], rows_of(3, 1024), ranks.ends[0])
+    torch.cuda.synchronize()
+except RuntimeError:
+    print(ranks.ends[0].trouble())
+"""
+
+
+def test_a_peer_that_never_arrives() -> None:
+    """In a process of its own: the kernel ends itself, and with it the context."""
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.stdout == "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n", run.stderr[-2000:]
 
 
 def test_bad_input() -> None:
