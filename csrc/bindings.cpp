@@ -1,6 +1,6 @@
-// The operators for Python. Tensors arrive as addresses and sizes; what can be checked of them is checked here.
-// Nothing but the bindings knows Python.
-#include <pybind11/pybind11.h>
+// The operators for Python. Nothing but this file and bindings_*.cpp knows it. Tensors arrive as addresses and
+// sizes; what can be checked of them is checked here.
+#include "bindings.h"
 
 #include <cstdint>
 #include <memory>
@@ -10,14 +10,12 @@
 #include "kernels.h"
 #include "noise.h"
 
-namespace py = pybind11;
-
 namespace {
 
-using swiftspec::check;
-using swiftspec::pointer_arg;
-using swiftspec::size_arg;
-using swiftspec::type_arg;
+using swiftspec::binding::check;
+using swiftspec::binding::pointer_arg;
+using swiftspec::binding::size_arg;
+using swiftspec::binding::type_arg;
 
 struct NoiseArgs {
   const int32_t* positions;
@@ -257,9 +255,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("move_kv", &move_kv, py::arg("region"), py::arg("layer_stride"), py::arg("layers"),
         py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"),
         py::arg("start"), "Moves cache slots forward in place; see MoveArgs in kernels.h.");
-  swiftspec::define_shared_memory(m);
-  swiftspec::define_decoder(m);
-  swiftspec::define_rounds(m);
+  swiftspec::binding::define_shared_memory(m);
+  swiftspec::binding::define_decoder(m);
+  swiftspec::binding::define_rounds(m);
   m.def("gumbel", &swiftspec::noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
   m.def("gumbel64", &swiftspec::noise::gumbel64, py::arg("bits"),
         "The float64 Gumbel draw of 32 noise bits.");
@@ -267,5 +265,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("noise_bits_cuda", &noise_bits_cuda, py::arg("seed"), py::arg("stream"), py::arg("positions"),
         py::arg("rows"), py::arg("vocab"), py::arg("out"), py::arg("cuda_stream") = 0,
         "noise_bits on device memory, on a CUDA stream (0: the default stream) of the current device.");
+  swiftspec::binding::bind_linear(m);
 #endif
 }

@@ -7,12 +7,14 @@
 #include <limits>
 #include <string>
 
-namespace swiftspec {
+namespace py = pybind11;
+
+namespace swiftspec::binding {
 
 inline constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
 
 inline void check(bool ok, const char* message) {
-  if (!ok) throw pybind11::value_error(message);
+  if (!ok) throw py::value_error(message);
 }
 
 inline void check_inside(const int64_t* values, int64_t count, int64_t bound, const char* message) {
@@ -21,7 +23,7 @@ inline void check_inside(const int64_t* values, int64_t count, int64_t bound, co
 
 inline int64_t size_arg(const char* name, int64_t value, int64_t least) {
   if (value < least || value > kMaxSize) {
-    throw pybind11::value_error(std::string(name) + " must be between " + std::to_string(least) + " and " +
+    throw py::value_error(std::string(name) + " must be between " + std::to_string(least) + " and " +
                                 std::to_string(kMaxSize) + ", not " + std::to_string(value));
   }
   return value;
@@ -29,8 +31,8 @@ inline int64_t size_arg(const char* name, int64_t value, int64_t least) {
 
 template <typename T>
 T* pointer_arg(const char* name, uintptr_t address, int64_t elements) {
-  if (elements > 0 && address == 0) throw pybind11::value_error(std::string(name) + " is null");
-  if (address % alignof(T) != 0) throw pybind11::value_error(std::string(name) + " is not aligned");
+  if (elements > 0 && address == 0) throw py::value_error(std::string(name) + " is null");
+  if (address % alignof(T) != 0) throw py::value_error(std::string(name) + " is not aligned");
   return reinterpret_cast<T*>(address);
 }
 
@@ -41,8 +43,11 @@ inline void* type_arg(const char* name, uintptr_t address, bool wide, int64_t el
 }
 
 // Each part of the module is defined in a file of its own.
-void define_shared_memory(pybind11::module_& m);
-void define_decoder(pybind11::module_& m);
-void define_rounds(pybind11::module_& m);
+void define_shared_memory(py::module_& m);
+void define_decoder(py::module_& m);
+void define_rounds(py::module_& m);
 
-}  // namespace swiftspec
+// Where CUDA is built:
+void bind_linear(py::module_& m);
+
+}  // namespace swiftspec::binding

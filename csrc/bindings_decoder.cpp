@@ -10,9 +10,7 @@
 
 #include "bindings.h"
 
-namespace py = pybind11;
-
-namespace swiftspec {
+namespace swiftspec::binding {
 
 namespace {
 
@@ -115,4 +113,4 @@ void define_decoder(py::module_& m) {
            py::arg("parts"), py::arg("capacity"), py::arg("layer_stride"), py::arg("logits"));
 }
 
-}  // namespace swiftspec
+}  // namespace swiftspec::binding

@@ -10,9 +10,7 @@
 #include "host/rounds.h"
 #include "host/tree.h"
 
-namespace py = pybind11;
-
-namespace swiftspec {
+namespace swiftspec::binding {
 
 namespace {
 
@@ -140,4 +138,4 @@ void define_rounds(py::module_& m) {
            py::arg("capacity"), py::arg("layer_stride"), py::arg("prefix"), py::arg("scoring"));
 }
 
-}  // namespace swiftspec
+}  // namespace swiftspec::binding

@@ -8,9 +8,7 @@
 #include "bindings.h"
 #include "host/ll_shm.h"
 
-namespace py = pybind11;
-
-namespace swiftspec {
+namespace swiftspec::binding {
 
 namespace {
 
@@ -102,4 +100,4 @@ void define_shared_memory(py::module_& m) {
       .def("leave", &host::Mailbox::leave);
 }
 
-}  // namespace swiftspec
+}  // namespace swiftspec::binding
