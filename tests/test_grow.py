@@ -124,7 +124,7 @@ def test_what_fills_up_is_random() -> None:
         for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(weight, Int4Weight)
             share = torch.bincount(unpack_int4(weight.packed).flatten().int(), minlength=16) / weight.packed.numel() / 8
-            assert 0.04 < share.min() and share.max() < 0.1
+            assert share.min() > 0.04 and share.max() < 0.1
 
 
 def test_blank_layers_add_exactly_nothing() -> None:

@@ -15,7 +15,7 @@ from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.parallel import Group
-from swiftspec.ops import host, reference
+from swiftspec.ops import host, reference, unfused
 from swiftspec.params import Plan
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.pace import MOST_STEPS
@@ -24,6 +24,7 @@ from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+OpsName = Literal["auto", "reference", "unfused"]
 
 
 class Ranks(Protocol):
@@ -45,7 +46,7 @@ class Options(TypedDict, total=False):
     share_device: bool  # more ranks than GPUs are fine
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: Literal["auto", "reference"]  # auto if left out: the fastest that fit; reference: plain torch
+    ops: OpsName  # auto if left out: the fastest that fit; reference: plain torch; unfused: its libraries, int4 as int4
     progress: Progress | None
 
 
@@ -60,7 +61,7 @@ class Models:
     share_device: bool
     max_model_len: int
     vocab_size: int
-    ops: Literal["auto", "reference"]
+    ops: OpsName
 
     @staticmethod
     def check(
@@ -99,7 +100,9 @@ class Models:
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-        ops = host if self.ops == "auto" and host.fits(config, kind, self.device) else reference
+        ops = unfused if self.ops == "unfused" else reference
+        if self.ops == "auto" and host.fits(config, kind, self.device):
+            ops = host
         positions = context + tree_slots
         model = load_model(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
