@@ -78,10 +78,10 @@ def test_attention_equals_the_references_without_a_look_at_a_value(kv_len: int, 
     batch, kept = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
     qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * dim, dtype=torch.float64)
     one, other = Cache(*kept.clone()), Cache(*kept.clone())
-    plan = reference.prepare(batch, one, *tables, heads)
+    plan = reference.prepare(batch, one, tables[0], tables[1], heads)
     want = [reference.tree_attention(qkv, plan, layer) for layer in range(3)]
     with NoHost():
-        static = unfused.prepare(batch, other, *tables, heads)
+        static = unfused.prepare(batch, other, tables[0], tables[1], heads)
         got = [unfused.tree_attention(qkv, static, layer) for layer in range(3)]
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-12
@@ -92,7 +92,7 @@ def test_the_reference_does_look() -> None:
     """Else NoHost would prove nothing."""
     batch, cache = batch_of(7, 16, [4, 5, 6]), Cache(*torch.zeros(2, 1, 1, 1, 16, 16))
     with NoHost(), pytest.raises(AssertionError):
-        reference.prepare(batch, cache, *torch.zeros(2, 64, 16), 1)
+        reference.prepare(batch, cache, torch.zeros(64, 16), torch.zeros(64, 16), 1)
 
 
 def test_the_pair_decodes_alike() -> None:
