@@ -14,6 +14,7 @@ from bench.heldout import DEMO
 from swiftspec.batch import Batch
 from swiftspec.engine import LLM
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.loader import load_model
 from swiftspec.ops import reference, unfused
 from swiftspec.params import Plan, SamplingParams
 
@@ -86,6 +87,14 @@ def test_attention_equals_the_references_without_a_look_at_a_value(kv_len: int, 
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() < 1e-12
     assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+
+
+def test_a_whole_forward_looks_at_no_value() -> None:
+    model = load_model(DEMO / "draft", dtype=torch.float32, ops=unfused, max_positions=64)
+    shape = (2, 1, 1, 32, 32)
+    with NoHost():
+        logits = model.forward(batch_of(20, 8, [12, 13, 17, 19]), Cache(torch.zeros(shape), torch.zeros(shape)))
+    assert logits is not None and logits.isfinite().all()
 
 
 def test_the_reference_does_look() -> None:

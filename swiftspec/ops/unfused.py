@@ -74,7 +74,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
     bias, group = None if weight.bias is None else weight.bias.to(device, dtype), weight.group_size
     aten = torch.ops.aten
     if codes.device.type == "cuda":
-        two = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8)
+        two = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
         laid_out, product = aten._convert_weight_to_int4pack(two, INNER_TILES), aten._weight_int4pack_mm
     else:
         laid_out = aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), INNER_TILES)
