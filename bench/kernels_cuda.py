@@ -218,13 +218,13 @@ def attention_case(model: str, tp: int, context: int, rows: int, device: str, co
 
 
 def cases(rows: tuple[int, ...], device: str) -> Iterator[Case]:
-    """All of them, 8 rows first."""
-    for count in sorted(rows, key=lambda count: (count != 8, count)):
-        for model, tp in PLACES:
-            for op in ("qkv", "o", "swiglu", "down"):
-                yield linear_case(model, tp, op, count, device)
-            for context in CONTEXTS:
-                yield attention_case(model, tp, context, count, device)
+    """All of them; 8 rows of the first five places before the first place's other numbers of rows, and so on."""
+    order = itertools.product(enumerate(PLACES), rows)
+    for (_, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + 5 * (case[1] != 8)):
+        for op in ("qkv", "o", "swiglu", "down"):
+            yield linear_case(model, tp, op, count, device)
+        for context in CONTEXTS:
+            yield attention_case(model, tp, context, count, device)
 
 
 def measure(case: Case, copy: float, timer: Timer) -> Iterator[Result | str]:

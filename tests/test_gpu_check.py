@@ -157,6 +157,13 @@ def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(r.over_floor < 10 and r.gigabytes > 0 for r in found)
 
 
+def test_the_most_telling_cases_come_first() -> None:
+    names = [case.name for case in kernels_cuda.cases((8, 1, 16, 32), "cpu")]
+    assert len(set(names)) == len(names) == 4 * 13 * 7
+    assert names[:5:4] == ["Llama-3-70B TP4 qkv x8", "Llama-3-70B TP4 attention 1000 x8"]
+    assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
+
+
 def test_one_competitor_that_fails_is_named() -> None:
     def fails() -> list[kernels_cuda.Call]:
         raise RuntimeError("out of memory\nand more")

@@ -128,8 +128,9 @@ class Models:
         model = self.load(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
         )
-        # operators that plan attention on the device say so
-        capture = CudaCapture() if self.device.type == "cuda" and getattr(ops, "CAPTURES", False) else None
+        # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
+        captures = self.device.type == "cuda" and group is None and getattr(ops, "CAPTURES", False)
+        capture = CudaCapture() if captures else None
         return Runner(model, ops, context=context, tree_slots=tree_slots, capture=capture)
 
     def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
