@@ -132,6 +132,12 @@ def load_model(
     return model
 
 
+def read_model(path: str | Path, progress: Progress | None = None) -> tuple[ModelConfig, ModelWeights]:
+    """A checkpoint directory's weights as they are on disk; each layer is read when it is taken."""
+    config = ModelConfig.from_dir(path)
+    return config, _Reader(config, read_tensors(path, progress), None).model()
+
+
 def _shard(path: str | Path, config: ModelConfig, group: Group) -> Shard:
     try:
         return Shard.of(config, group.rank, group.size)

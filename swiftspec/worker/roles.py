@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
@@ -15,8 +15,10 @@ from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.parallel import Group
-from swiftspec.ops import host, reference
+from swiftspec.model.transformer import Transformer
+from swiftspec.ops import host, reference, unfused
 from swiftspec.params import Plan
+from swiftspec.worker.graph import CudaCapture
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.pace import MOST_STEPS
 from swiftspec.worker.runner import Runner
@@ -24,6 +26,7 @@ from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+OpsName = Literal["auto", "reference", "unfused"]
 
 
 class Ranks(Protocol):
@@ -45,8 +48,26 @@ class Options(TypedDict, total=False):
     share_device: bool  # more ranks than GPUs are fine
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: Literal["auto", "reference"]  # auto if left out: the fastest that fit; reference: plain torch
+    ops: OpsName  # auto if left out: the fastest that fit; reference: plain torch; unfused: its libraries, int4 as int4
+    load: Load  # what makes a model of a directory; load_model if left out
     progress: Progress | None
+
+
+class Load(Protocol):
+    """What model.loader.load_model does."""
+
+    def __call__(
+        self,
+        path: Path,
+        /,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Any,
+        max_positions: int,
+        group: Group | None,
+        progress: Progress | None,
+    ) -> Transformer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +81,8 @@ class Models:
     share_device: bool
     max_model_len: int
     vocab_size: int
-    ops: Literal["auto", "reference"]
+    ops: OpsName
+    load: Load
 
     @staticmethod
     def check(
@@ -85,8 +107,8 @@ class Models:
         share = options.get("share_device", False)
         device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
         draft_path = None if draft is None else Path(draft)
-        ops = options.get("ops", "auto")
-        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops)
+        ops, load = options.get("ops", "auto"), options.get("load", load_model)
+        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, load)
 
     def facts(self, plan: Plan) -> str:
         """What all ranks of a job must agree on, as text."""
@@ -99,12 +121,17 @@ class Models:
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-        ops = host if self.ops == "auto" and host.fits(config, kind, self.device) else reference
+        ops = unfused if self.ops == "unfused" else reference
+        if self.ops == "auto" and host.fits(config, kind, self.device):
+            ops = host
         positions = context + tree_slots
-        model = load_model(
+        model = self.load(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
         )
-        return Runner(model, ops, context=context, tree_slots=tree_slots)
+        # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
+        captures = self.device.type == "cuda" and group is None and getattr(ops, "CAPTURES", False)
+        capture = CudaCapture() if captures else None
+        return Runner(model, ops, context=context, tree_slots=tree_slots, capture=capture)
 
     def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
         """The target."""

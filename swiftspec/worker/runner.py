@@ -19,6 +19,7 @@ from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.spec.native_tree import NativeTree
+from swiftspec.worker.graph import Capture, Graphs, HostBatch
 
 Ints = NDArray[np.int64]
 
@@ -47,7 +48,10 @@ class Ops(sampler.Ops, Protocol):
 class Runner:
     """Runs one model over one sequence's prefix and tree, and keeps its books: slots, forwards, busy time."""
 
-    def __init__(self, model: Model, ops: Ops, *, context: int, tree_slots: int) -> None:
+    def __init__(
+        self, model: Model, ops: Ops, *, context: int, tree_slots: int, capture: Capture | None = None
+    ) -> None:
+        """`capture`: forwards that give logits are captured with it; None: they are not."""
         config = model.config
         self.model = model
         self.ops = ops
@@ -63,8 +67,7 @@ class Runner:
         )
         self.rounds = None if model.fused is None else model.fused.rounds(self.cache)
         self.busy = 0.0  # seconds spent in forwards
-        self._sequence = torch.zeros(max(PREFILL_CHUNK, tree_slots), dtype=torch.int64, device=model.device)
-        self._counting = torch.arange(self.cache.capacity, device=model.device)
+        self._graphs = None if capture is None else Graphs(self._logits, model.device, capture)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends `tokens` to the prefix, whose tree must be empty, in chunks and without logits."""
@@ -114,21 +117,28 @@ class Runner:
         self, tokens: Ints, positions: Ints | None, first: int, mask: tree_mask.Rows, *, head: bool = True
     ) -> Tensor | None:
         """One forward over rows in slots `first` and on; without `positions` [n] each row stands at its slot."""
-        device, rows = self.model.device, tokens.shape[0]
-        slots = self._counting[first : first + rows]
-        batch = Batch(
-            tokens=torch.from_numpy(tokens).to(device),
-            positions=slots if positions is None else torch.from_numpy(positions).to(device),
+        slots = np.arange(first, first + tokens.shape[0])
+        batch = HostBatch(
+            tokens=tokens,
+            positions=slots if positions is None else positions,
             slots=slots,
-            mask=torch.from_numpy(tree_mask.pad_left(mask)).to(device),
-            sequence=self._sequence[:rows],
-            kv_len=torch.from_numpy(np.array(self.cache.kv_len())).to(device),
+            mask=tree_mask.pad_left(mask),
+            kv_len=np.array(self.cache.kv_len()),
         )
         began = time.perf_counter()
-        logits = self.model.forward(batch, self.cache, head=head)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the result is read at once; without this the time would be the launch's
+        if head and self._graphs is not None and self._graphs.take(tokens.shape[0]):
+            logits = self._graphs(batch)
+        else:
+            logits = self.model.forward(batch.to(self.model.device), self.cache, head=head)
+        if self.model.device.type == "cuda":
+            # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
+            torch.cuda.synchronize(self.model.device)
         self.busy += time.perf_counter() - began
+        return logits
+
+    def _logits(self, batch: Batch) -> Tensor:
+        logits = self.model.forward(batch, self.cache)
+        assert logits is not None
         return logits
 
     def reset(self) -> None:

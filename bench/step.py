@@ -1,0 +1,165 @@
+"""Whole decodes and single steps of a pair of models, without a tokenizer: what a bare GPU machine can run.
+
+    python -m bench.step [--pair demo | Llama-3-70B,Llama-3.2-3B] [--device cuda] [--steps 4] [--json out.json]
+
+A pair of shapes is the embedded pair grown to them in int4 (tools/grow.py), made in memory: speed is that of the large
+models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand (bench/prompts.json). The text is
+compared with the embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
+
+`step` is one forward as the engine runs it, host's share included: `bs` rows after `--context` tokens.
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.model.loader import load_model
+from swiftspec.model.transformer import Transformer
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec import mask as tree_mask
+from swiftspec.worker.drafter import NoDrafter
+from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.roles import Load, Options
+from swiftspec.worker.runner import Runner
+from swiftspec.worker.verifier import LocalVerifier
+from tools import grow
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "swiftspec" / "demo"
+REPEATS = 20
+
+
+def read_prompts(count: int) -> list[list[int]]:
+    """Token ids of the first prompts."""
+    return json.loads((ROOT / "bench" / "prompts.json").read_text(encoding="utf-8"))[:count]
+
+
+@contextmanager
+def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], Load]]:
+    """Directories with the two grown configurations, and what makes the models that they describe."""
+    with tempfile.TemporaryDirectory() as folder:
+        smalls: dict[Path, Path] = {}
+        for role, shape in zip(("target", "draft"), shapes, strict=True):
+            smalls[Path(folder) / role] = DEMO / role
+            grow.write_config(DEMO / role, grow.read_shape(shape), "int4", Path(folder) / role)
+
+        def load(path: Path, /, **options: Any) -> Transformer:
+            if options.pop("group") is not None:
+                raise UserError("a grown model is made on one rank: write it to disk for more")
+            del options["progress"]
+            sizes = grow.read_shape(str(path / "config.json"))
+            return grow.load(smalls[path], sizes, "int4", seed=seed, **options)
+
+        yield list(smalls), load
+
+
+def step_time(runner: Runner, rows: int, context: int) -> float:
+    """Milliseconds of a forward of `rows` nodes after `context` tokens. Leaves the cache empty."""
+    tokens = np.random.default_rng(0).integers(0, 4096, context)
+    mask = tree_mask.from_parents([-1, *((row - 1) // 2 for row in range(1, rows))])
+    runner.reset()
+    runner.prefill(tokens.tolist())
+    times = []
+    for _ in range(REPEATS + 2):
+        busy = runner.busy
+        runner.forward_tree(tokens[:rows], mask.sum(1) - 1, mask)
+        times.append(1000 * (runner.busy - busy))
+        runner.cache.truncate(context)
+    runner.reset()
+    return median(times[2:])  # the first may capture
+
+
+def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
+    """Greedy texts, and rates over all of them; the first is decoded once before."""
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    llm.generate(prompts[0], sampling)
+    done = [llm.generate(prompt, sampling) for prompt in prompts]
+    stats = [completion.stats for completion in done]
+    seconds, rounds = sum(s.decode_time for s in stats), sum(s.rounds for s in stats)
+    target, draft = sum(s.target_busy_time for s in stats), sum(s.draft_busy_time for s in stats)
+    return [completion.token_ids for completion in done], {
+        "tok/s": sum(s.tokens for s in stats) / seconds,
+        "tok/round": sum(s.tokens for s in stats) / rounds,
+        "target ms": 1000 * target / rounds,
+        "draft ms": 1000 * draft / rounds,
+        "host ms": 1000 * (seconds - target - draft) / rounds,
+    }
+
+
+def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
+    """Share of the tokens before the first difference."""
+    same = [next((i for i, (a, b) in enumerate(zip(x, y)) if a != b), len(y)) for x, y in zip(texts, truth)]
+    return sum(same) / sum(map(len, truth))
+
+
+def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps."""
+    prompts = read_prompts(args.prompts)
+    options: Options = {"device": args.device, "max_model_len": args.context + 256}
+    exact: Options = {**options, "dtype": torch.float32, "ops": "reference"}
+    said, _ = decode(LLM(DEMO / "target", **exact), prompts, args.tokens)
+    shapes = pair.split(",")
+    with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
+        began = time.perf_counter()
+        plan = Plan(draft_steps=args.steps)
+        options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
+        llm = LLM(paths[0], paths[1], plan, **options)
+        assert isinstance(llm.verifier, LocalVerifier) and isinstance(llm.drafter, LocalDrafter)
+        runners = (llm.verifier.runner, llm.drafter.runner)
+        names = [getattr(runner.ops, "__name__", "?").rpartition(".")[2] for runner in runners]
+        result: dict[str, Any] = {"pair": pair, "ops": names, "d": args.steps, "load s": time.perf_counter() - began}
+        texts, result["serial"] = decode(llm, prompts, args.tokens)
+        result["same text"] = agreement(texts, said)
+        rows = (plan.verify_batch, plan.draft_leaves)
+        names = shapes if pair != "demo" else ["demo target", "demo draft"]
+        result["step ms"] = {
+            name: step_time(runner, count, args.context) for name, runner, count in zip(names, runners, rows)
+        }
+        llm.drafter = NoDrafter()
+        plain, result["ar"] = decode(llm, prompts, args.tokens)
+        result["tree equals ar"] = agreement(texts, plain)
+    return result
+
+
+@contextmanager
+def _demo() -> Iterator[tuple[list[Path], Load]]:
+    yield [DEMO / "target", DEMO / "draft"], load_model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", default="demo", help="demo, or two shapes of tools/grow.py with a comma between")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
+    parser.add_argument("--steps", type=int, default=4, help="expansions a round")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--context", type=int, default=1000, help="of the single steps")
+    parser.add_argument("--json", type=Path, help="where to write the result as well")
+    args = parser.parse_args()
+    try:
+        result = measure(args.pair, args)
+    except UserError as error:
+        parser.error(str(error))
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.json is not None:
+        args.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

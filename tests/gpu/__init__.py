@@ -1,0 +1,1 @@
+"""What needs an NVIDIA GPU. Tests of several ranks on one GPU have "virtual" in their names, for tools/gpu_check.py."""
