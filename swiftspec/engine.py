@@ -183,7 +183,13 @@ class LLM:
                 f"the prompt of {len(prompt)} tokens does not fit the context of {self.max_model_len} with room for an"
                 " answer: shorten it or raise max_model_len"
             )
-        for name, ids in (("the prompt", prompt), ("logit_bias", sampling.logit_bias)):
+        if len(sampling.negative_prompt_ids) >= self.max_model_len:
+            raise UserError(
+                f"the negative prompt of {len(sampling.negative_prompt_ids)} tokens does not fit the context of"
+                f" {self.max_model_len} with room for an answer: shorten it or raise max_model_len"
+            )
+        negative = ("the negative prompt", sampling.negative_prompt_ids)
+        for name, ids in (("the prompt", prompt), negative, ("logit_bias", sampling.logit_bias)):
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
         if self.smc is not None:
@@ -244,7 +250,8 @@ class LLM:
 
     def _ends(self, prompt: list[int], sampling: SamplingParams) -> tuple[int, set[int]]:
         """What ends the text: so many tokens, or one of these."""
-        budget = self.max_model_len - len(prompt)
+        negative = sampling.negative_prompt_ids if sampling.guided else ()
+        budget = self.max_model_len - max(len(prompt), len(negative))
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         return budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 

@@ -24,9 +24,10 @@ Json = dict[str, Any]
 
 
 def sampling_from(values: Json) -> SamplingParams:
-    """JSON makes strings of a bias' tokens."""
+    """JSON makes strings of a bias' tokens, and lists of tuples."""
     bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
-    return SamplingParams(**{**values, "logit_bias": bias})
+    negative = tuple(values.get("negative_prompt_ids", ()))
+    return SamplingParams(**{**values, "logit_bias": bias, "negative_prompt_ids": negative})
 
 
 def decode(

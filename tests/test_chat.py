@@ -65,7 +65,7 @@ class Room:
 
     def __init__(self, codec: TextCodec, **given: object) -> None:
         self.engine = FakeEngine(codec)
-        self.settings = load(given)
+        self.settings, self.codec = load(given), codec
         self.out = io.StringIO()
         session = Session(self.engine, codec, "m/target", "m/draft", False, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
         self.lines: list[str | type[BaseException]] = []
@@ -142,6 +142,17 @@ def test_set(room: Room) -> None:
         assert words in room.run(line, EOFError)
     room.run("a", EOFError)
     assert room.engine.asked[-1][1].top_p == 0.9
+
+
+def test_guidance(room: Room) -> None:
+    assert "guidance without a negative prompt takes an empty one" in room.run("/set guidance_scale 2", "a", EOFError)
+    assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)
+    empty, rude = (sampling for _, sampling in room.engine.asked)
+    assert (empty.guidance_scale, rude.guidance_scale) == (2.0, 2.0)
+    spelled = [room.codec.spell(sampling.negative_prompt_ids) for sampling in (empty, rude)]
+    assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
+    assert re.search(r"negative_prompt +'be rude'\n", room.run("/set", EOFError))
+    assert "does nothing at guidance scale 1" in room.run("/set guidance_scale default", EOFError)
 
 
 def test_stats(room: Room) -> None:

@@ -26,7 +26,11 @@ SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {"7": 1.5},
     "seed": 1234, "max_tokens": 60, "ignore_eos": True,
 }  # fmt: skip
-REQUESTS = [(PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5})]
+GUIDED = {"guidance_scale": 2.0, "negative_prompt_ids": [9, 4, 40]}
+REQUESTS = [
+    (PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5}),
+    (PROMPT, GREEDY | GUIDED), (PROMPT, SAMPLED | GUIDED),
+]  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
     "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
@@ -84,7 +88,7 @@ EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq"
 @pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
-    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
+    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3, "guide_draft": x == 2}
     answers = decode(pool, pair, plan)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
     assert all(answer["lost"] is None for answer in answers)
@@ -127,7 +131,7 @@ def test_a_draft_group_that_fails_costs_speed_only(pool: Pool, pairs: Pairs, cal
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 3}
     answers = decode(pool, pair, plan, draft_fails_at=call)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
-    assert [answer["lost"] for answer in answers] == ["the draft model broke", None, None]
+    assert [answer["lost"] for answer in answers] == ["the draft model broke", *[None] * 4]
     assert answers[0]["rounds"] > answers[1]["rounds"] * 0.9
 
 

@@ -174,6 +174,20 @@ def test_stops(command: Command, pair: list[str]) -> None:
     assert token not in never["token_ids"]
 
 
+def test_guidance(command: Command, pair: list[str]) -> None:
+    flags = [*pair, "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "20", "--guidance-scale", "3"]
+    guided = command.json(*flags, "--negative-prompt", "class")
+    tokens = byte_level_tokenizer().encode("class", add_special_tokens=False).ids
+    assert guided["guidance"] == {"guidance_scale": 3.0, "negative_prompt_token_ids": [1, *tokens, 0, 2]}
+    assert command.json(*flags, "--negative-prompt", "class", "--mode", "ar")["token_ids"] == guided["token_ids"]
+    assert command.json(*flags, "--negative-prompt", "x", "--guide-draft")["token_ids"] != guided["token_ids"]
+    code, out, err = command(*flags, "--json")
+    assert code == 0 and err == "swiftspec: warning: guidance without a negative prompt takes an empty one\n"
+    assert json.loads(out)["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
+    _, out, err = command(*flags, "--raw", "--guidance-scale", "1", "--negative-prompt", "a", "--json")
+    assert "a negative prompt does nothing at guidance scale 1" in err and "guidance" not in json.loads(out)
+
+
 def test_generation_goes_to_the_end_of_the_context(command: Command, pair: list[str]) -> None:
     result = command.json(*pair, "--prompt", PROMPT, "--ignore-eos", "--max-model-len", "60")
     assert result["usage"]["total_tokens"] == 60

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.params import Plan
+from swiftspec.params import Plan, SamplingParams
 
 if TYPE_CHECKING:
     from swiftspec.engine import Stats
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 def summary(
     *, model: str, draft_model: str | None, plan: Plan, stats: Stats, text: str, token_ids: Sequence[int],
-    prompt_token_ids: Sequence[int], finish_reason: str,
+    prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams,
 ) -> Json:  # fmt: skip
     """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
     return {
@@ -33,8 +33,15 @@ def summary(
         },
         "timings": timings(stats, len(token_ids)),
         "metrics": metrics(plan, stats, len(token_ids)),
+        **({"guidance": guidance(sampling)} if sampling.guided else {}),
         **(population(plan, stats) if plan.mode == "smc" else {}),
     }
+
+
+def guidance(sampling: SamplingParams) -> Json:
+    """The scale, and the negative prompt as it was read; without a token the prompt's last one stands in."""
+    negative = list(sampling.negative_prompt_ids)
+    return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
 def population(plan: Plan, stats: Stats) -> Json:
