@@ -132,6 +132,7 @@ class Plan:
     draft_leaves: int = 8  # w, leaves expanded per expansion
     draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
     coupled: bool = True  # children ranked under the target's own noise
+    self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
     target_tp: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.shared import SharedParallel
 from swiftspec.ops import reference
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.worker import policy
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.policy import Decision, Pace
 from swiftspec.worker.runner import Runner
 
 Json = dict[str, Any]
@@ -38,6 +41,7 @@ def decode(
     dtype: str = "float64",
     draft_fails_at: int | None = None,
     engines: int = 1,
+    by_dice: float | None = None,
     **options: Any,
 ) -> list[Json] | None:
     """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
@@ -56,7 +60,8 @@ def decode(
     except UserError as error:
         return [{"refused": str(error)}]
     try:
-        return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
+        with switched_by_dice(by_dice):
+            return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
     finally:
         llm.close()
 
@@ -77,6 +82,21 @@ def logits(model: str, tokens: list[int]) -> Json:
     return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
 
 
+@contextmanager
+def switched_by_dice(chance: float | None) -> Iterator[None]:
+    """The self-switch changes its mind with that chance in every round, the clock unheard."""
+    decide, draw = policy.decide, random.Random(3)
+
+    def by_dice(pace: Pace) -> Decision:
+        return Decision(pace.steps, pace.nodes, pace.speculating ^ (draw.random() < (chance or 0)))
+
+    policy.decide = decide if chance is None else by_dice
+    try:
+        yield
+    finally:
+        policy.decide = decide
+
+
 def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
     answer = llm.generate(prompt, sampling)
     stats = answer.stats
@@ -85,6 +105,7 @@ def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
         "reason": answer.finish_reason,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
+        "plain_rounds": stats.switching and stats.switching.plain_rounds,
         "busy": stats.target_busy_time / stats.decode_time,
         "draft_busy": stats.draft_busy_time,
         "steps": llm.plan.draft_steps,

@@ -24,6 +24,7 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, visible
 from swiftspec.serve.text import TextCodec
+from swiftspec.worker.smc import Answer
 from tests.pty_terminal import Terminal
 from tests.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
@@ -41,6 +42,7 @@ class FakeEngine:
         self.reply = "return a + b, read"
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
+        self.population: Answer | None = None
         self.asked: list[tuple[str, SamplingParams]] = []
         self.stats = Stats()
         self._codec = codec
@@ -52,7 +54,7 @@ class FakeEngine:
         return self._stream()
 
     def _stream(self) -> Iterator[Chunk]:
-        self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost)
+        self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
         tokens = self._codec.encode(self.reply)
         for at in range(0, len(tokens), 3):
             self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
@@ -163,6 +165,15 @@ def test_stats(room: Room) -> None:
     assert told["timings"]["predicted_n"] == told["usage"]["completion_tokens"]
     assert "tok/round" not in room.run("/stats off", "a", EOFError)
     assert "tok/round" in room.run("/stats on", "a", EOFError)
+
+
+def test_stats_of_a_population(room: Room) -> None:
+    room.engine.plan = Plan("smc")
+    room.engine.population = Answer([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    shown = room.run("a", "/stats", EOFError)
+    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert (told["exact"], told["particles"], told["ess_mean"], told["log_z"]) == (False, 4, 2.5, -0.5)
+    assert "text" not in told
 
 
 def test_a_lost_drafter_is_told_also_without_stats(room: Room) -> None:

@@ -103,6 +103,16 @@ def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, siz
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
 
 
+@pytest.mark.parametrize(
+    ("mode", "x", "y"), [slow("async", 1, 1), ("async", 1, 2), slow("async", 2, 1), slow("serial", 2, 2)]
+)
+def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
+    plan = {"mode": mode, "target_tp": x, "draft_tp": y, "draft_steps": 3, "self_switch": True}
+    answers = decode(pool, pairs["llama"], plan, by_dice=0.2)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    assert all(answer["lost"] is None and answer["plain_rounds"] > 5 for answer in answers)
+
+
 def logprobs(path: Path) -> slow_reference.LogProbs:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 

@@ -153,7 +153,7 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load({}).plan(has_draft=True) == Plan("serial")
+    assert load({"self_switch": False}).plan(has_draft=True) == Plan("serial")
     assert load({}).plan(has_draft=False).mode == "ar"
     assert load({"mode": "ar"}).plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="--mode serial needs a draft model"):

@@ -245,7 +245,8 @@ class Chat:
         elif self._last is None:
             self._note("no answer yet")
         else:
-            shown = {name: self._last[name] for name in ("finish_reason", "usage", "timings", "metrics")}
+            long = ("model", "draft_model", "text", "token_ids", "prompt_token_ids")
+            shown = {name: value for name, value in self._last.items() if name not in long}
             self._console.print(Text(_table(shown)))
 
     def _banner(self) -> None:

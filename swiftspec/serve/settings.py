@@ -19,7 +19,7 @@ from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, spl
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
-TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled", "guide_draft")
+TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled", "guide_draft", "self_switch")
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
@@ -98,6 +98,9 @@ class Settings(BaseSettings):
     )
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
+    )
+    self_switch: Annotated[bool, Flag(TREE)] = Field(
+        True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
     )
     guide_draft: Annotated[bool, Flag(TREE)] = Field(
         False, description="Guide the draft too where --guidance-scale is not 1: dearer, and closer to the target."
@@ -217,8 +220,8 @@ class Settings(BaseSettings):
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
             return Plan(
-                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled, self.guide_draft,
-                target_tp=target_tp, draft_tp=draft_tp,
+                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
+                self_switch=self.self_switch, guide_draft=self.guide_draft, target_tp=target_tp, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip
         except UserError as error:
