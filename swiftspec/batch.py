@@ -133,7 +133,8 @@ class Opening:
         try:
             values = json.loads(rest[1:].tobytes()[: rest[0]])
             values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-            values["stop"], values["stop_token_ids"] = tuple(values["stop"]), tuple(values["stop_token_ids"])
+            for name in ("stop", "stop_token_ids", "negative_prompt_ids"):
+                values[name] = tuple(values[name])
             sampling = SamplingParams(**values)
         except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
             raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None

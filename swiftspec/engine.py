@@ -19,7 +19,9 @@ from swiftspec.errors import UserError
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.rank import Rank
 from swiftspec.remote.world import START_TIMEOUT, World, run_on
+from swiftspec.spec.acceptance import Acceptance
 from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
+from swiftspec.worker.policy import Pace, SelfSwitch, Switching
 from swiftspec.worker.roles import Models, Options
 from swiftspec.worker.smc import Answer, Population, check_sampling
 from swiftspec.worker.verifier import Verifier
@@ -36,7 +38,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Stats:
-    """What one request cost. Times in seconds on one monotonic clock; `histogram[j]` rounds accepted j draft tokens."""
+    """What one request cost. Times in seconds on one monotonic clock."""
 
     prompt_tokens: int = 0
     prompt_time: float = 0.0  # prefill of both models
@@ -46,20 +48,19 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    histogram: list[int] = field(default_factory=list)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
+    switching: Switching | None = None  # at the end, where the plan lets the engine go on plainly
     population: Answer | None = None  # mode smc, at the end of the request
 
     def count(self, round_: Round) -> None:
         """Adds a round before anything is cut off it: acceptance is the algorithm's, not the stop condition's."""
-        accepted = len(round_.tokens) - 1
         self.rounds += 1
         self.drafted += round_.drafted
-        self.accepted += accepted
-        self.histogram += [0] * (accepted + 1 - len(self.histogram))
-        self.histogram[accepted] += 1
+        self.accepted += len(round_.tokens) - 1
+        self.acceptance.count(round_.parents, round_.path)
 
     def clock(self, round_: Round, began: float, opened: float, busy: Sequence[float]) -> None:
         """Takes the time after a round. `busy`: what target and draft have spent in forwards since the prefill."""
@@ -149,6 +150,7 @@ class LLM:
             if self.plan.mode != "ar":
                 self.drafter = models.drafter(self.plan, progress=progress)
         self._requests = 0
+        self._paces: dict[bool, Pace] = {}  # of guided requests and others, whose rounds take another time
         self.stats = Stats()
 
     def close(self) -> None:
@@ -186,7 +188,13 @@ class LLM:
                 f"the prompt of {len(prompt)} tokens does not fit the context of {self.max_model_len} with room for an"
                 " answer: shorten it or raise max_model_len"
             )
-        for name, ids in (("the prompt", prompt), ("logit_bias", sampling.logit_bias)):
+        if len(sampling.negative_prompt_ids) >= self.max_model_len:
+            raise UserError(
+                f"the negative prompt of {len(sampling.negative_prompt_ids)} tokens does not fit the context of"
+                f" {self.max_model_len} with room for an answer: shorten it or raise max_model_len"
+            )
+        negative = ("the negative prompt", sampling.negative_prompt_ids)
+        for name, ids in (("the prompt", prompt), negative, ("logit_bias", sampling.logit_bias)):
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
         if self.smc is not None:
@@ -197,7 +205,8 @@ class LLM:
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         budget, stops = self._ends(prompt, sampling)
-        drafter = Expendable(self.drafter)
+        switch = self._switch(sampling)
+        drafter = Expendable(switch or self.drafter)
         began = time.perf_counter()
         try:
             drafter.open(request, prompt, sampling, len(prompt))  # first: elsewhere it reads the prompt meanwhile
@@ -216,9 +225,17 @@ class LLM:
                     return
                 self._still(request)
         finally:
+            stats.switching = None if switch is None else switch.report()
             if self._requests == request:  # else the caches are a later request's
                 drafter.close()
                 self.verifier.close()
+
+    def _switch(self, sampling: SamplingParams) -> SelfSwitch | None:
+        """What turns speculation off and on in a request, if the plan wants that."""
+        if self.plan.mode == "ar" or not self.plan.self_switch:
+            return None
+        pace = self._paces.setdefault(sampling.guided, Pace(self.plan.steps, self.plan.verify_batch))
+        return SelfSwitch(self.drafter, pace)
 
     def _stream_smc(self, smc: Population, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""
@@ -247,7 +264,8 @@ class LLM:
 
     def _ends(self, prompt: list[int], sampling: SamplingParams) -> tuple[int, set[int]]:
         """What ends the text: so many tokens, or one of these."""
-        budget = self.max_model_len - len(prompt)
+        negative = sampling.negative_prompt_ids if sampling.guided else ()
+        budget = self.max_model_len - max(len(prompt), len(negative))
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         return budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
 

@@ -9,6 +9,7 @@ from swiftspec.errors import UserError
 
 MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
+MAX_GUIDANCE = 100.0
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
@@ -25,8 +26,8 @@ def _check(ok: bool, message: str) -> None:
 class SamplingParams:
     """What shapes the target's distribution, and what ends the text. Raises UserError on nonsense values.
 
-    Order: logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up to the
-    row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
+    Order: guidance, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up
+    to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
     """
 
     temperature: float = 1.0
@@ -42,9 +43,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    guidance_scale: float = 1.0  # s of l_u + s (l_c - l_u); 1: off
+    negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
 
     def __post_init__(self) -> None:
-        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        numbers = (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "guidance_scale",
+        )  # fmt: skip
         for name in numbers:
             _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
         _check(
@@ -60,6 +66,10 @@ class SamplingParams:
         )
         for name in ("presence_penalty", "frequency_penalty"):
             _check(-2 <= getattr(self, name) <= 2, f"{name} must lie in -2..2, not {getattr(self, name)}")
+        _check(
+            0 <= self.guidance_scale <= MAX_GUIDANCE,
+            f"guidance_scale must lie in 0..{MAX_GUIDANCE:g} (1: off), not {self.guidance_scale}",
+        )
         _check(0 <= self.seed < 2**64, f"seed must lie in 0..2^64-1, not {self.seed}")
         _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
         _check(all(self.stop), "a stop string must not be empty")
@@ -68,6 +78,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether the logits after the negative prompt play a part."""
+        return self.guidance_scale != 1
 
     @property
     def penalised(self) -> bool:
@@ -116,6 +131,8 @@ class Plan:
     draft_leaves: int = 8  # w, leaves expanded per expansion
     draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
     coupled: bool = True  # children ranked under the target's own noise
+    self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
+    guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
     target_tp: int = 1
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +18,19 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.shared import SharedParallel
 from swiftspec.ops import host, reference
 from swiftspec.params import Plan, PopulationPlan, SamplingParams
+from swiftspec.worker import policy
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.policy import Decision, Pace
 from swiftspec.worker.runner import Runner
 
 Json = dict[str, Any]
 
 
 def sampling_from(values: Json) -> SamplingParams:
-    """JSON makes strings of a bias' tokens."""
+    """JSON makes strings of a bias' tokens, and lists of tuples."""
     bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
-    return SamplingParams(**{**values, "logit_bias": bias})
+    negative = tuple(values.get("negative_prompt_ids", ()))
+    return SamplingParams(**{**values, "logit_bias": bias, "negative_prompt_ids": negative})
 
 
 def decode(
@@ -37,6 +41,7 @@ def decode(
     dtype: str = "float64",
     draft_fails_at: int | None = None,
     engines: int = 1,
+    by_dice: float | None = None,
     **options: Any,
 ) -> list[Json] | None:
     """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
@@ -57,7 +62,8 @@ def decode(
     except UserError as error:
         return [{"refused": str(error)}]
     try:
-        return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
+        with switched_by_dice(by_dice):
+            return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
     finally:
         llm.close()
 
@@ -82,6 +88,21 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
     return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
 
 
+@contextmanager
+def switched_by_dice(chance: float | None) -> Iterator[None]:
+    """The self-switch changes its mind with that chance in every round, the clock unheard."""
+    decide, draw = policy.decide, random.Random(3)
+
+    def by_dice(pace: Pace) -> Decision:
+        return Decision(pace.steps, pace.nodes, pace.speculating ^ (draw.random() < (chance or 0)))
+
+    policy.decide = decide if chance is None else by_dice
+    try:
+        yield
+    finally:
+        policy.decide = decide
+
+
 def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
     answer = llm.generate(prompt, sampling)
     stats = answer.stats
@@ -90,6 +111,7 @@ def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
         "reason": answer.finish_reason,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
+        "plain_rounds": stats.switching and stats.switching.plain_rounds,
         "busy": stats.target_busy_time / stats.decode_time,
         "draft_busy": stats.draft_busy_time,
         "steps": llm.plan.draft_steps,

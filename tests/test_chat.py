@@ -24,6 +24,7 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, visible
 from swiftspec.serve.text import TextCodec
+from swiftspec.worker.smc import Answer
 from tests.pty_terminal import Terminal
 from tests.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 
@@ -41,6 +42,7 @@ class FakeEngine:
         self.reply = "return a + b, read"
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
+        self.population: Answer | None = None
         self.asked: list[tuple[str, SamplingParams]] = []
         self.stats = Stats()
         self._codec = codec
@@ -52,7 +54,7 @@ class FakeEngine:
         return self._stream()
 
     def _stream(self) -> Iterator[Chunk]:
-        self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost)
+        self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
         tokens = self._codec.encode(self.reply)
         for at in range(0, len(tokens), 3):
             self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
@@ -65,7 +67,7 @@ class Room:
 
     def __init__(self, codec: TextCodec, **given: object) -> None:
         self.engine = FakeEngine(codec)
-        self.settings = load(given)
+        self.settings, self.codec = load(given), codec
         self.out = io.StringIO()
         session = Session(self.engine, codec, "m/target", "m/draft", False, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
         self.lines: list[str | type[BaseException]] = []
@@ -144,6 +146,17 @@ def test_set(room: Room) -> None:
     assert room.engine.asked[-1][1].top_p == 0.9
 
 
+def test_guidance(room: Room) -> None:
+    assert "guidance without a negative prompt takes an empty one" in room.run("/set guidance_scale 2", "a", EOFError)
+    assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)
+    empty, rude = (sampling for _, sampling in room.engine.asked)
+    assert (empty.guidance_scale, rude.guidance_scale) == (2.0, 2.0)
+    spelled = [room.codec.spell(sampling.negative_prompt_ids) for sampling in (empty, rude)]
+    assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
+    assert re.search(r"negative_prompt +'be rude'\n", room.run("/set", EOFError))
+    assert "does nothing at guidance scale 1" in room.run("/set guidance_scale default", EOFError)
+
+
 def test_stats(room: Room) -> None:
     assert "no answer yet" in room.run("/stats", EOFError)
     shown = room.run("a", "/stats last", EOFError)
@@ -152,6 +165,15 @@ def test_stats(room: Room) -> None:
     assert told["timings"]["predicted_n"] == told["usage"]["completion_tokens"]
     assert "tok/round" not in room.run("/stats off", "a", EOFError)
     assert "tok/round" in room.run("/stats on", "a", EOFError)
+
+
+def test_stats_of_a_population(room: Room) -> None:
+    room.engine.plan = Plan("smc")
+    room.engine.population = Answer([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    shown = room.run("a", "/stats", EOFError)
+    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert (told["exact"], told["particles"], told["ess_mean"], told["log_z"]) == (False, 4, 2.5, -0.5)
+    assert "text" not in told
 
 
 def test_a_lost_drafter_is_told_also_without_stats(room: Room) -> None:

@@ -94,8 +94,8 @@ def test_chunks_tell_draft_tokens_from_the_targets_own(llm: LLM) -> None:
 def test_the_books_balance(llm: LLM) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
-    assert sum(stats.histogram) == stats.rounds
-    assert sum(j * n for j, n in enumerate(stats.histogram)) == stats.accepted <= stats.drafted
+    assert sum(stats.acceptance.histogram) == stats.rounds
+    assert sum(j * n for j, n in enumerate(stats.acceptance.histogram)) == stats.accepted <= stats.drafted
     assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.plan.verify_batch  # the last round may be cut
     assert stats.tokens == len(answer.token_ids) and stats.prompt_tokens == len(PROMPT)
     assert stats.target_busy_time > 0 and stats.draft_busy_time > 0

@@ -46,7 +46,8 @@ class Rerun:
 def random_batch(rows: int, width: int, seed: int) -> HostBatch:
     noise = np.random.default_rng(seed)
     tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
-    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, noise.integers(0, 1 << 40, 2))
+    lengths = noise.integers(0, 1 << 40, 2)
+    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, np.zeros(rows, np.int64), lengths)
 
 
 def test_every_part_reaches_the_device_and_added_rows_repeat_the_last() -> None:

@@ -27,7 +27,11 @@ SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {"7": 1.5},
     "seed": 1234, "max_tokens": 60, "ignore_eos": True,
 }  # fmt: skip
-REQUESTS = [(PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5})]
+GUIDED = {"guidance_scale": 2.0, "negative_prompt_ids": [9, 4, 40]}
+REQUESTS = [
+    (PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5}),
+    (PROMPT, GREEDY | GUIDED), (PROMPT, SAMPLED | GUIDED),
+]  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
     "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
@@ -85,7 +89,7 @@ EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq"
 @pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
-    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
+    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3, "guide_draft": x == 2}
     answers = decode(pool, pair, plan)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
     assert all(answer["lost"] is None for answer in answers)
@@ -131,6 +135,16 @@ def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int
         assert answers[0]["rounds"] < wanted[0]["rounds"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "x", "y"), [slow("async", 1, 1), ("async", 1, 2), slow("async", 2, 1), slow("serial", 2, 2)]
+)
+def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
+    plan = {"mode": mode, "target_tp": x, "draft_tp": y, "draft_steps": 3, "self_switch": True}
+    answers = decode(pool, pairs["llama"], plan, by_dice=0.2)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    assert all(answer["lost"] is None and answer["plain_rounds"] > 5 for answer in answers)
+
+
 def logprobs(path: Path) -> slow_reference.LogProbs:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
@@ -159,7 +173,7 @@ def test_a_draft_group_that_fails_costs_speed_only(pool: Pool, pairs: Pairs, cal
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 3}
     answers = decode(pool, pair, plan, draft_fails_at=call)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
-    assert [answer["lost"] for answer in answers] == ["the draft model broke", None, None]
+    assert [answer["lost"] for answer in answers] == ["the draft model broke", *[None] * 4]
     assert answers[0]["rounds"] > answers[1]["rounds"] * 0.9
 
 

@@ -93,6 +93,10 @@ def check_invariants(result: dict[str, Any], bs: int) -> None:
     assert len(histogram) == spec["num_spec_tokens"] + 1 == bs
     assert sum(histogram) == spec["num_spec_steps"]
     assert sum(j * n for j, n in enumerate(histogram)) == spec["num_accepted_draft_tokens"]
+    chances, accepted = (spec[f"num_{what}_per_pos"] for what in ("chances", "accepted_tokens"))
+    assert accepted == [sum(histogram[depth:]) for depth in range(1, bs)]
+    assert all(few <= many for few, many in zip(accepted, chances, strict=True))
+    assert sum(spec["num_accepted_tokens_per_child"]) == sum(accepted)
     assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
     assert 0 <= spec["draft_acceptance_rate"] <= 1
     assert 0 < metrics["target_busy"] <= 1
@@ -111,6 +115,8 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
     assert serial["metrics"]["mode"] == "serial"
     assert serial["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
     assert serial["metrics"]["drafter_lost"] is None
+    assert serial["metrics"]["self_switch"]["plain_rounds"] >= 0
+    assert command.json(*flags, "--no-self-switch")["metrics"]["self_switch"] is None
     assert serial["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # this draft is good
     plain = command.json(*flags, "--mode", "ar")
     check_invariants(plain, bs=1)

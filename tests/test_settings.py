@@ -55,6 +55,8 @@ BAD = [
     (["--temperature", "nan"], "--temperature must be a finite number"),
     (["--temperature=-1"], "--temperature must be 0 (greedy) or lie in"),
     (["--repetition-penalty", "0"], "--repetition-penalty must lie in 0.01..100"),
+    (["--guidance-scale", "-1"], "--guidance-scale must lie in 0..100 (1: off), not -1"),
+    (["--guidance-scale", "nan"], "--guidance-scale must be a finite number"),
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
     (["--max-tokens", "0"], "--max-tokens must be at least 1"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
@@ -151,7 +153,7 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load({}).plan(has_draft=True) == Plan("serial")
+    assert load({"self_switch": False}).plan(has_draft=True) == Plan("serial")
     assert load({}).plan(has_draft=False).mode == "ar"
     assert load({"mode": "ar"}).plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="--mode serial needs a draft model"):

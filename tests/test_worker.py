@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ VOCAB = 40
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 TREE = 60
 GREEDY = SamplingParams(temperature=0)
+NEGATIVE = (7, 30, 12)
+GUIDED = SamplingParams(temperature=0, guidance_scale=2.0, negative_prompt_ids=NEGATIVE)
 POISON = 1e4  # in every free slot: a read that should not happen shows
 
 
@@ -37,11 +40,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def text_of(checkpoint: Path, sampling: SamplingParams) -> list[int]:
+    sampling = replace(sampling, max_tokens=60, ignore_eos=True)
+    return PROMPT + LLM(checkpoint, dtype=torch.float64).generate(PROMPT, sampling).token_ids
+
+
 @pytest.fixture(scope="module")
 def truth(checkpoint: Path) -> list[int]:
     """The prompt and what the target makes of it."""
-    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    return PROMPT + LLM(checkpoint, dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    return text_of(checkpoint, GREEDY)
 
 
 def make_runner(path: Path, context: int = 400) -> Runner:
@@ -50,9 +57,15 @@ def make_runner(path: Path, context: int = 400) -> Runner:
 
 
 def poison_free(runner: Runner) -> None:
-    used = runner.cache.kv_len()[0]
-    runner.cache.k[..., used:, :] = POISON
-    runner.cache.v[..., used:, :] = POISON
+    for sequence, used in enumerate(runner.cache.kv_len()):
+        runner.cache.k[:, sequence, :, used:] = POISON
+        runner.cache.v[:, sequence, :, used:] = POISON
+
+
+def texts(runner: Runner, verified: list[int]) -> list[list[int]]:
+    """What each sequence holds."""
+    guided = len(runner.cache.prefix_len) == 2
+    return [verified, [*NEGATIVE, *verified[len(PROMPT) :]]] if guided else [verified]
 
 
 class Oracle:
@@ -67,10 +80,10 @@ class Oracle:
         at = len(tokens) - 1
         return self.runner.cache.k[:, 0, :, at].clone(), self.runner.cache.v[:, 0, :, at].clone()
 
-    def check(self, runner: Runner, slot: int, tokens: Sequence[int]) -> None:
+    def check(self, runner: Runner, slot: int, tokens: Sequence[int], sequence: int = 0) -> None:
         k, v = self.kv(tokens)
-        torch.testing.assert_close(runner.cache.k[:, 0, :, slot], k, atol=1e-9, rtol=1e-9)
-        torch.testing.assert_close(runner.cache.v[:, 0, :, slot], v, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(runner.cache.k[:, sequence, :, slot], k, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(runner.cache.v[:, sequence, :, slot], v, atol=1e-9, rtol=1e-9)
 
 
 def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) -> None:
@@ -79,21 +92,24 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
     prefix = cache.prefix_len[0]
     assert verified[:-1] == verified[:prefix] + drafter.pending
     assert cache.tree_len == tree.expanded
-    for slot in range(prefix):
-        oracle.check(drafter.runner, slot, verified[: slot + 1])
-    nodes = np.arange(tree.count)
-    for slot, path in zip(tree.slot[: tree.count].tolist(), tree.path_tokens(nodes), strict=True):
-        if slot < tree.slots:
-            oracle.check(drafter.runner, prefix + slot, [*verified, *path])
+    paths = tree.path_tokens(np.arange(tree.count))
+    for sequence, (text, prefix) in enumerate(zip(texts(drafter.runner, verified), cache.prefix_len, strict=True)):
+        assert prefix == len(text) - 1 - len(drafter.pending)
+        for slot in range(prefix):
+            oracle.check(drafter.runner, slot, text[: slot + 1], sequence)
+        for slot, path in zip(tree.slot[: tree.count].tolist(), paths, strict=True):
+            if slot < tree.slots:
+                oracle.check(drafter.runner, prefix + slot, [*text, *path], sequence)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
-    plan = Plan(verify_batch=5, draft_leaves=data.draw(st.integers(1, 4)), draft_steps=data.draw(st.integers(1, 3)))
+    w, d, sampling = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([GREEDY, GUIDED])))
+    plan = Plan(verify_batch=5, draft_leaves=w, draft_steps=d, guide_draft=True)
     kind = data.draw(st.sampled_from([LocalDrafter, AheadDrafter]))
     drafter, oracle = kind(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
-    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
+    drafter.open(1, PROMPT, sampling, len(PROMPT))
     verified = list(PROMPT)
     proposal = drafter.propose()
     for round_ in range(data.draw(st.integers(1, 5))):
@@ -123,12 +139,14 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
     return tokens + extra
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("sampling", [GREEDY, GUIDED], ids=["alone", "guided"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_target_cache_holds_the_truth(checkpoint: Path, truth: list[int], data: st.DataObject) -> None:
+def test_target_cache_holds_the_truth(checkpoint: Path, sampling: SamplingParams, data: st.DataObject) -> None:
     """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
     verifier, oracle = LocalVerifier(make_runner(checkpoint), VOCAB), Oracle(checkpoint)
-    verifier.open(1, PROMPT, GREEDY, len(PROMPT))
+    truth = text_of(checkpoint, sampling)
+    verifier.open(1, PROMPT, sampling, len(PROMPT))
     verified = list(PROMPT)
     for round_ in range(4):
         tokens, parents, path = [verified[-1]], [-1], [0]
@@ -148,9 +166,11 @@ def test_target_cache_holds_the_truth(checkpoint: Path, truth: list[int], data: 
         poison_free(verifier.runner)
         verified += result.tokens
         cache = verifier.runner.cache
-        assert cache.prefix_len == [len(verified) - 1] and cache.tree_len == 0
-        for slot in range(len(PROMPT) - 1, cache.prefix_len[0]):
-            oracle.check(verifier.runner, slot, verified[: slot + 1])
+        assert cache.tree_len == 0
+        for sequence, (text, prefix) in enumerate(zip(texts(verifier.runner, verified), cache.prefix_len, strict=True)):
+            assert prefix == len(text) - 1
+            for slot in range(prefix):
+                oracle.check(verifier.runner, slot, text[: slot + 1], sequence)
 
 
 def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:

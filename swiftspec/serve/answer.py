@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.params import Plan
+from swiftspec.params import Plan, SamplingParams
 
 if TYPE_CHECKING:
     from swiftspec.engine import Stats
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 
 def summary(
     *, model: str, draft_model: str | None, plan: Plan, stats: Stats, text: str, token_ids: Sequence[int],
-    prompt_token_ids: Sequence[int], finish_reason: str,
+    prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams,
 ) -> Json:  # fmt: skip
     """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
     return {
@@ -33,8 +33,15 @@ def summary(
         },
         "timings": timings(stats, len(token_ids)),
         "metrics": metrics(plan, stats, len(token_ids)),
+        **({"guidance": guidance(sampling)} if sampling.guided else {}),
         **(population(plan, stats) if plan.mode == "smc" else {}),
     }
+
+
+def guidance(sampling: SamplingParams) -> Json:
+    """The scale, and the negative prompt as it was read; without a token the prompt's last one stands in."""
+    negative = list(sampling.negative_prompt_ids)
+    return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
 def population(plan: Plan, stats: Stats) -> Json:
@@ -66,8 +73,8 @@ def timings(stats: Stats, tokens: int) -> Json:
 
 
 def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
-    """vLLM's shape, and ours besides: mode, split, target_busy, drafter_lost. Acceptance counts whole rounds, so a stop
-    inside the last round leaves it as it was. `target_busy`: the share of the decode time in the target's forwards."""
+    """vLLM's shape, and ours from `mode` on. Acceptance counts whole rounds, so a stop inside the last round leaves it
+    as it was. `target_busy`: the share of the decode time in the target's forwards."""
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
@@ -77,16 +84,22 @@ def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
         "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
+        "self_switch": self_switch(stats),
     }
 
 
 def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
     """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens. None where nothing is accepted or
-    rejected."""
+    rejected.
+
+    By depth (`per_pos`, vLLM's word, counted from 1) and by the rank of a child among its siblings: how many tokens
+    were accepted, and how many chances there were. What a round must give to be worth its time, and the speedup over
+    plain decoding that this means, are known once plain rounds were measured.
+    """
     if plan.mode == "smc":
         return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
-    histogram = stats.histogram + [0] * (most + 1 - len(stats.histogram))
+    seen, times = stats.acceptance, stats.switching
     return {
         "mean_acceptance_length": mean_acceptance_length(stats),
         "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
@@ -94,8 +107,24 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
         "num_draft_tokens": stats.drafted,
         "num_accepted_draft_tokens": stats.accepted,
         "num_spec_tokens": most,
-        "acceptance_histogram": histogram,
+        "acceptance_histogram": _padded(seen.histogram, most + 1),
+        "num_accepted_tokens_per_pos": _padded(seen.accepted_at_depth, most),
+        "num_chances_per_pos": _padded(seen.tried_at_depth, most),
+        "num_accepted_tokens_per_child": _padded(seen.accepted_child, most),
+        "num_chances_per_child": _padded(seen.tried_child, most),
+        "break_even_acceptance_length": times and times.break_even,
+        "speedup_over_plain": times and times.speedup,
     }
+
+
+def self_switch(stats: Stats) -> Json | None:
+    """From which round on how many expansions and nodes were decided for, where the self-switch changed its mind."""
+    if stats.switching is None:
+        return None
+    changes = [{"round": at, "draft_steps": d.steps, "verify_batch": d.nodes} for at, d in stats.switching.changes]
+    times = {"tree_round_ms": stats.switching.tree_round, "plain_round_ms": stats.switching.plain_round}
+    shown = {name: None if seconds is None else _ms(seconds) for name, seconds in times.items()}
+    return {"plain_rounds": stats.switching.plain_rounds, "changes": changes, **shown}
 
 
 def mean_acceptance_length(stats: Stats) -> float:
@@ -121,6 +150,10 @@ def footer(stats: Stats, tokens: int) -> str:
     if stats.drafter_lost is not None:
         parts.append(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
     return ", ".join(parts)
+
+
+def _padded(counts: list[int], length: int) -> list[int]:
+    return counts + [0] * (length - len(counts))
 
 
 def _ms(seconds: float) -> float:

@@ -183,7 +183,7 @@ class Chat:
         self._last = answer.summary(
             model=self._session.model, draft_model=self._session.draft_model, plan=llm.plan, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
-            finish_reason=stream.finish_reason or "abort",
+            finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling(self._settings),
         )  # fmt: skip
         if self._show_stats:
             stopped = "" if stream.finish_reason is not None else "stopped, "
@@ -223,13 +223,17 @@ class Chat:
         except ValidationError as error:
             raise UserError(explain(error)) from None
         self._note(f"{name} = {self._effective(name)!r}")
+        note = self._settings.note()
+        if note is not None and name in ("guidance_scale", "negative_prompt"):
+            self._note(note)
 
     def _show_settings(self) -> None:
         for name in _settable():
             self._console.print(Text(f"{name:20} {self._effective(name)!r}"))
 
     def _effective(self, name: str) -> object:
-        value = getattr(self._settings.sampling(self._session.defaults), name)
+        sampling = self._settings.sampling(self._session.defaults)
+        value = getattr(sampling if hasattr(sampling, name) else self._settings, name)
         return list(value) if isinstance(value, tuple) else value
 
     def _stats(self, rest: str) -> None:
@@ -241,7 +245,8 @@ class Chat:
         elif self._last is None:
             self._note("no answer yet")
         else:
-            shown = {name: self._last[name] for name in ("finish_reason", "usage", "timings", "metrics")}
+            long = ("model", "draft_model", "text", "token_ids", "prompt_token_ids")
+            shown = {name: value for name, value in self._last.items() if name not in long}
             self._console.print(Text(_table(shown)))
 
     def _banner(self) -> None:

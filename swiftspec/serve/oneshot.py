@@ -81,7 +81,7 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
         result = answer.summary(
             model=session.model, draft_model=session.draft_model, plan=session.llm.plan, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
-            finish_reason=stream.finish_reason or "abort",
+            finish_reason=stream.finish_reason or "abort", sampling=session.sampling(command.settings),
         )  # fmt: skip
         print(json.dumps(result, ensure_ascii=False, allow_nan=False))
     else:

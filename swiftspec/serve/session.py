@@ -51,6 +51,12 @@ class Session:
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self.codec.encode_chat(messages)
 
+    def sampling(self, settings: Settings) -> SamplingParams:
+        """How an answer is sampled. A negative prompt becomes tokens as a prompt alone does."""
+        if settings.guidance_scale == 1:
+            return settings.sampling(self.defaults)
+        return settings.sampling(self.defaults, self.encode(settings.negative_prompt or "", settings))
+
     def answer(
         self,
         prompt: Sequence[int],
@@ -59,7 +65,7 @@ class Session:
     ) -> TextStream:
         """The stream of one answer; its cost is in `llm.stats`. `watch` wraps the engine's chunks and may end them.
         Raises UserError on a prompt that is empty or does not fit."""
-        sampling = settings.sampling(self.defaults)
+        sampling = self.sampling(settings)
         chunks = watch(self.llm.stream(prompt, sampling))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
@@ -105,6 +111,9 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
+    note = settings.note()
+    if note is not None:
+        phases.warn(note)
     phases.begin("target weights")
     from swiftspec.engine import LLM
 

@@ -6,7 +6,7 @@ Importing this must stay cheap (no torch, no transformers): `--help` goes throug
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, spl
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
-TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled")
+TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled", "guide_draft", "self_switch")
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
@@ -99,6 +99,12 @@ class Settings(BaseSettings):
     coupled: Annotated[bool, Flag(TREE)] = Field(
         True, description="Rank the draft's children under the target's own noise."
     )
+    self_switch: Annotated[bool, Flag(TREE)] = Field(
+        True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
+    )
+    guide_draft: Annotated[bool, Flag(TREE)] = Field(
+        False, description="Guide the draft too where --guidance-scale is not 1: dearer, and closer to the target."
+    )
     particles: Annotated[int, Flag(PARTICLES, "N")] = Field(4, description="Texts that grow side by side.")
     smc_draft_tokens: Annotated[int, Flag(PARTICLES, "K")] = Field(
         4, description="Draft tokens per particle and round; the target adds one."
@@ -139,6 +145,12 @@ class Settings(BaseSettings):
     logit_bias: Annotated[dict[int, float], NoDecode, Flag(SAMPLING, "JSON", "{}")] = Field(
         default_factory=dict, description='Added to the logits, by token id: {"42": -5}.'
     )
+    guidance_scale: Annotated[float, Flag(SAMPLING, "S")] = Field(
+        1.0, description="Above 1: away from what --negative-prompt leads to (classifier-free guidance)."
+    )
+    negative_prompt: Annotated[str | None, Flag(SAMPLING, "TEXT", "an empty one")] = Field(
+        None, description="What to guide away from; it stands in for the whole prompt."
+    )
     max_tokens: Annotated[int | None, Flag(STOPPING, "N", FROM_MODEL.format("to the end of the context"))] = Field(
         None, description="Longest answer in tokens."
     )
@@ -170,7 +182,7 @@ class Settings(BaseSettings):
 
     @field_validator(
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "seed", "max_tokens", "stop",
+        "logit_bias", "guidance_scale", "seed", "max_tokens", "stop",
     )  # fmt: skip
     @classmethod
     def _sampling_value(cls, value: Any, info: ValidationInfo) -> Any:
@@ -209,14 +221,23 @@ class Settings(BaseSettings):
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
             return Plan(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
-                target_tp=target_tp, draft_tp=draft_tp,
+                self_switch=self.self_switch, guide_draft=self.guide_draft, target_tp=target_tp, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
 
-    def sampling(self, model_defaults: Mapping[str, Any]) -> SamplingParams:
-        """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads)."""
+    def note(self) -> str | None:
+        """What of guidance is not as one might think."""
+        if self.guidance_scale != 1 and self.negative_prompt is None:
+            return "guidance without a negative prompt takes an empty one"
+        if self.guidance_scale == 1 and self.negative_prompt is not None:
+            return "a negative prompt does nothing at guidance scale 1"
+        return None
+
+    def sampling(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
+        """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads);
+        `negative`: the tokens of the negative prompt."""
         holes = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
         values = {name: getattr(self, name) for name in holes if getattr(self, name) is not None}
         return SamplingParams(
@@ -228,6 +249,8 @@ class Settings(BaseSettings):
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            guidance_scale=self.guidance_scale,
+            negative_prompt_ids=tuple(negative),
         )
 
 

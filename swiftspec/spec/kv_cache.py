@@ -31,15 +31,27 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        shape = (layers, sequences, kv_heads, capacity, head_dim)
-        # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free slot
-        # is finite, as it must be: a masked NaN would still spoil a sum.
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.capacity = capacity
+        self._shape = (layers, kv_heads, capacity, head_dim)
+        self._dtype, self._device = dtype, device
+        self._move_kv = move_kv
+        self.prefix_len: list[int] = []
+        self.reset(sequences)
+
+    def reset(self, sequences: int = 1) -> None:
+        """Forgets everything. Another number of sequences than before means another buffer, so that a request has no
+        more memory than its sequences need."""
+        if sequences != len(self.prefix_len):
+            layers, *region = self._shape
+            self.prefix_len = []  # should there be no memory, the next call tries again
+            self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes
+            # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free
+            # slot is finite, as it must be: a masked NaN would still spoil a sum.
+            shape = (layers, sequences, *region)
+            self.k = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self.v = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self.prefix_len = [0] * sequences
         self.tree_len = 0
-        self._move_kv = move_kv
 
     @property
     def room(self) -> int:

@@ -27,21 +27,19 @@ WORD = 8  # bytes of an int64
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """A Batch before it is on the device; all its rows are of sequence 0."""
+    """A Batch before it is on the device. One that is captured is of sequence 0."""
 
     tokens: Ints  # [n]
     positions: Ints  # [n]
     slots: Ints  # [n]
     mask: NDArray[np.bool_]  # [n, W]
+    sequence: Ints  # [n]
     kv_len: Ints  # [S]
 
     def to(self, device: torch.device) -> Batch:
         """Its tensors, one by one: what is not captured need not be fast."""
-        tokens, positions, slots, mask, kv_len = (
-            torch.from_numpy(part).to(device)
-            for part in (self.tokens, self.positions, self.slots, self.mask, self.kv_len)
-        )
-        return Batch(tokens, positions, slots, mask, torch.zeros_like(tokens), kv_len)
+        parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
+        return Batch(*(torch.from_numpy(part).to(device) for part in parts))
 
 
 class Capture(Protocol):

@@ -8,6 +8,7 @@ import torch
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.tree import DraftTree
@@ -44,9 +45,9 @@ class LocalDrafter:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        guidance = Guidance.of(sampling, tokens, prompt_len) if self._plan.guide_draft else None
+        self.runner.open(tokens, guidance)
         self._scoring = self._sampler.scoring(self.runner.rounds)
-        self.runner.reset()
-        self.runner.prefill(tokens[:-1])
         self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
         self.tree.reset(tokens[-1])

@@ -17,6 +17,7 @@ from swiftspec.model.parallel import Group
 from swiftspec.ops.fused import Fused
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
+from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.kv_cache import KVCache
 from swiftspec.spec.native_tree import NativeTree
 from swiftspec.worker.graph import Capture, Graphs, HostBatch
@@ -46,7 +47,11 @@ class Ops(sampler.Ops, Protocol):
 
 
 class Runner:
-    """Runs one model over one sequence's prefix and tree, and keeps its books: slots, forwards, busy time."""
+    """Runs one model over a prefix and a tree, and keeps its books: slots, forwards, busy time.
+
+    A guided request has two sequences, the conditional and the unconditional one, each with its own prefix and
+    positions, under one tree: every row runs in both, in one batch, and what comes out are the guided logits.
+    """
 
     def __init__(
         self, model: Model, ops: Ops, *, context: int, tree_slots: int, capture: Capture | None = None
@@ -65,32 +70,54 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.rounds = None if model.fused is None else model.fused.rounds(self.cache)
         self.busy = 0.0  # seconds spent in forwards
-        self._graphs = None if capture is None else Graphs(self._logits, model.device, capture)
+        self._capture = capture
+        self._guidance: Guidance | None = None
+        self._settle()
+
+    def _settle(self) -> None:
+        """Binds to the cache's buffers what knows their addresses. Guided rows go neither way: their logits are two."""
+        fused, alone = self.model.fused, len(self.cache.prefix_len) == 1
+        self.rounds = fused.rounds(self.cache) if fused is not None and alone else None
+        self._graphs = Graphs(self._logits, self.model.device, self._capture) if self._capture and alone else None
+
+    def open(self, tokens: Sequence[int], guidance: Guidance | None = None) -> None:
+        """Starts over from a text whose last token is the root. What stands before it, and before the root of the
+        unconditional text, becomes the prefixes."""
+        texts = [tokens] if guidance is None else [tokens, guidance.tokens]
+        before = self.cache.k
+        self.cache.reset(len(texts))
+        if self.cache.k is not before:
+            self._settle()
+        self._guidance = guidance
+        for sequence, text in enumerate(texts):
+            self._append(text[:-1], sequence)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends `tokens` to the prefix, whose tree must be empty, in chunks and without logits."""
+        for sequence in range(len(self.cache.prefix_len)):
+            self._append(tokens, sequence)
+
+    def _append(self, tokens: Sequence[int], sequence: int) -> None:
         for start in range(0, len(tokens), PREFILL_CHUNK):
             chunk = np.array(tokens[start : start + PREFILL_CHUNK])
-            first = self.cache.append_prefix(len(chunk))
-            self._forward(chunk, None, first, tree_mask.causal(len(chunk)), head=False)
+            first = self.cache.append_prefix(len(chunk), sequence)
+            self._forward(chunk, None, {sequence: first}, 0, tree_mask.causal(len(chunk)), head=False)
 
     def forward_chain(self, tokens: Sequence[int]) -> Tensor:
         """Runs verified tokens without KV and the root after them: the root becomes tree slot 0, the others join the
         prefix. Returns the root's logits [1, vocab]."""
-        first = self.cache.append_prefix(len(tokens) - 1)
+        starts = {s: self.cache.append_prefix(len(tokens) - 1, s) for s in range(len(self.cache.prefix_len))}
         self.cache.append_tree(1)
-        logits = self._forward(np.array(tokens), None, first, tree_mask.causal(len(tokens)))
+        logits = self._forward(np.array(tokens), None, starts, 0, tree_mask.causal(len(tokens)))
         assert logits is not None
         return logits[-1:]
 
     def forward_tree(self, tokens: Ints, depths: Ints, mask: tree_mask.Rows) -> Tensor:
         """Appends rows to the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]. Returns logits
         [n, vocab]."""
-        start = self.cache.prefix_len[0]
-        first = start + self.cache.append_tree(tokens.shape[0])
-        logits = self._forward(tokens, depths + start, first, mask)
+        starts = dict(enumerate(self.cache.prefix_len))
+        logits = self._forward(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
         assert logits is not None
         return logits
 
@@ -114,15 +141,21 @@ class Runner:
         return path, sampled
 
     def _forward(
-        self, tokens: Ints, positions: Ints | None, first: int, mask: tree_mask.Rows, *, head: bool = True
-    ) -> Tensor | None:
-        """One forward over rows in slots `first` and on; without `positions` [n] each row stands at its slot."""
-        slots = np.arange(first, first + tokens.shape[0])
+        self, tokens: Ints, places: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.Rows, *,
+        head: bool = True,
+    ) -> Tensor | None:  # fmt: skip
+        """One forward over the same rows in some sequences, all counted from a slot `starts` of each: row i has slot
+        `first` + i and position `places[i]`, without these the slot's. Returns the logits, guided if there are two."""
+        count, several = tokens.shape[0], len(starts) > 1
+        rows = [self._rows(sequence, start, tokens, places, first) for sequence, start in starts.items()]
+        token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
+        mask = tree_mask.pad_left(mask)
         batch = HostBatch(
-            tokens=tokens,
-            positions=slots if positions is None else positions,
-            slots=slots,
-            mask=tree_mask.pad_left(mask),
+            tokens=token,
+            positions=position,
+            slots=slot,
+            mask=np.tile(mask, (len(rows), 1)) if several else mask,
+            sequence=sequence,
             kv_len=np.array(self.cache.kv_len()),
         )
         began = time.perf_counter()
@@ -134,7 +167,22 @@ class Runner:
             # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
             torch.cuda.synchronize(self.model.device)
         self.busy += time.perf_counter() - began
-        return logits
+        if logits is None or not several:
+            return logits
+        assert self._guidance is not None and logits.shape[0] == 2 * count
+        return self._guidance.combine(logits)
+
+    def _rows(
+        self, sequence: int, start: int, tokens: Ints, places: Ints | None, first: int
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """Tokens, positions, slots and sequence of one sequence's rows, [n] each."""
+        count = tokens.shape[0]
+        slots = np.arange(start + first, start + first + count)
+        positions = slots if places is None else places + start
+        if sequence == 1 and self._guidance is not None:  # the two texts may differ in their root at the start
+            text = self._guidance.tokens
+            tokens = np.where(positions == len(text) - 1, text[-1], tokens)
+        return tokens, positions, slots, np.full(count, sequence)
 
     def _logits(self, batch: Batch) -> Tensor:
         logits = self.model.forward(batch, self.cache)
@@ -143,4 +191,8 @@ class Runner:
 
     def reset(self) -> None:
         """Forgets the request."""
-        self.cache.truncate(0)
+        before = self.cache.k
+        self.cache.reset()
+        self._guidance = None
+        if self.cache.k is not before:
+            self._settle()

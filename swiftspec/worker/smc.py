@@ -45,6 +45,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
     if sampling.penalised:
         raise UserError("mode smc knows no penalties: set repetition, presence and frequency back, or take mode serial")
+    if sampling.guided:
+        raise UserError("mode smc knows no guidance: leave guidance_scale at 1, or take mode serial")
 
 
 @dataclass(frozen=True, slots=True)

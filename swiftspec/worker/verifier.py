@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import verify
+from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.sampler import Sampler
 from swiftspec.worker.runner import Runner
 
@@ -29,7 +31,8 @@ class Verifier(Protocol):
     def busy(self) -> float: ...
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output."""
+        """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output. Raises
+        UserError where guidance finds no memory."""
         ...
 
     def submit(self, proposal: Proposal) -> Pending:
@@ -60,9 +63,14 @@ class LocalVerifier:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        guidance = Guidance.of(sampling, tokens, prompt_len)
+        try:
+            self.runner.open(tokens, guidance)
+        except (MemoryError, RuntimeError) as error:
+            if guidance is None or "memory" not in str(error):
+                raise
+            raise UserError("no memory for a second prefix: take a smaller max_model_len, or no guidance") from None
         self._scoring = self._sampler.scoring(self.runner.rounds)
-        self.runner.reset()
-        self.runner.prefill(tokens[:-1])
 
     def submit(self, proposal: Proposal) -> LocalPending:
         return LocalPending(self, proposal)

@@ -1,0 +1,32 @@
+"""What the JSON of an answer says of the self-switch and of the speedup."""
+
+from __future__ import annotations
+
+from swiftspec.engine import Stats
+from swiftspec.params import Plan
+from swiftspec.serve.answer import metrics
+from swiftspec.worker.policy import Decision, Switching
+
+
+def test_the_self_switch_tells_what_it_measured_and_decided() -> None:
+    changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
+    stats = Stats(switching=Switching(6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0))
+    told = metrics(Plan(), stats, 0)
+    assert told["self_switch"] == {
+        "plain_rounds": 6,
+        "changes": [
+            {"round": 18, "draft_steps": 0, "verify_batch": 1},
+            {"round": 24, "draft_steps": 3, "verify_batch": 8},
+        ],
+        "tree_round_ms": 3.0,
+        "plain_round_ms": 2.0,
+    }
+    spec = told["speculative_decoding"]
+    assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
+
+
+def test_what_was_not_measured_is_null() -> None:
+    told = metrics(Plan(), Stats(switching=Switching(0, (), 0.003, None, None, None)), 0)
+    assert told["self_switch"]["plain_round_ms"] is None and told["self_switch"]["tree_round_ms"] == 3.0
+    assert told["speculative_decoding"]["break_even_acceptance_length"] is None
+    assert metrics(Plan(), Stats(), 0)["speculative_decoding"]["speedup_over_plain"] is None
