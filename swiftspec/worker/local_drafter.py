@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.drawn import Draws
 from swiftspec.spec.sampler import Sampler
-from swiftspec.spec.tree import DraftTree
+from swiftspec.spec.tree import DraftTree, Ints, Leaves
 from swiftspec.worker.runner import Runner
 
 
@@ -29,6 +33,7 @@ class LocalDrafter:
         self.tree = DraftTree(nodes, runner.tree_slots)
         self.pending: list[int] = []
         self._root = 0  # node that is the root by now; `settle` makes it node 0
+        self._draws = Draws(runner.tree_slots, vocab) if plan.proposal == "sample" else None
         self.steps = plan.steps
 
     @property
@@ -44,6 +49,8 @@ class LocalDrafter:
         self.runner.prefill(tokens[:-1])
         self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
+        if self._draws is not None:
+            self._draws.open(sampling.seed, self._root_at)
         self.tree.reset(tokens[-1])
 
     def propose(self) -> Proposal:
@@ -64,8 +71,11 @@ class LocalDrafter:
     def settle(self) -> None:
         """Re-roots tree and cache where `observe` only noted the new root; a proposal need not wait for that."""
         if self._root != 0:
-            self.runner.cache.commit(*self.tree.reroot(self._root))
+            path, kept = self.tree.reroot(self._root)
+            self.runner.cache.commit(path, kept)
             self._root = 0
+            if self._draws is not None:
+                self._draws.keep(kept)
 
     def close(self) -> None:
         self.runner.reset()
@@ -87,32 +97,43 @@ class LocalDrafter:
             self.pending = []
         else:
             logits = self.runner.forward_tree(leaves.tokens, leaves.depths, leaves.mask)
-        paths = self.tree.path_tokens(leaves.nodes) if self._sampler.params.penalised else None
-        tokens, logprobs = self._sampler.children(
-            logits,
-            paths,
-            torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
-            k=self._plan.children,
-            tau=self._plan.tau if self._plan.coupled else None,
-        )
-        self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
+        self.tree.add_children(leaves.nodes, *self._children(logits, leaves))
 
-    def _best(self) -> Proposal:
-        _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root)
-        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
+    def _children(self, logits: Tensor, leaves: Leaves) -> tuple[Ints, NDArray[np.floating]]:
+        """k children of each leaf, and their weights: the best ones, or drawn ones."""
+        sampler, plan = self._sampler, self._plan
+        paths = self.tree.path_tokens(leaves.nodes) if sampler.params.penalised else None
+        positions = torch.from_numpy(leaves.depths + self._root_at).to(logits.device)
+        calibration = plan.calibrated(sampler.params.greedy)
+        if self._draws is not None:
+            likeliest = sampler.children(logits, paths, positions, k=self._draws.width)
+            return self._draws.children(int(self.tree.slot[leaves.nodes[0]]), *likeliest, plan.children, calibration)
+        coupled = plan.proposal == "coupled"
+        tokens, weights = sampler.children(logits, paths, positions, k=plan.children, coupled=coupled, tau=calibration)
+        return tokens.cpu().numpy(), weights.cpu().numpy()
+
+    def _best(self, first: int = 0) -> Proposal:
+        nodes, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root, first)
+        drawn = None
+        if self._draws is not None and self._plan.verify == "reject" and len(nodes) > 1:
+            above = np.unique(np.array(parents[1:]))
+            drawn = self._draws.of(self.tree.slot[np.array(nodes)[above]])
+        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), drawn)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
         path = [0, *self.tree.walk(tokens)]
-        if len(path) > len(tokens):  # all of them are nodes
+        if len(path) > len(tokens) and (self._draws is None or self._draws.reroot()):  # all of them are nodes
             self._root = path[-1]
             return
         # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
-        slots = [slot for slot in self.tree.slot[path].tolist() if slot < self.tree.slots]
+        slots = [slot for slot in self.tree.slot[path[: len(tokens)]].tolist() if slot < self.tree.slots]
         self.runner.cache.commit(slots)
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])
+        if self._draws is not None:
+            self._draws.keep([])
 
 
 class AheadDrafter(LocalDrafter):
@@ -128,8 +149,10 @@ class AheadDrafter(LocalDrafter):
     def propose(self) -> Proposal:
         best = self._best()
         if len(best.tokens) < self._plan.verify_batch:
+            self.settle()
+            there = self.tree.count
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
-            best = self._best()
+            best = self._best(there if self._draws is not None else 0)
         return best
 
     def grow(self) -> None:

@@ -12,6 +12,7 @@ from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import verify
+from swiftspec.spec.reject import Rejection
 from swiftspec.spec.sampler import Sampler
 from swiftspec.worker.runner import Runner
 
@@ -48,9 +49,10 @@ class Verifier(Protocol):
 class LocalVerifier:
     """The target model in this process. Its prefix holds every verified token before the root."""
 
-    def __init__(self, runner: Runner, vocab: int) -> None:
+    def __init__(self, runner: Runner, vocab: int, method: str = "match") -> None:
         self.runner = runner
         self._vocab = vocab
+        self._method = method  # as Plan.verify has it
 
     @property
     def busy(self) -> float:
@@ -60,6 +62,9 @@ class LocalVerifier:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        # at temperature 0 both methods are the same, and only one needs to know what the draft drew
+        rejects = self._method == "reject" and not sampling.greedy
+        self._rejection = Rejection(self._sampler, model.device) if rejects else None
         self.runner.reset()
         self.runner.prefill(tokens[:-1])
 
@@ -75,15 +80,18 @@ class LocalVerifier:
         self._sampler.observe(tokens)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Forward, sample at every node, walk. The accepted path is committed by `settle`."""
+        """Forward, then sample at every node and walk, or judge drawn children. `settle` commits the accepted path."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
-        sampled = self._sampler.draw(logits, paths, positions)
-        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        if self._rejection is not None:
+            path, tokens = self._rejection.walk(proposal, logits, paths, positions)
+        else:
+            sampled = self._sampler.draw(logits, paths, positions)
+            path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
         self._accepted = path, tokens
         return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
 
