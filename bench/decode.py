@@ -32,7 +32,7 @@ from bench.to_gguf import TYPES, write_gguf
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.errors import UserError
 from swiftspec.ops import host
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.params import PROPOSALS, VERIFY, Plan, SamplingParams
 from swiftspec.remote.world import available_cores, run_on
 
 PLAN = Plan()
@@ -163,7 +163,9 @@ def plan_of(mode: str, args: argparse.Namespace) -> Plan:
         verify_batch=args.verify_batch,
         draft_leaves=args.draft_leaves,
         draft_steps=args.draft_steps,
-        coupled=args.coupled,
+        verify=args.verify,
+        proposal=args.proposal,
+        calibration=args.calibration,
     )
 
 
@@ -257,7 +259,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--verify-batch", type=int, default=PLAN.verify_batch)
     parser.add_argument("--draft-leaves", type=int, default=PLAN.draft_leaves)
     parser.add_argument("--draft-steps", type=int, default=PLAN.draft_steps)
-    parser.add_argument("--coupled", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--verify", choices=VERIFY, default=PLAN.verify)
+    parser.add_argument("--proposal", choices=PROPOSALS)
+    parser.add_argument("--calibration", type=float)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

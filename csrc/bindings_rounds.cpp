@@ -56,7 +56,7 @@ std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
   return {std::move(path), std::move(kept)};
 }
 
-std::unique_ptr<Scoring> make_scoring(int64_t vocab, float temperature, uintptr_t bias, bool noisy, uint64_t seed,
+std::unique_ptr<Scoring> make_scoring(int64_t vocab, double temperature, uintptr_t bias, bool noisy, uint64_t seed,
                                       uint32_t stream) {
   size_arg("vocab", vocab, 1);
   check(temperature > 0, "temperature must be above 0");
@@ -77,10 +77,11 @@ Region region_of(const host::Decoder& decoder, uintptr_t keys, uintptr_t values,
 // leaves expanded, seconds of the forward
 std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
                                   uintptr_t values, int64_t capacity, int64_t layer_stride, int64_t prefix,
-                                  const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, float tau) {
+                                  const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled, double tau) {
   const host::Decoder& decoder = rounds.decoder();
   const int64_t ahead = static_cast<int64_t>(pending.size()), vocab = decoder.stack().vocab;
   size_arg("w", w, 1);
+  check(tau > 0, "tau must be above 0");
   check(k >= 1 && k <= scoring.vocab(), "k must lie in 1..vocab");
   check(tree.expanded() + w <= tree.slots && tree.count() + w * k <= tree.nodes, "the tree is full");
   check(ahead == 0 || tree.expanded() == 0, "pending tokens go before the root");
@@ -90,7 +91,7 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
   const Region region =
       region_of(decoder, keys, values, capacity, layer_stride, prefix, ahead + tree.expanded() + w);
   py::gil_scoped_release unlocked;
-  const int64_t count = rounds.expand(tree, region, pending, w, k, scoring, tau);
+  const int64_t count = rounds.expand(tree, region, pending, w, k, scoring, coupled, tau);
   return {count, count == 0 ? 0.0 : rounds.seconds()};
 }
 
@@ -133,7 +134,7 @@ void define_rounds(py::module_& m) {
       .def(py::init<host::Decoder&>(), py::arg("decoder"), py::keep_alive<1, 2>())
       .def("expand", &expand, py::arg("tree"), py::arg("keys"), py::arg("values"), py::arg("capacity"),
            py::arg("layer_stride"), py::arg("prefix"), py::arg("pending"), py::arg("w"), py::arg("k"),
-           py::arg("scoring"), py::arg("tau"))
+           py::arg("scoring"), py::arg("coupled"), py::arg("tau"))
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("keys"), py::arg("values"),
            py::arg("capacity"), py::arg("layer_stride"), py::arg("prefix"), py::arg("scoring"));
 }

@@ -161,6 +161,7 @@ class Rounds:
         w: int,
         k: int,
         scoring: Scoring,
+        coupled: bool,
         tau: float,
     ) -> tuple[int, float]: ...
     def verify(

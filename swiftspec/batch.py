@@ -45,6 +45,30 @@ class Batch:
         return Batch(*part, self.kv_len)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """What the children of a proposal were drawn from, without replacement and in the order of their nodes: a row for
+    each node that has children, in the order of the nodes. Tokens that a row does not name were never drawn."""
+
+    tokens: Words  # [rows, width]
+    probs: NDArray[np.float32]  # [rows, width]; where it is 0, the token means nothing
+
+    def flat(self) -> tuple[Words, Words]:
+        """Tokens, then probabilities by their bits."""
+        return self.tokens.ravel(), self.probs.view(np.int32).ravel()
+
+    @staticmethod
+    def read(flat: Words, rows: int) -> Drawn:
+        """The inverse of `flat`. Raises ValueError on what is no distribution."""
+        if rows == 0 or len(flat) % (2 * rows) != 0:
+            raise ValueError(f"{len(flat)} words do not hold the distributions of {rows} nodes")
+        tokens, bits = np.ascontiguousarray(flat, np.int32).reshape(2, rows, -1)
+        probs = bits.view(np.float32)
+        if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all() and (tokens >= 0).all()):
+            raise ValueError("a proposal's nodes were drawn from no distribution")
+        return Drawn(tokens, probs)
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """The sub-tree sent to be verified, in topological order. Node 0 is the root: the last verified token.
@@ -57,22 +81,25 @@ class Proposal:
     prefix_len: int
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # parents[0] == -1, parents[i] < i
+    drawn: Drawn | None = None  # where children were drawn and will be verified by rejection
 
     def pack(self) -> Words:
-        """request, round, prefix_len, count, tokens, parents."""
+        """request, round, prefix_len, count, tokens, parents; then what they were drawn from, where that is told."""
         head = (self.request, self.round, self.prefix_len, len(self.tokens))
-        return np.array(head + self.tokens + self.parents, np.int32)
+        words = np.array(head + self.tokens + self.parents, np.int32)
+        return words if self.drawn is None else np.concatenate((words, *self.drawn.flat()))
 
     @staticmethod
     def unpack(flat: Words) -> Proposal:
         """The inverse of `pack`."""
         request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
-        if count < 1 or len(body) != 2 * count:
+        if count < 1 or len(body) < 2 * count:
             raise ValueError(f"a proposal of {len(flat)} words does not hold the {count} nodes it names")
-        parents = tuple(body[count:])
+        parents = tuple(body[count : 2 * count])
         if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
             raise ValueError("a proposal's nodes are not in topological order")
-        return Proposal(request, round_, prefix_len, tuple(body[:count]), parents)
+        drawn = None if len(body) == 2 * count else Drawn.read(flat[4 + 2 * count :], len({*parents[1:]}))
+        return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, drawn)
 
     @staticmethod
     def root_only(request: int, round_: int, prefix_len: int, token: int) -> Proposal:

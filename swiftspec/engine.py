@@ -197,6 +197,9 @@ class LLM:
         for name, ids in (("the prompt", prompt), negative, ("logit_bias", sampling.logit_bias)):
             if not all(0 <= token < self.vocab_size for token in ids):
                 raise UserError(f"{name} names a token outside 0..{self.vocab_size - 1}")
+        if sampling.top_k > self.vocab_size:
+            raise UserError(f"top_k {sampling.top_k} is above the vocabulary of {self.vocab_size}: 0 turns it off")
+        self.plan.check_request(sampling)
         if self.smc is not None:
             check_sampling(sampling)
 

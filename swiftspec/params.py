@@ -15,6 +15,9 @@ DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pai
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 MAX_PARTICLES = 1024
 MAX_POWER = 100.0
+VERIFY = ("match", "reject")
+PROPOSALS = ("top", "coupled", "sample")
+CALIBRATION = {"greedy": 0.5, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 
 def _check(ok: bool, message: str) -> None:
@@ -130,10 +133,11 @@ class Plan:
     verify_batch: int = 8  # bs, nodes verified per round, the root counted
     draft_leaves: int = 8  # w, leaves expanded per expansion
     draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
-    coupled: bool = True  # children ranked under the target's own noise
+    verify: str = "match"  # by the target's own draws, or by rejection sampling
+    proposal: str | None = None  # how the draft chooses children; None: as verify needs
+    calibration: float | None = None  # of the children's weights; None: see `calibrated`
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
-    tau: float = 0.7  # temperature of the coupled weights; fits the embedded pair best (docs/log.md)
     target_tp: int = 1
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
     population: PopulationPlan = PopulationPlan()  # mode smc
@@ -143,7 +147,7 @@ class Plan:
         for name in ("verify_batch", "draft_leaves", "draft_steps"):
             value = getattr(self, name)
             _check(value is None or 1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
-        _check(self.tau > 0, f"tau must be above 0, not {self.tau}")
+        self._check_proposal()
         usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
@@ -152,6 +156,34 @@ class Plan:
             _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
         else:
             _check(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
+
+    def _check_proposal(self) -> None:
+        _check(self.verify in VERIFY, f"verify must be one of {', '.join(VERIFY)}, not {self.verify!r}")
+        if self.proposal is None:
+            object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
+        _check(self.proposal in PROPOSALS, f"proposal must be one of {', '.join(PROPOSALS)}, not {self.proposal!r}")
+        _check(
+            self.verify == "match" or self.proposal == "sample",
+            f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
+            " none: take proposal sample, or verify match",
+        )
+        value = self.calibration
+        _check(value is None or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
+
+    def check_request(self, sampling: SamplingParams) -> None:
+        """Raises UserError on a request that the tree cannot serve."""
+        _check(
+            self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
+            "proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take proposal top",
+        )
+
+    def calibrated(self, greedy: bool) -> float:
+        """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
+        temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
+        embedded pair (docs/log.md)."""
+        if self.calibration is not None:
+            return self.calibration
+        return CALIBRATION["greedy" if greedy else str(self.proposal)]
 
     @property
     def children(self) -> int:

@@ -150,7 +150,7 @@ struct Model {
     Nodes pending = {3, 4}, path, kept, sampled;
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 3; ++step) {
-        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0 ? 0.7f : 0.0f);
+        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0, 0.7);
         region.prefix += static_cast<int64_t>(pending.size());
         pending.clear();
       }

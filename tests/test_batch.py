@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.batch import Drawn, Proposal, VerifyResult
 
 words = st.integers(0, 2**31 - 1)
 
@@ -27,6 +27,21 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
 def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match=r"proposal|nodes"):
         Proposal.unpack(np.array(flat, np.int32))
+
+
+def test_what_was_drawn_from_travels_with_a_proposal() -> None:
+    tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
+    probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
+    proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), Drawn(tokens, probs))
+    flat = proposal.pack()
+    assert flat.dtype == np.int32 and len(flat) == 4 + 8 + 12
+    again = Proposal.unpack(flat)
+    assert again.drawn is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
+    assert np.array_equal(again.drawn.tokens, tokens) and np.array_equal(again.drawn.probs, probs)
+    bad = np.full(2, np.float32("nan")).view(np.int32)
+    for broken in (flat[:-1], np.concatenate((flat[:-2], bad)), np.concatenate((flat[:-3], 0 * flat[:3]))):
+        with pytest.raises(ValueError, match="distribution"):
+            Proposal.unpack(broken)
 
 
 @pytest.mark.parametrize("flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 0, 1, 5]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import transformers
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.decode import decode
 from swiftspec.engine import LLM
-from swiftspec.errors import DrafterLost
+from swiftspec.errors import DrafterLost, UserError
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.drafter import Drafter, Expendable
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from tests import slow_reference
 from tests.tiny import ROPES, make_checkpoint
 
@@ -102,7 +104,7 @@ def test_a_prompt_of_several_chunks(pair: tuple[Path, Path]) -> None:
     "plan",
     [
         {},
-        {"coupled": False},
+        {"proposal": "top"},
         {"verify_batch": 3, "draft_leaves": 2, "draft_steps": 6},
         {"verify_batch": 16, "draft_leaves": 4, "draft_steps": 1},
         {"verify_batch": 1, "draft_leaves": 1, "draft_steps": 1},
@@ -199,20 +201,56 @@ def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) 
     assert tokens[:100] == plain[50:150]
 
 
-def logprobs(model: transformers.PreTrainedModel) -> slow_reference.LogProbs:
+def logprobs(model: transformers.PreTrainedModel, temperature: float = 1.0) -> slow_reference.LogProbs:
     @functools.cache
     def of(context: tuple[int, ...]) -> list[float]:
         with torch.no_grad():
-            return model(torch.tensor([context])).logits[0, -1].log_softmax(-1).tolist()
+            return (model(torch.tensor([context])).logits[0, -1] / temperature).log_softmax(-1).tolist()
 
     return lambda context: of(tuple(context))
 
 
-@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), (4, 2, 3)])
-def test_rounds_are_those_of_the_algorithm(pair: tuple[Path, Path], bs: int, w: int, d: int) -> None:
+@pytest.mark.parametrize(("bs", "w", "d", "calibration"), [(8, 8, 4, 1.0), (4, 2, 3, 0.4)])
+def test_rounds_are_those_of_the_algorithm(
+    pair: tuple[Path, Path], bs: int, w: int, d: int, calibration: float
+) -> None:
     target, draft = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in pair)
-    text, count = slow_reference.rounds(logprobs(target), logprobs(draft), PROMPT, 60, bs=bs, w=w, d=d)
-    llm = make_llm(*pair, verify_batch=bs, draft_leaves=w, draft_steps=d)
+    draft_laws = logprobs(draft, calibration)
+    text, count = slow_reference.rounds(logprobs(target), draft_laws, PROMPT, 60, bs=bs, w=w, d=d)
+    llm = make_llm(*pair, verify_batch=bs, draft_leaves=w, draft_steps=d, calibration=calibration)
     ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     assert (ours.token_ids, ours.stats.rounds) == (text, count)
     assert count < 45
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("shape", [{}, {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6}])
+def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bool, shape: dict[str, Any]) -> None:
+    """To the end of the text, with every draw and every tree's end in between; the same again for the same seed."""
+    llm = make_llm(*pair, verify="reject", **shape)
+    if ahead:
+        assert isinstance(llm.drafter, LocalDrafter)
+        plan = replace(llm.plan, mode="async")
+        llm.drafter = AheadDrafter(llm.drafter.runner, plan, llm.vocab_size)
+    sampling = replace(SAMPLED, max_tokens=80)
+    first = llm.generate(PROMPT, sampling)
+    assert len(first.token_ids) == 80 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
+    assert first.stats.rounds < 60
+    whole = llm.drafter
+    llm.drafter = Failing(whole, 40)
+    answer = llm.generate(PROMPT, sampling)
+    assert len(answer.token_ids) == 80 and answer.stats.drafter_lost == "the draft model left"
+
+
+def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="proposal sample draws tokens, and temperature 0 leaves nothing to draw"):
+        make_llm(*pair, verify="reject").generate(PROMPT, GREEDY)
+    with pytest.raises(UserError, match=r"verify reject needs the distribution .* proposal coupled carries none"):
+        make_llm(*pair, verify="reject", proposal="coupled")
+    with pytest.raises(UserError, match="top_k 65 is above the vocabulary of 64: 0 turns it off"):
+        make_llm(*pair).generate(PROMPT, SamplingParams(top_k=65))
+
+
+def test_drawn_children_under_match_are_looked_up_like_any(pair: tuple[Path, Path]) -> None:
+    plain = make_llm(pair[0]).generate(PROMPT, SAMPLED)
+    assert make_llm(*pair, proposal="sample").generate(PROMPT, SAMPLED).token_ids == plain.token_ids

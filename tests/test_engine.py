@@ -233,7 +233,7 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
         SamplingParams(**values)
 
 
-@pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"tau": 0.0}])
+@pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])
 def test_plans_that_make_no_tree_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(values))):
         Plan(**values)

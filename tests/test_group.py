@@ -14,7 +14,8 @@ import transformers
 
 from swiftspec import _C
 from swiftspec.engine import LLM
-from swiftspec.params import DEFAULT_STEPS
+from swiftspec.params import DEFAULT_STEPS, Plan
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from tests import slow_reference
 from tests.jobs import sampling_from
 from tests.ranks import Pool
@@ -145,6 +146,22 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
     assert all(answer["lost"] is None and answer["plain_rounds"] > 5 for answer in answers)
 
 
+@pytest.mark.parametrize(("mode", "x", "y"), [("async", 1, 1), ("async", 2, 1), ("serial", 2, 2), slow("async", 2, 2)])
+def test_drawn_proposals_are_the_same_in_groups(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
+    """The text of rejection sampling depends on the tree, and that, for a fixed d, on nothing else."""
+    pair = pairs["llama"]
+    shape: dict[str, Any] = {"draft_steps": 3, "verify": "reject"}
+    alone = LLM(*pair, Plan(**shape), dtype=torch.float64)
+    if mode == "async":
+        assert isinstance(alone.drafter, LocalDrafter)
+        alone.drafter = AheadDrafter(alone.drafter.runner, alone.plan, alone.vocab_size)
+    sampled = [(prompt, values) for prompt, values in REQUESTS if values["temperature"] > 0]
+    expected = [alone.generate(prompt, sampling_from(values)) for prompt, values in sampled]
+    answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y, **shape}, requests=sampled)
+    assert [(a["tokens"], a["rounds"]) for a in answers] == [(e.token_ids, e.stats.rounds) for e in expected]
+    assert all(a["lost"] is None and a["rounds"] < 50 for a in answers)
+
+
 def logprobs(path: Path) -> slow_reference.LogProbs:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
@@ -160,7 +177,7 @@ def logprobs(path: Path) -> slow_reference.LogProbs:
 def test_rounds_are_those_of_the_algorithm_one_round_late(pool: Pool, pairs: Pairs, bs: int, w: int, d: int) -> None:
     pair = pairs["llama"]
     text, count = slow_reference.rounds(logprobs(pair[0]), logprobs(pair[1]), PROMPT, 60, bs=bs, w=w, d=d, ahead=True)
-    plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d}
+    plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}
     for draft_tp in (1, 2):
         split = {"target_tp": 1, "draft_tp": draft_tp}
         answer = decode(pool, pair, plan | split, requests=[(PROMPT, GREEDY)])[0]

@@ -80,7 +80,8 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
         verify_batch=data.draw(st.integers(1, 6)),
         draft_leaves=data.draw(st.integers(1, 5)),
         draft_steps=data.draw(st.integers(1, 4)),
-        coupled=data.draw(st.booleans()),
+        proposal=data.draw(st.sampled_from(["top", "coupled"])),
+        calibration=data.draw(st.sampled_from([None, 1.3])),
     )
     sampling = data.draw(st.sampled_from(SAMPLINGS))
     fused, stepped = (LocalDrafter(make_runner(checkpoint, dtype), plan, VOCAB) for _ in range(2))
@@ -163,6 +164,6 @@ def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
     drafter = LocalDrafter(runner, Plan(), VOCAB)
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
-        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, None)
+        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0)
     with pytest.raises(ValueError, match="does not have"):
         tree.reroot(3)

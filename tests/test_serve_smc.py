@@ -90,7 +90,7 @@ def test_plain_operators_can_be_asked_for(
     ("given", "message"),
     [
         ({"mode": "smc", "verify_batch": 4}, "--verify-batch shapes a draft tree, which mode smc has not"),
-        ({"mode": "smc", "coupled": False}, "--coupled shapes a draft tree"),
+        ({"mode": "smc", "proposal": "top"}, "--proposal shapes a draft tree"),
         ({"particles": 4}, "--particles shapes a population, which mode serial has not"),
         ({"mode": "ar", "power": 2.0}, "--power shapes a population, which mode ar has not"),
     ],

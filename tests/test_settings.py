@@ -27,15 +27,15 @@ def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatc
     monkeypatch.setenv("SWIFTSPEC_TOP_K", "")  # empty counts as unset
     settings = parse(["--config", str(file), "--top-p", "0.3"]).settings
     assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
-    assert (settings.model, settings.verify_batch, settings.coupled) == (None, 8, True)
+    assert (settings.model, settings.verify_batch, settings.proposal) == (None, 8, None)
 
 
 def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
-    file.write_text("stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\ncoupled: no\n")
+    file.write_text("stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\nproposal: top\n")
     settings = parse(["--config", str(file)]).settings
     assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["END"], [3, 4], {5: -1.0})
-    assert settings.coupled is False
+    assert settings.proposal == "top"
     monkeypatch.setenv("SWIFTSPEC_STOP", '["a", "b"]')
     monkeypatch.setenv("SWIFTSPEC_STOP_TOKEN_IDS", "1,2")
     monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", '{"7": 2}')
@@ -113,10 +113,10 @@ def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
 
 
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTSPEC_COUPLED", "perhaps")
-    with pytest.raises(UsageError, match=r"^SWIFTSPEC_COUPLED must be true or false, not 'perhaps'$"):
+    monkeypatch.setenv("SWIFTSPEC_RAW", "perhaps")
+    with pytest.raises(UsageError, match=r"^SWIFTSPEC_RAW must be true or false, not 'perhaps'$"):
         parse([])
-    assert parse(["--no-coupled"]).settings.coupled is False  # a flag wins over nonsense
+    assert parse(["--no-raw"]).settings.raw is False  # a flag wins over nonsense
 
 
 def test_help_names_every_flag_with_default_and_variable() -> None:

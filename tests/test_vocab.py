@@ -102,11 +102,11 @@ def test_children(
 ) -> None:
     logits = draw_logits(kind, vocab, seed, dtype)
     paths = [[vocab - 1], [], [0, vocab // 2]]
-    tau = None if seed % 2 else 0.7
+    coupled = seed % 2 == 0
 
     def children(group: ThreadGroup | None, k: int = 8) -> tuple[Tensor, Tensor]:
         own = logits if group is None else piece(logits, group, extra)
-        return samplers(p, vocab, group).children(own, paths, torch.tensor([7, 9, 40]), k=k, tau=tau)
+        return samplers(p, vocab, group).children(own, paths, torch.tensor([7, 9, 40]), k=k, coupled=coupled, tau=0.7)
 
     tokens, logprobs = children(None)
     order, values = children(None, vocab)
@@ -135,7 +135,7 @@ def test_a_draft_without_an_opinion_has_dead_children() -> None:
     logits = torch.zeros(ROWS, 20)
     logits[1, 17] = float("nan")  # in one shard only
     greedy = SamplingParams(temperature=0)
-    ask: dict[str, Any] = {"k": 4, "tau": None}
+    ask: dict[str, Any] = {"k": 4}
     for _, values in on_ranks(
         3, lambda g: samplers(greedy, 20, g).children(piece(logits, g, 0), None, torch.arange(ROWS), **ask)
     ):

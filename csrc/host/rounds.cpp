@@ -12,7 +12,7 @@ constexpr int64_t kBlock = 32;  // positions that noise is made for at a time
 
 }  // namespace
 
-Scoring::Scoring(int64_t vocab, float temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream)
+Scoring::Scoring(int64_t vocab, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream)
     : vocab_(vocab), temperature_(temperature), bias_(bias), noisy_(noisy), seed_(seed), stream_(stream) {}
 
 void Scoring::cover(int64_t low, int64_t high) {
@@ -26,9 +26,10 @@ void Scoring::cover(int64_t low, int64_t high) {
 }
 
 ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy,
-                        float tau) {
+                        double tau) {
   const auto rows = static_cast<int64_t>(positions.size());
-  ScoreArgs out{logits, bias_, nullptr, nullptr, temperature_, tau, rows, vocab_, stride};
+  const auto temperature = static_cast<float>(noisy ? temperature_ : temperature_ * tau);
+  ScoreArgs out{logits, bias_, nullptr, nullptr, temperature, static_cast<float>(tau), rows, vocab_, stride};
   if (!noisy) return out;
   const auto [low, high] = std::minmax_element(positions.begin(), positions.end());
   cover(*low + 1, *high + 1);
@@ -57,7 +58,7 @@ void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
 }
 
 int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k,
-                       Scoring& scoring, float tau) {
+                       Scoring& scoring, bool coupled, double tau) {
   const int64_t first = tree.expanded(), ahead = static_cast<int64_t>(pending.size());
   const Nodes leaves = tree.take_leaves(w);
   const auto count = static_cast<int64_t>(leaves.size());
@@ -82,9 +83,8 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
   positions_.erase(positions_.begin(), positions_.begin() + ahead);
   drawn_.resize(static_cast<size_t>(count * k));
   values_.resize(drawn_.size());
-  const bool coupled = tau > 0.0f;
-  children(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, coupled, coupled ? tau : 1.0f), k,
-           drawn_.data(), values_.data());
+  children(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, coupled, tau), k, drawn_.data(),
+           values_.data());
   tree.add_children(leaves, k, drawn_.data(), values_.data());
   return count;
 }
@@ -106,7 +106,7 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
   }
   forward(region, count, 0);
   drawn_.resize(tokens.size());
-  draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0f), drawn_.data());
+  draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data());
   path.assign(1, 0);
   sampled.assign(1, drawn_[0]);
   for (int64_t node = 1; node < count; ++node) {  // a child comes after its parent

@@ -13,19 +13,20 @@ namespace swiftspec::host {
 // a tree share a few positions, round after round.
 class Scoring {
  public:
-  Scoring(int64_t vocab, float temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
+  Scoring(int64_t vocab, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
 
   bool noisy() const { return noisy_; }
   int64_t vocab() const { return vocab_; }
 
   // For rows of logits at `positions`, whose noise is that of the position after; without `noisy` there is none.
-  ScoreArgs args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy, float tau);
+  // tau divides the scores, noise and all.
+  ScoreArgs args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy, double tau);
 
  private:
   void cover(int64_t low, int64_t high);
 
   int64_t vocab_;
-  float temperature_;
+  double temperature_;
   const float* bias_;  // [vocab], or null
   bool noisy_;
   uint64_t seed_;
@@ -46,11 +47,11 @@ class Rounds {
  public:
   explicit Rounds(Decoder& decoder) : decoder_(decoder) {}
 
-  // Expands the w likeliest leaves into their k likeliest children each; with `tau` above 0 likely means under the
-  // noise of `scoring`, divided by tau. `pending`: verified tokens between prefix and root that have no KV yet;
-  // only where the root is all there is. Returns how many leaves it expanded.
+  // Expands the w likeliest leaves into their k likeliest children each, `coupled` under the noise of `scoring`; tau
+  // divides the scores. `pending`: verified tokens between prefix and root that have no KV yet; only where the root
+  // is all there is. Returns how many leaves it expanded.
   int64_t expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
-                 float tau);
+                 bool coupled, double tau);
 
   // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
   // nodes, the root first; `sampled`: the token drawn after each of them.

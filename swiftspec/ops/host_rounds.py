@@ -38,11 +38,13 @@ class HostRounds:
         return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
 
     def expand(
-        self, tree: _C.Tree, prefix: int, pending: list[int], w: int, k: int, scoring: HostScoring, tau: float | None
-    ) -> tuple[int, float]:
-        """Expands the w likeliest leaves into k children each. `prefix`: verified tokens with KV; `pending`: those
-        without, before a root that is all there is. Returns how many leaves, and the seconds of the forward."""
-        return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, tau or 0.0)
+        self, tree: _C.Tree, prefix: int, pending: list[int], w: int, k: int, scoring: HostScoring, coupled: bool,
+        tau: float,
+    ) -> tuple[int, float]:  # fmt: skip
+        """Expands the w likeliest leaves into k children each, `coupled` and `tau` as in `Sampler.children`. `prefix`:
+        verified tokens with KV; `pending`: those without, before a root that is all there is. Returns how many leaves,
+        and the seconds of the forward."""
+        return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, coupled, tau)
 
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: HostScoring

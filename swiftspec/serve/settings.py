@@ -19,7 +19,9 @@ from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, spl
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
-TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "coupled", "guide_draft", "self_switch")
+TREE_ONLY = (
+    "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "guide_draft", "self_switch",
+)  # fmt: skip
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
@@ -96,8 +98,20 @@ class Settings(BaseSettings):
     draft_steps: Annotated[int | None, Flag(TREE, "D", "async: as many as fit into a target forward; serial: 3")] = (
         Field(None, description="Draft forwards per round.")
     )
-    coupled: Annotated[bool, Flag(TREE)] = Field(
-        True, description="Rank the draft's children under the target's own noise."
+    verify: Annotated[Literal["match", "reject"], Flag(TREE)] = Field(
+        "match",
+        description="match: the target draws, and drafts that it drew are kept; the same text as without a draft."
+        " reject: rejection sampling of drawn drafts; a text of the same distribution.",
+    )
+    proposal: Annotated[
+        Literal["top", "coupled", "sample"] | None, Flag(TREE, default="coupled; sample with --verify reject")
+    ] = Field(
+        None,
+        description="How the draft chooses. top: the likeliest. coupled: those under the target's own noise."
+        " sample: drawn from its distribution.",
+    )
+    calibration: Annotated[float | None, Flag(TREE, "C", "what fits the embedded pair")] = Field(
+        None, description="How much the draft's confidence counts: below 1 its first choices count more."
     )
     self_switch: Annotated[bool, Flag(TREE)] = Field(
         True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
@@ -191,9 +205,9 @@ class Settings(BaseSettings):
             _as_value_error(lambda: SamplingParams(**one))
         return value
 
-    @field_validator("verify_batch", "draft_leaves", "draft_steps")
+    @field_validator("verify_batch", "draft_leaves", "draft_steps", "calibration")
     @classmethod
-    def _plan_value(cls, value: int | None, info: ValidationInfo) -> int | None:
+    def _plan_value(cls, value: float | None, info: ValidationInfo) -> float | None:
         one: dict[str, Any] = {str(info.field_name): value}
         _as_value_error(lambda: Plan(**one))
         return value
@@ -220,8 +234,9 @@ class Settings(BaseSettings):
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
             return Plan(
-                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.coupled,
-                self_switch=self.self_switch, guide_draft=self.guide_draft, target_tp=target_tp, draft_tp=draft_tp,
+                mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
+                self.calibration, self_switch=self.self_switch, guide_draft=self.guide_draft,
+                target_tp=target_tp, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip
         except UserError as error:

@@ -29,7 +29,9 @@ class NativeTree(DraftTree):
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
         self.native = make(arrays, nodes, slots)
 
-    def best_subtree(self, bs: int, root: int = 0) -> tuple[list[int], list[int], list[int]]:
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
+        if first > 0:
+            return super().best_subtree(bs, root, first)
         return self.native.best_subtree(bs, root)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:

@@ -11,6 +11,9 @@ from swiftspec.ops import reference
 from swiftspec.ops.noise import gumbel, noise_bits
 
 TARGET_STREAM = 0
+DRAFT_STREAM = 1  # children that the draft draws
+COIN_STREAM = 2  # whether a drawn child is accepted
+RESIDUAL_STREAM = 3  # the token after the last accepted one, where children were drawn
 GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positions [p], tokens -> [p, tokens] float32
 
 

@@ -70,14 +70,18 @@ class Sampler:
         self.params = params
         self.vocab = vocab
         self.group = group
-        self.noise = PositionNoise(params.seed, device, gumbel_rows=ops.gumbel_rows)
-        self._ops = ops
+        self._device, self._ops = device, ops
+        self.noise = self.noise_of(TARGET_STREAM)
         self.history = History(prompt, vocab, device) if params.penalised else None
         self._bias: Tensor | None = None
         if params.logit_bias:
             bias = torch.zeros(vocab)
             bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
             self._bias = bias.to(device)
+
+    def noise_of(self, stream: int) -> PositionNoise:
+        """The noise of one of the request's streams."""
+        return PositionNoise(self.params.seed, self._device, stream=stream, gumbel_rows=self._ops.gumbel_rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Takes verified tokens of the output into the penalties' counts."""
@@ -99,7 +103,7 @@ class Sampler:
         `paths`: per row, the tokens between the last verified one (not included) and the row's own; needed for
         penalties only. Greedy requests keep their scale and are not filtered: the argmax is the same.
         """
-        p, shard = self.params, self._shard(logits)
+        p, shard = self.params, self.shard(logits)
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
         logits = logits[:, : here.stop - here.start]
         if self._bias is not None:
@@ -123,7 +127,7 @@ class Sampler:
     def draw(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor) -> Tensor:
         """The target's tokens [n] after rows at `positions` [n], from raw logits."""
         noisy = not self.params.greedy
-        shard = self._shard(logits)
+        shard = self.shard(logits)
         if shard is None:
             return self._ops.draw(*self._scored(logits, paths, positions if noisy else None, 1.0))
         shaped = self.shape(logits, paths)
@@ -136,23 +140,24 @@ class Sampler:
         positions: Tensor,
         *,
         k: int,
-        tau: float | None,
+        coupled: bool = False,
+        tau: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], likeliest first.
 
-        Uncoupled (`tau` None): log q after the target's own shaping. Coupled: log_softmax((log q + gumbel) / tau) under
-        the noise that the target will use there, so the draft looks where the target will look.
+        Uncoupled: log_softmax(log q / tau), q after the target's own shaping. Coupled: log_softmax((log q + gumbel) /
+        tau) under the noise that the target will use there, so the draft looks where the target will look.
         """
         k = min(k, self.vocab)
-        tau = None if self.params.greedy else tau
-        shard = self._shard(logits)
+        noisy = coupled and not self.params.greedy
+        shard = self.shard(logits)
         if shard is None:
-            logits, vocab, scores = self._scored(logits, paths, None if tau is None else positions, tau or 1.0)
+            logits, vocab, scores = self._scored(logits, paths, positions if noisy else None, tau)
             return self._ops.children(logits, vocab, k, scores)
         shaped = self.shape(logits, paths)
-        if tau is not None:
-            shaped = (shaped + self._noise(shaped, shard, positions)) / tau
-        return shard.log_top_k(shaped, k)
+        if noisy:
+            shaped = shaped + self._noise(shaped, shard, positions)
+        return shard.log_top_k(shaped / tau, k)
 
     def _scored(
         self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor | None, tau: float
@@ -163,9 +168,9 @@ class Sampler:
             logits = self.shape(logits, paths)
         else:
             temperature, bias = 1.0 if p.greedy else p.temperature, self._bias
-        noise = rows = None
-        if positions is not None:
-            noise, rows = self.noise.rows(positions + 1, range(self.vocab), logits.dtype)
+        if positions is None:
+            return logits, self.vocab, Scores(temperature * tau, bias)
+        noise, rows = self.noise.rows(positions + 1, range(self.vocab), logits.dtype)
         return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
 
     def _noise(self, shaped: Tensor, shard: VocabShard, positions: Tensor) -> Tensor:
@@ -173,5 +178,6 @@ class Sampler:
         block, rows = self.noise.rows(positions + 1, shard.tokens, shaped.dtype)
         return block[rows]
 
-    def _shard(self, logits: Tensor) -> VocabShard | None:
+    def shard(self, logits: Tensor) -> VocabShard | None:
+        """This rank's part of the vocabulary; None where rows are whole."""
         return None if self.group is None else VocabShard(self.group, logits.shape[-1], self.vocab)

@@ -72,7 +72,7 @@ class DraftTree:
         hands each the next tree slot and its mask row."""
         unexpanded = self.slot[: self.count] == self.slots
         weights = np.where(unexpanded, self.logprob[: self.count], NEG_INF)
-        nodes = np.argsort(-weights, kind="stable")[:w]
+        nodes = np.argsort(-weights, kind="stable")[:w]  # drawn.py counts on that order of equal ones
         nodes = np.sort(nodes[weights[nodes] > NEG_INF])
         first, after = self.expanded, self.expanded + nodes.shape[0]
         assert after <= self.slots
@@ -93,14 +93,18 @@ class DraftTree:
         self.logprob[new] = (self.logprob[nodes, None] + logprobs).ravel()
         self.sizes[0] += rows * k
 
-    def best_subtree(self, bs: int, root: int = 0) -> tuple[list[int], list[int], list[int]]:
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
         """The bs likeliest nodes from `root` down: (nodes, tokens, parents), in topological order, parents by position.
+        The `first` oldest nodes come before all others.
 
         Connected because of equal weights the earlier node, hence the parent, comes first.
         """
         weights = self.logprob[: self.count]
         if root != 0:
             weights = np.where(self._below(root), weights, NEG_INF)
+        if first > 0:
+            old = (np.arange(self.count) < first) & (weights > NEG_INF)
+            weights = np.where(old, 1.0, weights)
         order = np.argsort(-weights, kind="stable")[:bs]
         nodes = np.sort(order[weights[order] > NEG_INF])
         place = {node: i for i, node in enumerate(nodes.tolist())}

@@ -70,6 +70,16 @@ class VocabShard:
         logprobs = logprobs.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
         return tokens.gather(-1, order[:, :k]).long(), logprobs.to(scores.dtype)
 
+    def values(self, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores [n, j] of any tokens [n, j], among all scores [n, m]; and the logsumexp [n, 1] of these."""
+        scores = _not_empty(scores)
+        own = tokens - self.tokens.start
+        inside = (own >= 0) & (own < len(self.tokens))
+        values = scores.gather(-1, own.clamp(0, scores.shape[-1] - 1)).masked_fill(~inside, NEG_INF)
+        message = torch.cat((values, scores.logsumexp(-1, keepdim=True)), -1)
+        values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
+        return values.amax(0), totals.logsumexp(0)
+
     def keep(self, logits: Tensor, params: SamplingParams) -> Tensor:
         """`filters.keep` on [n, m]. Only where the shards' heads do not settle it are all logits gathered."""
         if not filters.active(params):

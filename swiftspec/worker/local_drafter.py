@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.drawn import Draws
 from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.sampler import Sampler
-from swiftspec.spec.tree import DraftTree
+from swiftspec.spec.tree import DraftTree, Ints, Leaves
 from swiftspec.worker.runner import Runner
 
 
@@ -34,6 +38,7 @@ class LocalDrafter:
         )
         self.pending: list[int] = []
         self._root = 0  # node that is the root by now; `settle` makes it node 0
+        self._draws = Draws(runner.tree_slots, vocab) if plan.proposal == "sample" else None
         self.steps = plan.steps
 
     @property
@@ -50,6 +55,8 @@ class LocalDrafter:
         self._scoring = self._sampler.scoring(self.runner.rounds)
         self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
+        if self._draws is not None:
+            self._draws.open(sampling.seed, self._root_at)
         self.tree.reset(tokens[-1])
 
     def propose(self) -> Proposal:
@@ -70,8 +77,11 @@ class LocalDrafter:
     def settle(self) -> None:
         """Re-roots tree and cache where `observe` only noted the new root; a proposal need not wait for that."""
         if self._root != 0:
-            self.runner.cache.commit(*self.tree.reroot(self._root))
+            path, kept = self.tree.reroot(self._root)
+            self.runner.cache.commit(path, kept)
             self._root = 0
+            if self._draws is not None:
+                self._draws.keep(kept)
 
     def close(self) -> None:
         self.runner.reset()
@@ -85,15 +95,17 @@ class LocalDrafter:
         room = min(self.tree.room(self._plan.children), self.runner.cache.room - len(self.pending))
         if room < self._plan.draft_leaves:
             return
-        tau = self._plan.tau if self._plan.coupled and not self._sampler.params.greedy else None
-        if self._scoring is not None and isinstance(self.tree, NativeTree):
-            k = min(self._plan.children, self._vocab)
-            self.runner.expand(self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, tau)
+        if self._scoring is not None and self._draws is None and isinstance(self.tree, NativeTree):
+            k, greedy = min(self._plan.children, self._vocab), self._sampler.params.greedy
+            noise = self._plan.proposal == "coupled" and not greedy
+            self.runner.expand(
+                self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, noise, self._plan.calibrated(greedy)
+            )
             self.pending = []
         else:
-            self._expand_in_steps(tau)
+            self._expand_in_steps()
 
-    def _expand_in_steps(self, tau: float | None) -> None:
+    def _expand_in_steps(self) -> None:
         """Where Python must see the logits."""
         leaves = self.tree.best_leaves(self._plan.draft_leaves)
         if len(leaves.nodes) == 0:
@@ -103,32 +115,43 @@ class LocalDrafter:
             self.pending = []
         else:
             logits = self.runner.forward_tree(leaves.tokens, leaves.depths, leaves.mask)
-        paths = self.tree.path_tokens(leaves.nodes) if self._sampler.params.penalised else None
-        tokens, logprobs = self._sampler.children(
-            logits,
-            paths,
-            torch.from_numpy(leaves.depths + self._root_at).to(logits.device),
-            k=self._plan.children,
-            tau=tau,
-        )
-        self.tree.add_children(leaves.nodes, tokens.cpu().numpy(), logprobs.cpu().numpy())
+        self.tree.add_children(leaves.nodes, *self._children(logits, leaves))
 
-    def _best(self) -> Proposal:
-        _, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root)
-        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
+    def _children(self, logits: Tensor, leaves: Leaves) -> tuple[Ints, NDArray[np.floating]]:
+        """k children of each leaf, and their weights: the best ones, or drawn ones."""
+        sampler, plan = self._sampler, self._plan
+        paths = self.tree.path_tokens(leaves.nodes) if sampler.params.penalised else None
+        positions = torch.from_numpy(leaves.depths + self._root_at).to(logits.device)
+        calibration = plan.calibrated(sampler.params.greedy)
+        if self._draws is not None:
+            likeliest = sampler.children(logits, paths, positions, k=self._draws.width)
+            return self._draws.children(int(self.tree.slot[leaves.nodes[0]]), *likeliest, plan.children, calibration)
+        coupled = plan.proposal == "coupled"
+        tokens, weights = sampler.children(logits, paths, positions, k=plan.children, coupled=coupled, tau=calibration)
+        return tokens.cpu().numpy(), weights.cpu().numpy()
+
+    def _best(self, first: int = 0) -> Proposal:
+        nodes, tokens, parents = self.tree.best_subtree(self._plan.verify_batch, self._root, first)
+        drawn = None
+        if self._draws is not None and self._plan.verify == "reject" and len(nodes) > 1:
+            above = np.unique(np.array(parents[1:]))
+            drawn = self._draws.of(self.tree.slot[np.array(nodes)[above]])
+        return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), drawn)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
         path = [0, *self.tree.walk(tokens)]
-        if len(path) > len(tokens):  # all of them are nodes
+        if len(path) > len(tokens) and (self._draws is None or self._draws.reroot()):  # all of them are nodes
             self._root = path[-1]
             return
         # The last token, and perhaps more, is not in the tree: a fresh root. The nodes on the way have KV if expanded.
         spelled = [int(self.tree.token[0]), *tokens[:-1]]
-        slots = [slot for slot in self.tree.slot[path].tolist() if slot < self.tree.slots]
+        slots = [slot for slot in self.tree.slot[path[: len(tokens)]].tolist() if slot < self.tree.slots]
         self.runner.cache.commit(slots)
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])
+        if self._draws is not None:
+            self._draws.keep([])
 
 
 class AheadDrafter(LocalDrafter):
@@ -144,8 +167,10 @@ class AheadDrafter(LocalDrafter):
     def propose(self) -> Proposal:
         best = self._best()
         if len(best.tokens) < self._plan.verify_batch:
+            self.settle()
+            there = self.tree.count
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
-            best = self._best()
+            best = self._best(there if self._draws is not None else 0)
         return best
 
     def grow(self) -> None:

@@ -18,6 +18,7 @@ from swiftspec.model.parallel import Group
 from swiftspec.model.transformer import Transformer
 from swiftspec.ops import host, reference, unfused
 from swiftspec.params import Plan
+from swiftspec.spec.drawn import LIFETIME
 from swiftspec.worker.graph import CudaCapture
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.pace import MOST_STEPS
@@ -135,7 +136,8 @@ class Models:
 
     def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
         """The target."""
-        return LocalVerifier(self.runner(self.target, plan, plan.verify_batch, group, progress), self.vocab_size)
+        runner = self.runner(self.target, plan, plan.verify_batch, group, progress)
+        return LocalVerifier(runner, self.vocab_size, plan.verify)
 
     def drafter(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
@@ -143,6 +145,8 @@ class Models:
         measured = plan.mode == "async" and plan.draft_steps is None
         steps = MOST_STEPS if measured else plan.steps
         slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
+        if plan.proposal == "sample":
+            slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
         kind = AheadDrafter if plan.mode == "async" else LocalDrafter
         return kind(self.runner(self.draft, plan, slots, group, progress), plan, self.vocab_size)
 

@@ -121,12 +121,14 @@ class Runner:
         assert logits is not None
         return logits
 
-    def expand(self, tree: NativeTree, pending: list[int], w: int, k: int, scoring: Any, tau: float | None) -> None:
+    def expand(
+        self, tree: NativeTree, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float
+    ) -> None:
         """One expansion in one call: leaves, forward, children. `pending` as in `forward_chain`; `scoring` is what
-        `rounds` made."""
+        `rounds` made; `coupled` and `tau` as in `Sampler.children`."""
         assert self.rounds is not None
         prefix = self.cache.prefix_len[0]
-        count, seconds = self.rounds.expand(tree.native, prefix, pending, w, k, scoring, tau)
+        count, seconds = self.rounds.expand(tree.native, prefix, pending, w, k, scoring, coupled, tau)
         if pending:
             self.cache.append_prefix(len(pending))
         self.cache.append_tree(count)

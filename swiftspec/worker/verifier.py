@@ -14,6 +14,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import verify
 from swiftspec.spec.guidance import Guidance
+from swiftspec.spec.reject import Rejection
 from swiftspec.spec.sampler import Sampler
 from swiftspec.worker.runner import Runner
 
@@ -51,9 +52,10 @@ class Verifier(Protocol):
 class LocalVerifier:
     """The target model in this process. Its prefix holds every verified token before the root."""
 
-    def __init__(self, runner: Runner, vocab: int) -> None:
+    def __init__(self, runner: Runner, vocab: int, method: str = "match") -> None:
         self.runner = runner
         self._vocab = vocab
+        self._method = method  # as Plan.verify has it
 
     @property
     def busy(self) -> float:
@@ -63,6 +65,9 @@ class LocalVerifier:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
+        # at temperature 0 both methods are the same, and only one needs to know what the draft drew
+        rejects = self._method == "reject" and not sampling.greedy
+        self._rejection = Rejection(self._sampler, model.device) if rejects else None
         guidance = Guidance.of(sampling, tokens, prompt_len)
         try:
             self.runner.open(tokens, guidance)
@@ -70,7 +75,7 @@ class LocalVerifier:
             if guidance is None or "memory" not in str(error):
                 raise
             raise UserError("no memory for a second prefix: take a smaller max_model_len, or no guidance") from None
-        self._scoring = self._sampler.scoring(self.runner.rounds)
+        self._scoring = None if rejects else self._sampler.scoring(self.runner.rounds)
 
     def submit(self, proposal: Proposal) -> LocalPending:
         return LocalPending(self, proposal)
@@ -84,7 +89,7 @@ class LocalVerifier:
         self._sampler.observe(tokens)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        """Forward, sample at every node, walk. The accepted path is committed by `settle`."""
+        """Forward, then sample at every node and walk, or judge drawn children. `settle` commits the accepted path."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         if self._scoring is not None:
             path, tokens = self.runner.verify(proposal.tokens, proposal.parents, self._scoring)
@@ -100,6 +105,8 @@ class LocalVerifier:
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
+        if self._rejection is not None:
+            return self._rejection.walk(proposal, logits, paths, positions)
         sampled = self._sampler.draw(logits, paths, positions)
         return verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
 

@@ -1,0 +1,157 @@
+"""Rejection of drawn children: the engine's verifier against the definition, over the whole range of its coins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swiftspec.batch import Drawn, Proposal
+from swiftspec.params import SamplingParams
+from swiftspec.spec.reject import Rejection, judge
+from swiftspec.spec.sampler import Sampler
+from tests.test_sampled_law import orders
+from tests.thread_group import ThreadGroup, on_ranks
+
+KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
+
+
+def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
+    """A p and a q over so many tokens."""
+    noise = torch.Generator().manual_seed(seed)
+    p, q = torch.rand(2, vocab, generator=noise, dtype=torch.float64) ** 2 + 0.01
+    half = torch.arange(vocab) < vocab // 2
+    if kind == "ties":
+        p, q = (torch.randint(1, 3, (vocab,), generator=noise).double() for _ in range(2))
+    elif kind == "equal":
+        q = p.clone()
+    elif kind == "disjoint":
+        p, q = p * half, q * ~half
+    elif kind == "zeros":
+        p, q = (x * ((torch.rand(vocab, generator=noise) < 0.6) | (x == x.max())) for x in (p, q))
+    elif kind == "one-hot draft":
+        q = (q == q.max()).double()
+    elif kind == "one-hot target":
+        p = (p == p.max()).double()
+    return (p / p.sum()).tolist(), (q / q.sum()).tolist()
+
+
+def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
+    """The law [r, V] of the token after each of r nodes with these children [r, c]: the range of the coins is cut where
+    `judge` changes its mind."""
+    law, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
+    for i in range(count):
+        coins = torch.ones(places.shape, dtype=torch.float64)
+        low, high = torch.zeros_like(mass), torch.ones_like(mass)  # child i passes, all before it having failed
+        for _ in range(50):
+            coins[:, i : i + 1] = middle = (low + high) / 2
+            passes = judge(p, q, places, coins).accepted[:, None] == i
+            low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
+        law.scatter_add_(1, places[:, i : i + 1], mass * high)
+        mass = mass * (1 - high)
+    last = judge(p, q, places, torch.ones(places.shape, dtype=torch.float64))
+    left = torch.where(q > 0, last.inside, p * last.outside.exp()[:, None])
+    over = mass < 1e-12  # one of the children is certain to pass
+    assert (over | torch.isfinite(left) & (last.accepted < 0)[:, None]).all()
+    return law + torch.where(over, 0, mass * left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
+def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: int) -> None:
+    for seed in range(3):
+        p, q = laws(kind, vocab, seed)
+        ways = list(orders(q, count))
+        drawn = torch.tensor([order for order, _ in ways])[:, : min(count, sum(x > 0 for x in q))]
+        chances = torch.tensor([[chance] for _, chance in ways], dtype=torch.float64)
+        rows = [torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q)]
+        law = chances * judged_law(rows[0], rows[1], drawn)
+        torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
+
+
+@given(st.sampled_from(KINDS), st.integers(3, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
+@settings(deadline=None)
+def test_rows_are_judged_alike_alone_and_together(kind: str, vocab: int, count: int, rows: int, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in zip(*(laws(kind, vocab, seed + i) for i in range(rows))))
+    places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
+    places = torch.where(q.gather(-1, places) > 0, places, -1).sort(-1, descending=True).values
+    coins = torch.rand(places.shape, generator=noise, dtype=torch.float64)
+    together = judge(p, q, places, coins)
+    for row in range(rows):
+        alone = judge(*(x[row : row + 1] for x in (p, q, places, coins)))
+        assert torch.equal(alone.accepted[0], together.accepted[row])
+        torch.testing.assert_close(alone.inside[0], together.inside[row])
+        torch.testing.assert_close(alone.outside[0], together.outside[row])
+
+
+def tree(vocab: int, seed: int) -> tuple[Proposal, np.ndarray]:
+    """root -> two drawn children, the first of them with two more; and logits of these nodes."""
+    noise = np.random.default_rng(seed)
+    named = np.stack([noise.permutation(vocab)[: vocab - 1] for _ in range(2)]).astype(np.int32)
+    probs = noise.dirichlet(np.ones(vocab - 1), 2).astype(np.float32)
+    tokens = (0, int(named[0, 1]), int(named[0, 0]), int(named[1, 2]), int(named[1, 0]))
+    proposal = Proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), Drawn(named, probs))
+    return proposal, 2 * noise.standard_normal((5, vocab))
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, top_k=3),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.2),
+    SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.3),
+    SamplingParams(logit_bias={1: 2.0, 3: -1e9}),
+]
+
+
+def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> list[int]:
+    vocab = logits.shape[1]
+    sampler = Sampler(sampling, [1, 2], vocab, "cpu", group)
+    paths = [[], *([proposal.tokens[i]] for i in (1, 2)), *([proposal.tokens[1], proposal.tokens[i]] for i in (3, 4))]
+    if group is not None:
+        width = math.ceil(vocab / group.size)
+        padded = torch.nn.functional.pad(logits, (0, width * group.size - vocab), value=1e9)
+        logits = padded[:, group.rank * width :][:, :width]
+    positions = torch.tensor([7, 8, 8, 9, 9])
+    path, tokens = Rejection(sampler, "cpu").walk(proposal, logits, paths if sampling.penalised else None, positions)
+    assert [proposal.tokens[node] for node in path[1:]] == tokens[:-1]
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
+def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) -> None:
+    for seed, size in itertools.product(range(12), (2, 3)):
+        proposal, rows = tree(8, seed)
+        one = walk(proposal, torch.from_numpy(rows), sampling, None)
+        every = on_ranks(size, lambda group: walk(proposal, torch.from_numpy(rows), sampling, group))  # noqa: B023
+        assert every == [one] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_forbidden_tokens_never_come_and_nothing_is_nan(dtype: torch.dtype) -> None:
+    """Only token 2 is allowed, and the draft mostly drew others."""
+    proposal, rows = tree(6, 3)
+    logits = torch.full(rows.shape, -math.inf, dtype=dtype)
+    logits[:, 2] = 1
+    assert set(walk(proposal, logits, SamplingParams(), None)) == {2}
+
+
+def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_refused() -> None:
+    proposal, rows = tree(6, 1)
+    bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
+    with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
+        walk(bare, torch.from_numpy(rows), SamplingParams(), None)
+    assert proposal.drawn is not None
+    tokens, probs = proposal.drawn.tokens, proposal.drawn.probs
+    never = Drawn(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
+    with pytest.raises(ValueError, match="node 1 of a proposal was not drawn from"):
+        walk(
+            Proposal(1, 0, 7, proposal.tokens, proposal.parents, never), torch.from_numpy(rows), SamplingParams(), None
+        )

@@ -1,0 +1,280 @@
+"""Drawn proposals by enumeration: every way that the draws can fall, through the drafters that choose what is sent.
+
+The texts that come of it follow the target's law exactly, over rounds and re-roots. Which outcome a proposal has is
+worked out here in plain Python (tests/test_reject.py proves that the engine's verifier does the same).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.ops import reference
+from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec import drawn
+from swiftspec.spec.drawn import Draws
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.worker.runner import Runner
+from tests.histories import HistoryModel, Law, distance, filtered
+
+PROMPT = (1, 0)
+
+
+class Choices:
+    """All runs of a program that chooses: each replays the choices so far and takes the next one."""
+
+    def __init__(self) -> None:
+        self._script: list[tuple[int, int]] = []  # option taken, options
+
+    def runs(self) -> Iterator[None]:
+        """Once for every way to choose; `mass` is then the chance of the run under way."""
+        while True:
+            self.mass, self._at = 1.0, 0
+            yield
+            while self._script and self._script[-1][0] + 1 == self._script[-1][1]:
+                self._script.pop()
+            if not self._script:
+                return
+            option, count = self._script[-1]
+            self._script[-1] = (option + 1, count)
+
+    def choose(self, options: Sequence[tuple[Any, float]]) -> Any:
+        """One of these, each with its chance."""
+        options = [option for option in options if option[1] > 0]
+        if self._at == len(self._script):
+            self._script.append((0, len(options)))
+        value, chance = options[self._script[self._at][0]]
+        self._at += 1
+        self.mass *= chance
+        return value
+
+
+def orders(q: Sequence[float], k: int) -> Iterator[tuple[list[int], float]]:
+    """Every way to draw k without replacement, and its chance. What is not drawn follows in order."""
+    support = [i for i, chance in enumerate(q) if chance > 0]
+    for some in itertools.permutations(support, min(k, len(support))):
+        chance, left = 1.0, sum(q)
+        for i in some:
+            chance *= q[i] / left
+            left -= q[i]
+        yield [*some, *(i for i in range(len(q)) if i not in some)], chance
+
+
+def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+    """The law of the tokens that a proposal leads to, by the definition of rejection sampling."""
+    out: Law = {}
+
+    def visit(node: int, text: tuple[int, ...], mass: float) -> None:
+        target = list(p(text))
+        children = [i for i, parent in enumerate(proposal.parents) if parent == node]
+        q = [0.0] * len(target)
+        if children:
+            assert proposal.drawn is not None
+            row = sorted(set(proposal.parents[1:])).index(node)
+            for token, chance in zip(proposal.drawn.tokens[row], proposal.drawn.probs[row].tolist()):
+                q[token] += chance
+        for child in children:
+            token, whole = proposal.tokens[child], sum(q)
+            q = [chance / whole for chance in q]
+            passes = min(1.0, target[token] / q[token])
+            visit(child, (*text, token), mass * passes)
+            mass *= 1 - passes
+            if mass <= 0:
+                return
+            left = [max(0.0, a - b) for a, b in zip(target, q)]
+            target = [chance / sum(left) for chance in left]
+            q[token] = 0.0
+        for token, chance in enumerate(target):
+            if chance > 0:
+                out[(*text, token)] = out.get((*text, token), 0.0) + mass * chance
+
+    visit(0, (), 1.0)
+    return out
+
+
+def penalised(logits: Tensor, text: Sequence[int], p: SamplingParams) -> Tensor:
+    """Bias and penalties by their definitions."""
+    out = logits.clone()
+    for token in range(len(out)):
+        out[token] += p.logit_bias.get(token, 0.0)
+        if token in (*PROMPT, *text):
+            out[token] = out[token] / p.repetition_penalty if out[token] > 0 else out[token] * p.repetition_penalty
+        count = text.count(token)
+        out[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+    return out
+
+
+class Pair:
+    """A target and a draft over a few tokens, their laws by history, and a drafter on the draft."""
+
+    def __init__(
+        self, vocab: int, seed: int, plan: Plan, sampling: SamplingParams, draft_seed: int | None = None
+    ) -> None:
+        self.target = HistoryModel(vocab, seed)
+        draft = HistoryModel(vocab, seed + 100 if draft_seed is None else draft_seed)
+        self.vocab, self.plan, self.sampling = vocab, plan, sampling
+        slots = plan.draft_leaves * (plan.steps + 1) * (drawn.LIFETIME + 1)
+        runner = Runner(draft, reference, context=24, tree_slots=slots)
+        self.drafter = (AheadDrafter if plan.mode == "async" else LocalDrafter)(runner, plan, vocab)
+        self._laws: dict[tuple[int, ...], list[float]] = {}
+
+    def law(self, text: tuple[int, ...]) -> list[float]:
+        if text not in self._laws:
+            logits = penalised(self.target.after([*PROMPT, *text]), text, self.sampling)
+            self._laws[text] = filtered(logits, self.sampling).tolist()
+        return self._laws[text]
+
+    def run(self, choices: Choices, rounds: int, tokens: int) -> tuple[int, ...]:
+        """Some rounds, or fewer where they give so many tokens."""
+        text: tuple[int, ...] = ()
+        self.drafter.open(1, PROMPT, self.sampling, len(PROMPT))
+        for _ in range(rounds):
+            proposal = Proposal.unpack(self.drafter.propose().pack())
+            told = text
+            new = choices.choose(list(outcomes(proposal, lambda below, told=told: self.law((*told, *below))).items()))
+            text = (*text, *new)
+            if len(text) >= tokens:
+                break
+            self.drafter.grow()
+            self.drafter.observe(VerifyResult(1, proposal.round, proposal.prefix_len, (0,) * len(new), new))
+        return text
+
+    def enumerate(self, monkeypatch: pytest.MonkeyPatch, rounds: int, tokens: int) -> tuple[float, int]:
+        """How far the law of the first `tokens` tokens is from the target's, and in how many runs it was found."""
+        choices, found, count = Choices(), {}, 0
+
+        def order(draws: Draws, q: Tensor) -> Tensor:
+            return torch.tensor([choices.choose(list(orders(row, self.plan.children))) for row in q.tolist()])
+
+        monkeypatch.setattr(Draws, "_order", order)
+        for _ in choices.runs():
+            count += 1
+            for text, mass in self.completed(self.run(choices, rounds, tokens)[:tokens], tokens):
+                found[text] = found.get(text, 0.0) + mass * choices.mass
+        assert sum(found.values()) == pytest.approx(1)
+        return distance(found, dict(self.completed((), tokens))), count
+
+    def completed(self, text: tuple[int, ...], tokens: int) -> Iterator[tuple[tuple[int, ...], float]]:
+        """The text's ways to go on to so many tokens under the target."""
+        if len(text) == tokens:
+            yield text, 1.0
+            return
+        for token, chance in enumerate(self.law(text)):
+            for longer, mass in self.completed((*text, token), tokens):
+                yield longer, chance * mass
+
+
+def plan_of(mode: str, bs: int, w: int, d: int) -> Plan:
+    return Plan(mode=mode, verify_batch=bs, draft_leaves=w, draft_steps=d, verify="reject")
+
+
+PLAIN = SamplingParams(temperature=0.8)
+CASES = [  # mode, bs, w, d, vocab, rounds, tokens
+    ("serial", 3, 1, 2, 3, 1, 3),
+    ("serial", 2, 1, 1, 3, 2, 3),
+    ("serial", 4, 2, 1, 4, 1, 2),
+    ("async", 4, 1, 1, 2, 2, 3),  # a proposal often falls short, so the tree expands once more
+]
+SLOW = [
+    ("async", 6, 1, 2, 2, 2, 4),
+    ("serial", 3, 1, 2, 3, 2, 3),
+    ("async", 3, 1, 1, 3, 2, 3),
+    ("async", 4, 2, 1, 3, 2, 3),
+    ("async", 3, 1, 1, 2, 4, 4),
+]
+
+
+def check(case: tuple[str, int, int, int, int, int, int], sampling: SamplingParams, seed: int) -> None:
+    mode, bs, w, d, vocab, rounds, tokens = case
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(vocab, seed, plan_of(mode, bs, w, d), sampling)
+        apart, runs = pair.enumerate(patch, rounds, tokens)
+    assert apart < 1e-12 and runs > 3
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_texts_follow_the_target(case: tuple[str, int, int, int, int, int, int]) -> None:
+    check(case, PLAIN, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_texts_follow_the_target_over_more_rounds(case: tuple[str, int, int, int, int, int, int]) -> None:
+    check(case, PLAIN, 1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.8, top_k=2),
+        SamplingParams(temperature=1.3, top_p=0.7),
+        SamplingParams(min_p=0.3),
+        SamplingParams(logit_bias={0: 1.0}),
+        SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    ],
+    ids=["top-k", "top-p", "min-p", "bias", "penalties"],
+)
+def test_every_sampling_parameter(sampling: SamplingParams) -> None:
+    """The verifier's law is the one that `Sampler.shape` gives, path by path; the draft's is shaped alike."""
+    check(("serial", 3, 1, 2, 3, 1, 3), sampling, 3)
+    check(("async", 2, 1, 1, 2, 2, 3), sampling, 4)
+
+
+def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn, "LIFETIME", 0)
+    check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
+
+
+def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pruning drawn children by their own likelihood does: the trap that the weights avoid."""
+
+    def own(q: drawn.Floats, exponent: float) -> drawn.Floats:
+        return np.log(q)
+
+    monkeypatch.setattr(drawn, "weights", own)
+    apart, _ = Pair(3, 1, plan_of("serial", 3, 1, 2), PLAIN).enumerate(monkeypatch, 1, 3)
+    assert apart > 0.02
+
+
+@pytest.mark.parametrize("exponent", [0.25, 1.0, 3.0])
+def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> None:
+    q = np.random.default_rng(1).dirichlet(np.full(6, 0.5), 40)
+    q[::3, 4:] = 0
+    q[::5, 1:] = 0
+    base = drawn.weights(q, exponent)
+    assert (base <= 0).all() and not np.isnan(base).any() and (np.isfinite(base) <= (q > 0)).all()
+    assert (np.diff(np.nan_to_num(base, neginf=-1e9), axis=1) <= 0).all()
+    for i in range(3):  # another draw in place i: the weights up to its own are the same
+        other = q.copy()
+        other[:, [i, i + 1]] = q[:, [i + 1, i]]
+        alive = (q[:, i] > 0) & (q[:, i + 1] > 0)
+        np.testing.assert_allclose(drawn.weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9)
+
+
+def test_draws_follow_q_without_replacement() -> None:
+    q, rows, count = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 4000, 6
+    draws = Draws(rows, 5)
+    draws.open(7, 100)
+    found: dict[tuple[int, ...], int] = {}
+    names = torch.arange(10, 15).expand(rows, 5)
+    for _ in range(count):
+        tokens, _ = draws.children(0, names, q.log().expand(rows, 5), 2, 1.0)
+        for pair in tokens.tolist():
+            found[tuple(pair)] = found.get(tuple(pair), 0) + 1
+    square = 0.0
+    for order, chance in orders(q.tolist(), 2):
+        expected = chance * rows * count
+        square += (found.pop((10 + order[0], 10 + order[1])) - expected) ** 2 / expected
+    assert square < 31.3 and not found  # chi-square, 11 degrees of freedom, 0.1 %
+    again = Draws(4, 5)
+    again.open(7, 100)
+    first, _ = again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)
+    again.open(7, 101)
+    assert not np.array_equal(first, again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)[0])
