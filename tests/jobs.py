@@ -42,6 +42,8 @@ def decode(
     """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
     world = join_world()
     options["dtype"] = getattr(torch, dtype)
+    if "trace" in options:
+        options["trace"] = Path(options["trace"])
     target = target.format(rank=world.rank if world is not None else 0)
     try:
         if world is not None and world.rank > 0:

@@ -21,6 +21,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.remote.channel import Channel
 from swiftspec.worker.drafter import FAILURES
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.trace import SteppedDrafter
 from swiftspec.worker.verifier import LocalPending, LocalVerifier
 
 T = TypeVar("T")
@@ -44,6 +45,7 @@ class Call(IntEnum):
     PROPOSAL = 13
     TIME = 14
     LOST = 15
+    TRACE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ class LeadingVerifier:
 class LeadingDrafter:
     """The drafter of a group's leader."""
 
-    def __init__(self, drafter: LocalDrafter, team: Team) -> None:
+    def __init__(self, drafter: SteppedDrafter, team: Team) -> None:
         self._drafter = drafter
         self._team = team
 

@@ -136,6 +136,8 @@ def _options(settings: Settings, target: Path, world: World | None) -> tuple[Opt
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
 
+    from swiftspec.profile import emulation
+
     device = _device(settings.device)
     dtype = _dtype(settings, target, device)
     threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
@@ -145,6 +147,8 @@ def _options(settings: Settings, target: Path, world: World | None) -> tuple[Opt
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
+        "emulate": None if settings.emulate is None else emulation.parse(settings.emulate),
+        "trace": None if settings.trace is None else Path(settings.trace),
     }
     return options, dtype, threads
 

@@ -72,6 +72,14 @@ class Settings(BaseSettings):
     ops: Annotated[Literal["auto", "reference"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
         "auto", description="Operators. reference: plain torch."
     )
+    emulate: Annotated[str | None, Flag(MODELS, "SPEC", "off")] = Field(
+        None,
+        description="Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"
+        " paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json file by TP size and rows.",
+    )
+    trace: Annotated[str | None, Flag(MODELS, "FILE.jsonl", "off")] = Field(
+        None, description="Record every round of both lanes here; read it with `python -m swiftspec.profile trace`."
+    )
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
