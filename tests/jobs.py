@@ -110,3 +110,16 @@ def _failing_at(call: int | None) -> Iterator[None]:
         yield
     finally:
         LocalDrafter.expand = expand  # type: ignore[method-assign]
+
+
+def profile(argv: list[str]) -> int:
+    """The command of the profile phase, on every rank."""
+    import sys
+
+    from swiftspec.profile.__main__ import main
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return main(argv)
+    finally:
+        sys.stdout = out

@@ -20,7 +20,7 @@ FLOORS = {
     "profile/__main__.py": 8, "profile/progress.py": 8,  # a command, which finds its models and prompts as serve does
 }  # fmt: skip
 GROUND = ["errors", "params", "config", "batch"]  # floor 0: a file may import those before it
-SAME_FLOOR = {("serve", "demo")} | {(a, b) for i, a in enumerate(GROUND) for b in GROUND[:i]}
+SAME_FLOOR = {("serve", "demo"), ("profile", "engine")} | {(a, b) for i, a in enumerate(GROUND) for b in GROUND[:i]}
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
 HEAVY_FILES = {"remote/grpc.py": {"grpc", "google"}, "profile/report.py": {"matplotlib"}}
 DISTRIBUTED_FILES = {"model/parallel.py", "remote/group.py", "engine.py"}

@@ -94,9 +94,11 @@ class Crew:
             llm.close()
 
     def dismiss(self) -> None:
-        """Lets the other ranks go."""
+        """Lets the other ranks go, and waits until they have: the store ends with this process."""
         if self._world is not None:
             self._world.store.set(f"order {self._orders}", "")
+            for rank in range(1, self._world.size):
+                self._world.store.get(f"gone {rank}")
 
     def follow(self) -> None:
         """The life of any rank but 0, until it is dismissed. Raises RankLost when rank 0 is gone."""
@@ -106,6 +108,8 @@ class Crew:
             if part is not None and part.rank < part.size:
                 with contextlib.suppress(UserError):  # rank 0 has it too, and tells
                     serve_rank(part, *self.pair.models(order), order.plan, **self.pair.options_for(order))
+        assert self._world is not None
+        self._world.store.set(f"gone {self._world.rank}", "")
 
     def _next(self) -> str:
         assert self._world is not None

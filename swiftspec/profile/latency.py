@@ -1,8 +1,8 @@
 """How long a forward would take on GPUs that are not here: bytes and fixed costs of its operators.
 
-Per operator `fixed + bytes / bandwidth`, once as it should at least be reached (slow) and once as it could be (fast): the
-two ends of every interval. The constants are design targets for an H200 (CUDA graph, cold caches), scaled by the memory
-bandwidth for other GPUs, unless profiles/<gpu>-kernels.json has measured ones. The link terms are modelled throughout.
+Per operator `fixed + bytes / bandwidth`, once as it should at least be reached (slow) and once as it could be (fast):
+the two ends of every interval. The constants are design targets for an H200 (CUDA graph, cold caches), scaled by the
+memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json has measured ones. The link terms are modelled.
 """
 
 from __future__ import annotations

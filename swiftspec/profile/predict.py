@@ -60,17 +60,22 @@ def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: Ste
     for mode, x, y in candidates(ranks):
         slow, fast = step_times(x, max(y, 1))
         depths = [1] if mode == "ar" else acceptance.depths(mode, bs, w)
-        tried = [_row(mode, x, y, d, slow, fast, acceptance, bs, w) for d in depths]
-        rows.append(max(tried, key=lambda row: row.speed))
+        middle = simulate.between(slow, fast)
+        speeds = {d: simulate.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
+        rows.append(_row(mode, x, y, max(depths, key=speeds.__getitem__), slow, fast, acceptance, bs, w))
     return sorted(rows, key=lambda row: -row.speed)
 
 
 def _row(mode: str, x: int, y: int, d: int, slow: Times, fast: Times, known: Acceptance, bs: int, w: int) -> Row:
-    rounds = [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
+    rounds = _rounds(known, mode, bs, w, d)
     middle = simulate.between(slow, fast)
     low, speed, high = simulate.interval(mode, rounds, d, slow, fast)
     advice = simulate.help_most(mode, rounds, d, middle)
     return Row(mode, x, y, d, low, speed, high, middle, simulate.run(mode, rounds, d, middle), advice)
+
+
+def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulate.Rounds:
+    return [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -103,7 +108,7 @@ def against(rows: Sequence[Row], profile: dict[str, Any]) -> str:
     if found:
         picked, top = store.speed(found[0][1]), max(store.speed(run) for _, run in found)
         lines.append(f"the predicted best, {found[0][0].title}, is measured at {picked / top:.1%} of the measured best")
-    return "\n".join(lines)
+    return "\n".join(lines) or "no split of the profile is among these"
 
 
 def parser() -> argparse.ArgumentParser:

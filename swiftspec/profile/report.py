@@ -33,16 +33,17 @@ def html(profile: Json) -> str:
         "" if winner is None else f"<p>Recommended: <b>{_text(store.title(winner['plan']))}</b>, "
         f"{store.speed(winner):.1f} tokens a second.</p>",
         "" if not profile["stopped"] else f"<p class=note>Ended early: {_text(profile['stopped'])}.</p>",
+        *(f"<p>{_text(line.capitalize())}.</p>" for line in results.orchestration(profile)),
         "<h2>Runs</h2>", _table(profile, winner),
     ]  # fmt: skip
     for title, note, draw in FIGURES:
         picture = _svg(profile, draw)
         if picture is not None:
             parts.append(f"<h2>{_text(title)}</h2>{picture}<p class=note>{_text(note)}</p>")
-    settings, versions = profile["settings"], profile["environment"]
+    settings, versions = profile["settings"], ", ".join(f"{k} {v}" for k, v in profile["environment"].items())
     parts.append(
         f"<p class=note>{settings['prompts']} prompts, {settings['max_tokens']} tokens each, greedy (mode smc:"
-        f" temperature 1), speed after the prompt; {', '.join(f'{_text(k)} {_text(v)}' for k, v in versions.items())}</p>"
+        f" temperature 1), speed after the prompt; {_text(versions)}</p>"
     )
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>SwiftSpec profile</title><style>{STYLE}</style>"
     return head + "\n".join(parts) + "</html>\n"

@@ -80,7 +80,15 @@ def table(profile: Mapping[str, Any]) -> str:
              run["dropped"] or "")
         )  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *orchestration(profile)])
+
+
+def orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
+    """What everything but the two models costs, where their times are emulated: a line, or none."""
+    cost = profile.get("orchestration")
+    if cost is not None:
+        yield f"beyond the emulated steps the best async round takes {1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
 
 
 def require(module: str, what: str) -> UserError:

@@ -13,6 +13,7 @@ A profile is a plain object:
                         the same on any machine; what the predictor is fed with
     lanes               lines of a trace: a few rounds of the best asynchronous run
     around              seconds of what surrounds its forwards, as `simulate.Times` names it
+    orchestration       of that run at emulated step times: {seconds, share} of the median round beyond them, or null
     stopped             why it ended early, or null
 """
 

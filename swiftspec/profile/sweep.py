@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from swiftspec.errors import UserError
 from swiftspec.params import Plan
-from swiftspec.profile import measure, store, trials
+from swiftspec.profile import measure, store, timeline, trials
 from swiftspec.profile.crew import Crew, Order
 from swiftspec.profile.timeline import Trace
 from swiftspec.profile.trials import Trial
@@ -78,7 +79,7 @@ class Sweep:
         """A profile with nothing measured."""
         return {
             "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": wish.settings(),
-            "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "stopped": None,
+            "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "orchestration": None, "stopped": None,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -232,6 +233,18 @@ class Sweep:
             middle = len(trace.rounds) // 2
             self.profile["lanes"] = trace.rounds[middle : middle + LANES]
             self.profile["around"] = measure.around_of(trace)
+            self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
+
+    def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
+        """What a round at emulated step times costs beyond them: median seconds, and the share of the median round."""
+        emulate = self._crew.pair.options.get("emulate")
+        if emulate is None or emulate.target is None or emulate.draft is None:
+            return None
+        target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
+        draft = emulate.draft.at(plan["draft_tp"], plan["draft_leaves"])
+        costs = timeline.costs(trace)
+        cost = statistics.median(timeline.orchestration(costs, target, draft))
+        return {"seconds": cost, "share": cost / statistics.median(r.length for r in costs)}
 
     def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:
         with tempfile.TemporaryDirectory() as folder:
