@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m bench.table6 [--limit 6] [--max-tokens 96]
 
-The models are the embedded pair and wait until a step of Qwen2-72B, or of its draft, would be over; runtime, messages and
-trees are the real ones. Prints each d of both, the ratio of their best, and what a round costs beyond the two models.
+The models are the embedded pair and wait until a step of Qwen2-72B, or of its draft, would be over; everything else is
+real. Prints each d of both, the ratio of their best, and what a round costs beyond the two models.
 """
 
 from __future__ import annotations

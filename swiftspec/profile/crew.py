@@ -129,7 +129,7 @@ class Crew:
         run_on(cores)
         threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MOST_THREADS)
         host.set_threads(threads)
-        torch.set_num_threads(threads if order.ops == "reference" or host.level() == "none" else 1)
+        torch.set_num_threads(threads if self._world is None and order.ops == "reference" else 1)
         if alone and part is not None and part.rank == 0:
             return None
         return part

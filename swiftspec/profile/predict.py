@@ -136,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
     """Predicts and prints. Raises UserError."""
     args = parser().parse_args(argv)
     profile = None if args.against is None else store.load(args.against)
-    acceptance = Acceptance(_records(args.acceptance or args.against))
+    recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
+    acceptance = Acceptance(_records(recorded))
     around = ASSUMED if profile is None or not profile.get("around") else profile["around"]
     if args.emulate is not None:
         ranks, step_times, origin = args.ranks, _table(args, around), "step times: quoted or given"
@@ -148,11 +149,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("a prediction compares splits: take two ranks or more")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
     print(table(rows))
-    recorded = (
-        "the embedded pair" if args.acceptance is None and profile is None else str(args.acceptance or args.against)
-    )
     outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
-    print(f"tok/s: predicted; {origin}; acceptance: measured on {recorded}; time outside the models: {outside}")
+    pair = recorded or "the embedded pair"
+    print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
     if profile is not None:
         print(against(rows, profile))
     return 0

@@ -91,11 +91,11 @@ class Sweep:
                 for trial in contest:
                     self._contest(trial, repeat)
                 self._drop()
-            self._step_times()
-            self._later(lambda: trials.ablation(self.profile["runs"]))
-            self._later(self._variations)
-            self._rounds()
             self._lanes()
+            self._rounds()
+            self._step_times()
+            self._later(self._variations)
+            self._later(lambda: trials.ablation(self.profile["runs"]))
         except measure.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent"
             self._show.note(self.profile["stopped"])
@@ -214,7 +214,8 @@ class Sweep:
 
     def _rounds(self) -> None:
         """The rounds of every tree that was tried, for the predictor: they are the same however long a step takes."""
-        plans = [run["plan"] for run in self.profile["runs"] if run["plan"]["draft_steps"] and run["speeds"]]
+        runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
+        plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
             shape = {name: plan[name] for name in ("mode", "verify_batch", "draft_leaves", "draft_steps")}
             if not any(same(known["plan"], shape) for known in self.profile["rounds"]):

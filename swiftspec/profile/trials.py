@@ -122,11 +122,14 @@ def variations(plan: Mapping[str, Any]) -> list[Trial]:
 
 
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """The best of serial and async once more with plain torch operators: base, only parallel tree, only kernels, both
-    (paper, Figure 8; there the other axis is CUDA kernels)."""
+    """The best of serial and async on all ranks once more with plain torch operators: base, only parallel tree, only
+    kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
     made = []
+    most = max((_ranks(run) for run in runs), default=1)
     for mode in ("serial", "async"):
-        mine = [run for run in runs if run["plan"]["mode"] == mode and run["speeds"] and run["ops"] == "auto"]
+        mine = [
+            r for r in runs if r["plan"]["mode"] == mode and r["speeds"] and r["ops"] == "auto" and _ranks(r) == most
+        ]
         if mine:
             plan = max(mine, key=lambda run: statistics.median(run["speeds"]))["plan"]
             made.append(Trial(**{**plan_fields(plan), "ops": "reference", "steps": (plan["draft_steps"],)}))
@@ -149,19 +152,19 @@ def depths(target: float, draft: float) -> tuple[int, ...]:
 def losers(runs: Sequence[Mapping[str, Any]]) -> list[int]:
     """Which runs are so far behind the leader on as many ranks that repeating them is a waste. The best of every mode
     stays, so that there is something to compare with."""
-
-    def ranks(run: Mapping[str, Any]) -> int:
-        return run["plan"]["target_tp"] + (run["plan"]["draft_tp"] if run["plan"]["mode"] == "async" else 0)
-
     best: dict[tuple[int, str], float] = {}
     for run in runs:
         if run["speeds"]:
-            place = ranks(run), run["plan"]["mode"]
+            place = _ranks(run), run["plan"]["mode"]
             best[place] = max(best.get(place, 0.0), statistics.median(run["speeds"]))
     behind = []
     for index, run in enumerate(runs):
-        if run["speeds"] and statistics.median(run["speeds"]) < best[ranks(run), run["plan"]["mode"]]:
-            leader = max(speed for (count, _), speed in best.items() if count == ranks(run))
+        if run["speeds"] and statistics.median(run["speeds"]) < best[_ranks(run), run["plan"]["mode"]]:
+            leader = max(speed for (count, _), speed in best.items() if count == _ranks(run))
             if max(run["speeds"]) < LOSING * leader:
                 behind.append(index)
     return behind
+
+
+def _ranks(run: Mapping[str, Any]) -> int:
+    return run["plan"]["target_tp"] + (run["plan"]["draft_tp"] if run["plan"]["mode"] == "async" else 0)
