@@ -24,6 +24,6 @@ def profile(*runs: dict[str, Any], **others: Any) -> dict[str, Any]:
     """A profile of four ranks with these runs."""
     return {
         "swiftspec_profile": 1, "key": dict(KEY), "environment": {"torch": "2"}, "runs": list(runs), "steps": [],
-        "settings": {"prompts": 1, "max_tokens": 8, "repeats": 2}, "rounds": [], "lanes": [], "around": {}, "orchestration": None,
-        "stopped": None, **others,
+        "settings": {"prompts": 1, "max_tokens": 8, "repeats": 2}, "rounds": [], "lanes": [], "around": {},
+        "orchestration": None, "stopped": None, **others,
     }  # fmt: skip

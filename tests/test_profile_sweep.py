@@ -145,7 +145,7 @@ def test_serve_takes_the_plan_and_says_so(
 ) -> None:
     assert main([*pair, *short, "--modes", "serial", "--budget", "10s"]) == 0
     capsys.readouterr()
-    phases = Phases(quiet=True)
+    phases = Phases()
     found = session.Found.of(parse(pair).settings, 1, phases)
     assert found.plan.mode == "serial" and found.plan.draft_steps is not None
     assert "plan: serial 1" in capsys.readouterr().err

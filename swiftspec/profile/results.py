@@ -88,7 +88,8 @@ def orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
     """What everything but the two models costs, where their times are emulated: a line, or none."""
     cost = profile.get("orchestration")
     if cost is not None:
-        yield f"beyond the emulated steps the best async round takes {1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
+        beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
+        yield f"beyond the emulated steps a round of the best async run takes {beyond}"
 
 
 def require(module: str, what: str) -> UserError:

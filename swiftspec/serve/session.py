@@ -175,12 +175,12 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     else:
         profile, file, reasons = store.find(folder, key)
         for reason in reasons:
-            phases.warn(reason)
+            phases.note(reason)
     fixed = {name: getattr(settings, name) for name in store.PLAN if name in settings.model_fields_set}
     run = None if profile is None else store.best(profile, fixed)
     if run is None:
         return settings
-    phases.warn(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
+    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
     own = ("mode", "target_tp") if run["plan"]["mode"] == "ar" else store.PLAN
     open_ = {name: run["plan"][name] for name in own if name not in fixed}
     if run["plan"]["mode"] != "async":
