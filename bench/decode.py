@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from bench import tasks
 from bench.heldout import DEMO, read_prompts
 from bench.peers import LlamaCpp, has_llama_cpp, load_transformers
 from bench.to_gguf import TYPES, write_gguf
@@ -247,7 +248,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=DEMO / "target")
     parser.add_argument("--draft-model", type=Path, default=DEMO / "draft")
-    parser.add_argument("--prompts", type=Path, help="JSONL with a field prompt; default: the held-out files")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help="a task file as published, or JSONL with a field prompt; default: the held-out files",
+    )
+    parser.add_argument("--task", choices=tasks.FAMILIES, help="our own prompts of this family instead")
     parser.add_argument("--limit", type=int, default=12, help="how many prompts")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -282,7 +288,11 @@ def main() -> None:
     if world is not None:
         run_on(set(world.cores))  # the others' threads may use them all
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    prompts = read_prompts(tokenizer, args.prompts)[: args.limit]
+    prompts = read_prompts(tokenizer)
+    if args.prompts is not None or args.task is not None:
+        texts = tasks.load(args.prompts) if args.prompts is not None else tasks.own(args.task)
+        prompts = [tokenizer(text)["input_ids"] for text in texts]
+    prompts = prompts[: args.limit]
     systems, together = build(args), None
     if world is not None:
         plan, dtype = plan_of("async", args), getattr(torch, args.dtype)

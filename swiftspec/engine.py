@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Unpack
@@ -24,6 +24,7 @@ from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
 from swiftspec.worker.policy import Pace, SelfSwitch, Switching
 from swiftspec.worker.roles import Models, Options
 from swiftspec.worker.smc import Answer, Population, check_sampling
+from swiftspec.worker.trace import LaneDrafter, TracedDrafter, TracedPopulation, TracedVerifier, TraceLog
 from swiftspec.worker.verifier import Verifier
 
 
@@ -133,7 +134,9 @@ class LLM:
         self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
         self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
         progress = options.get("progress")
+        log = None if models.trace is None else TraceLog(models.trace)
         self._rank: Rank | None = None
+        self._log, self._traced_smc = log, None
         self.verifier: Verifier
         self.drafter: Drafter = NoDrafter()
         self.smc: Population | None = None
@@ -142,21 +145,30 @@ class LLM:
             if self.plan.mode == "smc":
                 self.smc = self._rank.lead_population()
             else:
-                self.verifier, self.drafter, self.plan = self._rank.lead(self.plan)
+                self.verifier, self.drafter, self.plan = self._rank.lead(self.plan, log)
         elif self.plan.mode == "smc":
             self.smc = models.population(self.plan, progress=progress)
         else:
             self.verifier = models.verifier(self.plan, progress=progress)
             if self.plan.mode != "ar":
-                self.drafter = models.drafter(self.plan, progress=progress)
+                drafter = models.drafter(self.plan, progress=progress)
+                self.drafter = drafter if log is None else LaneDrafter(drafter, log.draft)
+        if log is not None:
+            log.head(_facts(models, self.plan))
+            if self.smc is None:
+                self.verifier, self.drafter = TracedVerifier(self.verifier, log), TracedDrafter(self.drafter, log)
+            else:
+                self._traced_smc = TracedPopulation(*self.smc.runners, log)
         self._requests = 0
         self._paces: dict[bool, Pace] = {}  # of guided requests and others, whose rounds take another time
         self.stats = Stats()
 
     def close(self) -> None:
-        """Sends the other ranks home. Alone it has nothing to do."""
+        """Sends the other ranks home and closes the trace."""
         if self._rank is not None:
             self._rank.leave()
+        if self._log is not None:
+            self._log.close()
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
@@ -251,8 +263,12 @@ class LLM:
         opened = time.perf_counter()
         stats.prompt_time = opened - began
         busy = self._busy()
+        if self._traced_smc is not None:
+            self._traced_smc.begin(request)
         try:
             for round_ in decode_smc(smc):
+                if self._traced_smc is not None:
+                    self._traced_smc.note(round_.tokens)
                 stats.clock(round_, began, opened, self._busy(since=busy))
                 stats.rounds = smc.rounds
                 stats.drafted += round_.drafted
@@ -264,6 +280,8 @@ class LLM:
             if self._requests == request:  # else the population is a later request's
                 stats.population = smc.finish()
                 smc.close()
+                if self._traced_smc is not None:
+                    self._traced_smc.end()
 
     def _ends(self, prompt: list[int], sampling: SamplingParams) -> tuple[int, set[int]]:
         """What ends the text: so many tokens, or one of these."""
@@ -280,6 +298,13 @@ class LLM:
         """Seconds that target and draft have spent in forwards."""
         target, draft = (self.verifier.busy, self.drafter.busy) if self.smc is None else self.smc.busy
         return target - since[0], draft - since[1]
+
+
+def _facts(models: Models, plan: Plan) -> dict[str, object]:
+    """What the first line of a trace says of the run."""
+    shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.draft_steps}
+    split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
+    return {"mode": plan.mode, **shape, **split, "model": models.target.name, "emulate": asdict(models.emulate)}
 
 
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:

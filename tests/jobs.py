@@ -49,6 +49,8 @@ def decode(
     if "population" in plan:
         plan = plan | {"population": PopulationPlan(**plan["population"])}
     options["dtype"] = getattr(torch, dtype)
+    if "trace" in options:
+        options["trace"] = Path(options["trace"])
     target = target.format(rank=world.rank if world is not None else 0)
     try:
         if world is not None and world.rank > 0:
@@ -136,3 +138,16 @@ def _failing_at(call: int | None) -> Iterator[None]:
         yield
     finally:
         LocalDrafter.expand = expand  # type: ignore[method-assign]
+
+
+def profile(argv: list[str]) -> int:
+    """The command of the profile phase, on every rank."""
+    import sys
+
+    from swiftspec.profile.__main__ import main
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return main(argv)
+    finally:
+        sys.stdout = out

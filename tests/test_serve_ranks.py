@@ -97,7 +97,7 @@ def test_torchrun_writes_what_one_process_writes(pair: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_chat_under_torchrun(pair: list[str]) -> None:
-    flags = [*pair, "--ignore-eos", "--temperature", "0", "--draft-steps", "2", "--verify-batch", "1"]
+    flags = [*pair, "--ignore-eos", "--temperature", "0", "--draft-steps", "2", "--emulate", "target=10ms"]
     chat = Terminal([*TORCHRUN, "2", *SERVE, *flags], TERM="xterm")
     chat.until(r"async on 1 \+ 1 ranks, d = 2[\s\S]*>>>")
     chat.send("def add(\r")

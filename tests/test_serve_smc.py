@@ -98,15 +98,15 @@ def test_plain_operators_can_be_asked_for(
 )
 def test_settings_that_the_mode_does_not_use(given: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        load(given).plan(has_draft=True)
+        load(given).make_plan(has_draft=True)
 
 
 def test_settings_make_the_plan() -> None:
-    plan = load({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).plan(has_draft=True)
+    plan = load({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
     assert plan.mode == "smc" and plan.population == PopulationPlan(7, power=1.5, smc_exact=1)
-    assert load({"mode": "smc"}).plan(has_draft=True, ranks=2).target_tp == 2
+    assert load({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
     with pytest.raises(UserError, match="needs a draft model"):
-        load({"mode": "smc"}).plan(has_draft=False)
+        load({"mode": "smc"}).make_plan(has_draft=False)
     with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):
         load({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})
 

@@ -153,11 +153,11 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load({"self_switch": False}).plan(has_draft=True) == Plan("serial")
-    assert load({}).plan(has_draft=False).mode == "ar"
-    assert load({"mode": "ar"}).plan(has_draft=True).mode == "ar"
+    assert load({"self_switch": False}).make_plan(has_draft=True) == Plan("serial")
+    assert load({}).make_plan(has_draft=False).mode == "ar"
+    assert load({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="--mode serial needs a draft model"):
-        load({"mode": "serial"}).plan(has_draft=False)
+        load({"mode": "serial"}).make_plan(has_draft=False)
 
 
 def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,9 @@ from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.remote.channel import Channel
 from swiftspec.worker.drafter import FAILURES
 from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC, Answer, Report
+from swiftspec.worker.trace import SteppedDrafter
 from swiftspec.worker.verifier import LocalPending, LocalVerifier
 
 T = TypeVar("T")
@@ -48,6 +50,7 @@ class Call(IntEnum):
     PROPOSAL = 16
     TIME = 17
     LOST = 18
+    TRACE = 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class LeadingVerifier:
 class LeadingDrafter:
     """The drafter of a group's leader."""
 
-    def __init__(self, drafter: LocalDrafter, team: Team) -> None:
+    def __init__(self, drafter: SteppedDrafter, team: Team) -> None:
         self._drafter = drafter
         self._team = team
 
@@ -200,6 +203,10 @@ class LeadingPopulation:
     @property
     def busy(self) -> tuple[float, float]:
         return self._smc.busy
+
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        return self._smc.runners
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         ends = replace(sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)

@@ -14,12 +14,14 @@ from swiftspec.params import Plan
 from swiftspec.remote.calls import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
+from swiftspec.remote.lane import TracedBridge, teller
 from swiftspec.remote.world import Links, Place, World, run_on
 from swiftspec.worker.drafter import FAILURES, Drafter, NoDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import steps_for, verification_time
 from swiftspec.worker.roles import Models, Progress, fingerprint
 from swiftspec.worker.smc import SMC
+from swiftspec.worker.trace import LaneDrafter, TraceLog
 from swiftspec.worker.verifier import LocalVerifier
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # a peer this late inside a forward hangs; one that dies is found at once
@@ -63,18 +65,20 @@ class Rank:
             self.leave()
             raise
 
-    def lead(self, plan: Plan) -> tuple[LeadingVerifier, Drafter, Plan]:
-        """The roles of rank 0, and the plan with d filled in."""
+    def lead(self, plan: Plan, log: TraceLog | None = None) -> tuple[LeadingVerifier, Drafter, Plan]:
+        """The roles of rank 0, the draft's lane to the log where there is one, and the plan with d filled in."""
         assert self._verifier is not None
         team = Team(self._links.followers)
         verifier = LeadingVerifier(self._verifier, team)
         if self._links.drafts is not None:
-            drafter = GroupDrafter(self._links.drafts)
+            bridge = self._links.drafts if log is None else TracedBridge(self._links.drafts, log)
+            drafter = GroupDrafter(bridge)
             if plan.draft_steps is None:
                 plan = replace(plan, draft_steps=self._measured(plan, verifier, drafter))
             return verifier, drafter, plan
         if self._drafter is not None:
-            return verifier, LeadingDrafter(self._drafter, team), plan
+            own = self._drafter if log is None else LaneDrafter(self._drafter, log.draft)
+            return verifier, LeadingDrafter(own, team), plan
         return verifier, NoDrafter(), plan
 
     def lead_population(self) -> LeadingPopulation:
@@ -101,8 +105,9 @@ class Rank:
         assert leader is not None
         try:
             if self._links.target is not None and self._drafter is not None:
-                drafter = LeadingDrafter(self._drafter, Team(self._links.followers))
-                DraftService(self._links.target, drafter).run()
+                traced = self._models.trace is not None
+                own = LaneDrafter(self._drafter, teller(self._links.target)) if traced else self._drafter
+                DraftService(self._links.target, LeadingDrafter(own, Team(self._links.followers))).run()
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
         finally:

@@ -39,6 +39,14 @@ class World:
         """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
         return replace(self, store=prefixed(self.store, f"job {next(self.jobs)}"))
 
+    def part(self, size: int, name: str) -> World:
+        """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
+        whole give it the same name."""
+        first = self.rank - self.local_rank  # of this machine
+        local = max(min(self.local_size, size - first), 1)
+        store = prefixed(self.store, name)
+        return replace(self, size=size, local_size=local, store=store, jobs=itertools.count())
+
     @property
     def one_machine(self) -> bool:
         return self.local_size == self.size

@@ -84,9 +84,7 @@ class Found:
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
         model, draft_model = _names(settings)
-        plan = settings.plan(draft_model is not None, ranks)
-        if plan.mode == "ar":
-            draft_model = None
+        plan = settings.make_plan(draft_model is not None, ranks)  # nonsense shows before anything is fetched
         if not all(Path(name).expanduser().is_dir() for name in (model, draft_model) if name is not None):
             phases.begin("download")
         target = locate(model, settings.revision)
@@ -94,6 +92,10 @@ class Found:
         for path in (target, draft):
             if path is not None:
                 ModelConfig.from_dir(path)  # what is no model shows at once
+        if draft is not None and settings.mode != "ar":
+            plan = planned(settings, target, draft, ranks, phases).make_plan(True, ranks)
+        if plan.mode == "ar":
+            draft_model, draft = None, None
         return Found(model, draft_model, target, draft, plan)
 
 
@@ -117,7 +119,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     phases.begin("target weights")
     from swiftspec.engine import LLM
 
-    options, dtype, threads = _options(settings, found.target, world)
+    options, dtype, threads = load_options(settings, found.target, world)
     options |= {"vocab_size": codec.size, "progress": _Weights(phases)}
     try:
         llm = LLM(found.target, found.draft, found.plan, world=world, **options)
@@ -137,13 +139,15 @@ def serve_rank(settings: Settings, world: World) -> None:
     from swiftspec import engine
 
     found = Found.of(settings, world.size, Phases(quiet=True))
-    options, _, _ = _options(settings, found.target, world)
+    options, _, _ = load_options(settings, found.target, world)
     engine.serve_rank(world, found.target, found.draft, found.plan, **options)
 
 
-def _options(settings: Settings, target: Path, world: World | None) -> tuple[Options, str, int]:
+def load_options(settings: Settings, target: Path, world: World | None) -> tuple[Options, str, int]:
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
+
+    from swiftspec.profile import emulation
 
     device = _device(settings.device)
     dtype = _dtype(settings, target, device)
@@ -154,8 +158,43 @@ def _options(settings: Settings, target: Path, world: World | None) -> tuple[Opt
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
+        "emulate": None if settings.emulate is None else emulation.parse(settings.emulate),
+        "trace": None if settings.trace is None else Path(settings.trace),
     }
     return options, dtype, threads
+
+
+def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: Phases) -> Settings:
+    """The settings with what is open of mode, split and tree filled in from a profile, and a word on which. Raises
+    UserError where a profile is named and is not of this machine and pair."""
+    folder, named = Path("profiles"), settings.plan not in ("auto", "none")
+    if settings.plan == "none" or settings.mode == "smc" or not (named or any(folder.glob("*.json"))):
+        return settings
+    from swiftspec.profile import emulation, store
+
+    device = _device(settings.device)
+    emulate = None if settings.emulate is None else emulation.parse(settings.emulate)
+    key = store.Key.of(device, ranks, target, draft, _dtype(settings, target, device), settings.ops, emulate)
+    if named:
+        file = Path(settings.plan)
+        profile = store.load(file)
+        reason = key.difference(profile["key"])
+        if reason is not None:
+            raise UserError(f"--plan {file} is refused: {reason}; measure here with `python -m swiftspec.profile`")
+    else:
+        profile, file, reasons = store.find(folder, key)
+        for reason in reasons:
+            phases.note(reason)
+    fixed = {name: getattr(settings, name) for name in store.PLAN if name in settings.model_fields_set}
+    run = None if profile is None else store.best(profile, fixed)
+    if run is None:
+        return settings
+    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
+    own = ("mode", "target_tp") if run["plan"]["mode"] == "ar" else store.PLAN
+    open_ = {name: run["plan"][name] for name in own if name not in fixed}
+    if run["plan"]["mode"] != "async":
+        open_.pop("draft_tp", None)
+    return settings.model_copy(update=open_)
 
 
 class _Weights:

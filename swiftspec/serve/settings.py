@@ -74,6 +74,14 @@ class Settings(BaseSettings):
     ops: Annotated[Literal["auto", "reference", "unfused"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
         "auto", description="Operators. reference: plain torch; unfused: the same, but int4 by torch's product."
     )
+    emulate: Annotated[str | None, Flag(MODELS, "SPEC", "off")] = Field(
+        None,
+        description="Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"
+        " paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json file by TP size and rows.",
+    )
+    trace: Annotated[str | None, Flag(MODELS, "FILE.jsonl", "off")] = Field(
+        None, description="Record every round of both lanes here; read it with `python -m swiftspec.profile trace`."
+    )
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."
     )
@@ -84,6 +92,11 @@ class Settings(BaseSettings):
         None,
         description="async: the draft group grows the tree while the target group verifies. serial: in turns, on one"
         " group. ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
+    )
+    plan: Annotated[str, Flag(TREE, "auto|none|FILE.json")] = Field(
+        "auto",
+        description="Fill what is open of mode, split and tree from a profile of this machine and pair: the one in"
+        " ./profiles where there is one (auto), or this one.",
     )
     target_tp: Annotated[int | None, Flag(TREE, "X", "the ranks that the draft leaves")] = Field(
         None, ge=1, description="Ranks that share the target model."
@@ -221,7 +234,7 @@ class Settings(BaseSettings):
         _as_value_error(lambda: PopulationPlan(**one))
         return value
 
-    def plan(self, has_draft: bool, ranks: int = 1) -> Plan:
+    def make_plan(self, has_draft: bool, ranks: int = 1) -> Plan:
         """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
         needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")

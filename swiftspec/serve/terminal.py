@@ -132,6 +132,11 @@ class Phases:
         """A line that stays, even when the phases are not shown."""
         print(f"swiftspec: warning: {text}", file=sys.stderr, flush=True)
 
+    def note(self, text: str) -> None:
+        """A line that stays, where the phases are shown."""
+        if self._lines:
+            print(f"swiftspec: {text}", file=sys.stderr, flush=True)
+
     def ready(self) -> None:
         """Ends the last phase and says what the start took."""
         self._end()

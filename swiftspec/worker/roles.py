@@ -22,6 +22,7 @@ from swiftspec.spec.drawn import LIFETIME
 from swiftspec.worker.graph import CudaCapture
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.pace import MOST_STEPS
+from swiftspec.worker.paced import Emulation, PacedModel
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
@@ -51,6 +52,8 @@ class Options(TypedDict, total=False):
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
     ops: OpsName  # auto if left out: the fastest that fit; reference: plain torch; unfused: its libraries, int4 as int4
     load: Load  # what makes a model of a directory; load_model if left out
+    emulate: Emulation | None  # step times that the models are to take at least
+    trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
 
 
@@ -84,6 +87,8 @@ class Models:
     vocab_size: int
     ops: OpsName
     load: Load
+    emulate: Emulation
+    trace: Path | None
 
     @staticmethod
     def check(
@@ -109,16 +114,24 @@ class Models:
         device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
-        return Models(Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, load)
+        emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
+        dtype = options.get("dtype")
+        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
 
     def facts(self, plan: Plan) -> str:
         """What all ranks of a job must agree on, as text."""
         same_draft = "" if self.draft is None else fingerprint(self.draft)
         limits = (self.max_model_len, self.vocab_size)
-        return json.dumps([str(plan), str(self.dtype), self.device.type, *limits, self.ops, same_draft])
+        how = (str(plan), str(self.dtype), self.device.type, self.ops, str(self.emulate))
+        return json.dumps([*how, *limits, same_draft])
 
-    def runner(self, path: Path, plan: Plan, tree_slots: int, group: Group | None, progress: Progress | None) -> Runner:
+    def runner(
+        self, side: Literal["target", "draft"], plan: Plan, tree_slots: int, group: Group | None,
+        progress: Progress | None,
+    ) -> Runner:  # fmt: skip
         """Loads one of the two models, or this rank's share of it."""
+        path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
+        assert path is not None
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
@@ -132,29 +145,29 @@ class Models:
         # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
         captures = self.device.type == "cuda" and group is None and getattr(ops, "CAPTURES", False)
         capture = CudaCapture() if captures else None
-        return Runner(model, ops, context=context, tree_slots=tree_slots, capture=capture)
+        paced = model if times is None else PacedModel(model, times)
+        return Runner(paced, ops, context=context, tree_slots=tree_slots, capture=capture)
 
     def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
         """The target."""
-        runner = self.runner(self.target, plan, plan.verify_batch, group, progress)
+        runner = self.runner("target", plan, plan.verify_batch, group, progress)
         return LocalVerifier(runner, self.vocab_size, plan.verify)
 
     def drafter(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        assert self.draft is not None
         measured = plan.mode == "async" and plan.draft_steps is None
         steps = MOST_STEPS if measured else plan.steps
         slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
         if plan.proposal == "sample":
             slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
         kind = AheadDrafter if plan.mode == "async" else LocalDrafter
-        return kind(self.runner(self.draft, plan, slots, group, progress), plan, self.vocab_size)
+        return kind(self.runner("draft", plan, slots, group, progress), plan, self.vocab_size)
 
     def population(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> SMC:
         """Both models, for mode smc."""
-        assert self.draft is not None
         slots = region(plan.population, self.max_model_len)
-        target, draft = (self.runner(path, plan, slots, group, progress) for path in (self.target, self.draft))
+        target = self.runner("target", plan, slots, group, progress)
+        draft = self.runner("draft", plan, slots, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
 

@@ -58,7 +58,6 @@ class Runner:
     ) -> None:
         """`capture`: forwards that give logits are captured with it; None: they are not."""
         config = model.config
-        self.model = model
         self.ops = ops
         self.tree_slots = tree_slots
         self.cache = KVCache(
@@ -73,6 +72,11 @@ class Runner:
         self.busy = 0.0  # seconds spent in forwards
         self._capture = capture
         self._guidance: Guidance | None = None
+        self.use(model)
+
+    def use(self, model: Model) -> None:
+        """Takes this model, or another that stands for the same one, from now on."""
+        self.model = model
         self._settle()
 
     def _settle(self) -> None:

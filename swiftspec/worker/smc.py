@@ -106,6 +106,11 @@ class Population(Protocol):
         """Seconds that target and draft have spent in forwards."""
         ...
 
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        """Of target and draft."""
+        ...
+
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None: ...
     def launch(self) -> bool: ...
     def collect(self) -> Report: ...
@@ -131,6 +136,10 @@ class SMC:
     @property
     def busy(self) -> tuple[float, float]:
         return self.target.busy, self.draft.busy
+
+    @property
+    def runners(self) -> tuple[Runner, Runner]:
+        return self.target, self.draft
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`.

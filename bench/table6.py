@@ -1,0 +1,82 @@
+"""The paper's Table 6 at emulated step times: growing the tree ahead on two groups against growing it in turn on one.
+
+    torchrun --standalone --nproc-per-node 2 -m bench.table6 [--limit 6] [--max-tokens 96]
+
+The models are the embedded pair and wait until a step of Qwen2-72B, or of its draft, would be over; everything else is
+real. Prints each d of both, the ratio of their best, and what a round costs beyond the two models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from swiftspec.engine import LLM, join_world
+from swiftspec.params import Plan
+from swiftspec.profile import emulation, measure, timeline
+from swiftspec.profile.crew import Crew, Order, Pair
+from swiftspec.profile.timeline import Trace
+from swiftspec.worker.roles import Options
+
+DEPTHS = (1, 2, 3, 4)
+
+
+def spec(side: str) -> tuple[str, float, float]:
+    """Step times of one half of Table 6: as `--emulate` has them, and in seconds."""
+    row = emulation.paper()["table6"][side]
+    text = f"target={row['target_ms']}ms,draft={row['draft_ms']}ms"
+    return text, 1e-3 * row["target_ms"], 1e-3 * row["draft_ms"]
+
+
+def show(name: str, d: int, run: measure.Run, more: str = "") -> float:
+    """A line of the table."""
+    print(f"{name:8} d {d}: {run.speed:6.1f} tok/s, {run.tokens_per_round:.2f} tok/round{more}", flush=True)
+    return run.speed
+
+
+def main() -> None:
+    """Runs both sides."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=int, default=6, help="prompts")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    args = parser.parse_args()
+    world = join_world()
+    if world is None or world.size != 2:
+        parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.table6")
+    torch.set_num_threads(1)
+    text, target, draft = spec("parallel")
+    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(text)}
+    crew = Crew(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
+    if world.rank > 0:
+        crew.follow()
+        return
+    prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
+    ahead, in_turn = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for d in DEPTHS:
+            file = Path(folder) / "rounds.jsonl"
+            with crew.engine(Order(Plan("async", draft_steps=d), trace=str(file))) as llm:
+                run = measure.decode_all(llm, prompts, args.max_tokens)
+            costs = timeline.costs(Trace.read(file))
+            own = statistics.median(timeline.orchestration(costs, target, draft))
+            length = statistics.median(cost.length for cost in costs)
+            more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms of it neither model's ({own / length:.1%})"
+            ahead.append(show("parallel", d, run, more))
+    crew.dismiss()
+    options["emulate"] = emulation.parse(spec("serial")[0])
+    for d in DEPTHS:
+        llm = LLM(DEMO / "target", DEMO / "draft", Plan("serial", draft_steps=d), **options)
+        in_turn.append(show("serial", d, measure.decode_all(llm, prompts, args.max_tokens)))
+    paper = emulation.paper()["table6"]
+    print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; the paper's (quoted)"
+          f" {paper['parallel']['tokens_per_second'] / paper['serial']['tokens_per_second']:.2f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

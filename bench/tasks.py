@@ -1,0 +1,69 @@
+"""Prompts of the paper's six task families, from the files as they are published, and a few of our own.
+
+MT-bench `question.jsonl`, `HumanEval.jsonl`, GSM8K `test.jsonl`, Alpaca `alpaca_data.json`, CNN/DailyMail as JSONL with
+a field `article`, Natural Questions simplified (`question_text`) or NQ-open (`question`). Which one a file is follows
+from its fields. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from swiftspec.errors import UserError
+from swiftspec.profile.__main__ import PROMPTS
+
+FAMILIES = ("mtbench", "humaneval", "gsm8k", "alpaca", "cnndm", "nq")
+SUMMARIZE = "Summarize the following article in three sentences.\n\n"
+
+
+def own(family: str | None = None) -> list[str]:
+    """Our own prompts, of one family or of all. Raises UserError on an unknown one."""
+    if family is not None and family not in FAMILIES:
+        raise UserError(f"task family {family!r} is none of {', '.join(FAMILIES)}")
+    lines = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    return [line["prompt"] for line in lines if family in (None, line["family"])]
+
+
+def load(file: Path) -> list[str]:
+    """The prompts of a published file. Raises UserError on one whose fields are of no family."""
+    try:
+        records = list(_records(file))
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+    except ValueError:
+        raise UserError(f"{file} is neither JSON nor JSONL") from None
+    if not records:
+        raise UserError(f"{file} holds no prompt")
+    return [prompt_of(record, f"{file}, record {number}") for number, record in enumerate(records, 1)]
+
+
+def prompt_of(record: Any, where: str = "record") -> str:
+    """The prompt in one record."""
+    if isinstance(record, Mapping):
+        if record.get("turns"):  # MT-bench: the first turn
+            return str(record["turns"][0])
+        if "instruction" in record:  # Alpaca
+            more = f"\n\n{record['input']}" if record.get("input") else ""
+            return f"{record['instruction']}{more}"
+        if "article" in record:  # CNN/DailyMail
+            return f"{SUMMARIZE}{record['article']}"
+        for name in ("prompt", "question_text", "question"):  # HumanEval and our own; Natural Questions; GSM8K, NQ-open
+            if record.get(name):
+                return str(record[name])
+    raise UserError(f"{where} has no field of a task family (turns, prompt, question, instruction, article)")
+
+
+def _records(file: Path) -> Iterator[Any]:
+    """JSON lines, or one JSON array; gzipped or not."""
+    data = file.read_bytes()
+    text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
+    if text.lstrip().startswith("["):
+        yield from json.loads(text)
+        return
+    for line in text.splitlines():
+        if line.strip():
+            yield json.loads(line)

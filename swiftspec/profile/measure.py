@@ -1,0 +1,121 @@
+"""What a sweep measures on an engine: speed, step times, and the rounds as they went."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from swiftspec.batch import Proposal
+from swiftspec.engine import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.profile import timeline
+from swiftspec.profile.timeline import Trace
+from swiftspec.remote.calls import LeadingDrafter
+from swiftspec.remote.group import GroupDrafter
+from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.pace import GREEDY, TEXT, verification_time
+from swiftspec.worker.verifier import Verifier
+
+
+class OutOfTime(Exception):
+    """The budget has gone by in the middle of something."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A prompt set once through."""
+
+    tokens: int = 0
+    rounds: int = 0
+    accepted: int = 0
+    seconds: float = 0.0  # after the prefill
+    busy: float = 0.0
+    answers: list[list[int]] = field(default_factory=list)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / max(self.rounds, 1)
+
+
+def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
+    """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
+    temperature = 1.0 if llm.smc is not None else 0.0
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    run = Run()
+    for prompt in prompts:
+        answer = []
+        for chunk in llm.stream(prompt, sampling):
+            answer += chunk.token_ids
+            if time.monotonic() > deadline:
+                raise OutOfTime
+        stats = llm.stats
+        run.tokens += stats.tokens
+        run.rounds += stats.rounds
+        run.accepted += stats.accepted
+        run.seconds += stats.decode_time
+        run.busy += stats.target_busy_time
+        run.answers.append(answer)
+    return run
+
+
+def set_steps(llm: LLM, steps: int) -> None:
+    """Sets d of an engine for the requests to come."""
+    drafter = llm.drafter
+    if isinstance(drafter, GroupDrafter):
+        drafter.set_steps(steps)
+    else:
+        assert isinstance(drafter, LeadingDrafter | LocalDrafter)
+        drafter.steps = steps
+
+
+def lane_times(llm: LLM) -> tuple[float, float]:
+    """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
+    assert isinstance(llm.drafter, GroupDrafter)
+    room = llm.max_model_len - 1
+    llm.drafter.measure(room)
+    return verification_time(llm.verifier, llm.plan.verify_batch, room), llm.drafter.expansion_time()
+
+
+def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
+    """Seconds of a forward over `rows`, sampling included, once a repeat after one to warm up."""
+    text = [0] * min(TEXT, room)
+    chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
+    for repeat in range(repeats + 1):
+        verifier.open(0, text, GREEDY, len(text))
+        began = time.perf_counter()
+        verifier.submit(chain).wait()
+        if repeat > 0:
+            yield time.perf_counter() - began
+    verifier.close()
+
+
+def rounds_of(trace: Trace) -> list[tuple[int, int]]:
+    """(accepted draft tokens, expansions on the critical path) of every round between two others of its request."""
+    found = []
+    for (this, _), cost in zip(trace.successive(), timeline.costs(trace), strict=True):
+        found.append((len(this["path"]) - 1, cost.critical))
+    return found
+
+
+def around_of(trace: Trace) -> dict[str, float]:
+    """Mean seconds of what surrounds the forwards of an asynchronous run, as `simulate.Times` names it."""
+    found: dict[str, list[float]] = {name: [] for name in ("verify", "settle", "expand", "answer", "link")}
+    for this, after in trace.successive():
+        if "observe" not in after.get("draft", {}) or "grow" not in this.get("draft", {}):
+            continue
+        verify, grow, answer = this["target"]["verify"], this["draft"]["grow"], after["draft"]
+        growing = [f for f in this["draft"]["forwards"] if f[0] >= grow[0]]
+        inside = sum(f[1] - f[0] for f in answer["forwards"] if f[0] < answer["propose"][1])
+        found["verify"].append(verify[1] - verify[0] - this["target"]["forward"])
+        found["settle"].append(after["wait"][0] - verify[1])
+        if growing:
+            found["expand"].append((grow[1] - grow[0] - sum(f[1] - f[0] for f in growing)) / len(growing))
+        found["answer"].append(answer["propose"][1] - answer["observe"][0] - inside)
+        found["link"].append(after["wait"][1] - answer["propose"][1])
+    return {name: max(statistics.median(values), 0.0) for name, values in found.items() if values}

@@ -1,0 +1,136 @@
+"""A discrete-event simulation of the rounds, fed with rounds that a real tree has gone through.
+
+What a round accepts does not depend on how long anything takes (for a fixed d the rounds are always the same), so
+recorded rounds say what is accepted, and the simulation says when.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from swiftspec.errors import UserError
+
+Rounds = Sequence[tuple[int, int]]  # accepted draft tokens, expansions on the critical path
+BLOCKS = 64  # of resampled rounds
+BLOCK = 16  # rounds that stay together: acceptance comes in stretches
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds. `target`, `draft`: a forward. The rest is what surrounds them."""
+
+    target: float
+    draft: float
+    verify: float = 0.0  # drawing, walking, building the batch
+    settle: float = 0.0  # of the target after a result, while the draft answers
+    expand: float = 0.0  # leaves, children, mask, of each expansion
+    answer: float = 0.0  # re-rooting and choosing
+    link: float = 0.0  # a message one way
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of a simulated run: tokens a second, the mean round, and of it the target's waiting."""
+
+    speed: float
+    round: float
+    waiting: float
+    tokens_per_round: float
+
+
+def asynchronous(rounds: Rounds, d: int, times: Times) -> Outcome:
+    """Both lanes at once: the draft grows d times while the target verifies, and answers when both have come."""
+    submitted = grown = waiting = 0.0
+    for _, critical in rounds:
+        grown_until = grown + d * (times.draft + times.expand)  # `grown`: when growing begins
+        result = submitted + times.target + times.verify
+        answering = max(result + times.link, grown_until)
+        answered = answering + times.answer + critical * (times.draft + times.expand)
+        arrives = max(answered + times.link, result + times.settle)
+        waiting += arrives - result
+        submitted, grown = arrives, answered
+    return _outcome(rounds, submitted, waiting)
+
+
+def serial(rounds: Rounds, d: int, times: Times) -> Outcome:
+    """In turn: d expansions, then the verification."""
+    drafting = times.answer + d * (times.draft + times.expand)
+    length = times.target + times.verify + times.settle + drafting
+    return _outcome(rounds, length * len(rounds), drafting * len(rounds))
+
+
+def plain(times: Times, count: int = 1) -> Outcome:
+    """The target alone."""
+    return _outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
+
+
+def run(mode: str, rounds: Rounds, d: int, times: Times) -> Outcome:
+    """One of the three."""
+    return {"async": asynchronous, "serial": serial}[mode](rounds, d, times) if mode != "ar" else plain(times)
+
+
+def _outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
+    tokens = sum(accepted + 1 for accepted, _ in rounds)
+    return Outcome(tokens / seconds, seconds / len(rounds), waiting / len(rounds), tokens / len(rounds))
+
+
+def interval(mode: str, rounds: Rounds, d: int, slow: Times, fast: Times) -> tuple[float, float, float]:
+    """(5 %, middle, 95 %) of tokens a second: rounds resampled in blocks, and step times from slow to fast."""
+    middle = run(mode, rounds, d, between(slow, fast)).speed
+    if mode == "ar":
+        return run(mode, rounds, d, slow).speed, middle, run(mode, rounds, d, fast).speed
+    draw = random.Random(0)
+    ends = [[], []]
+    size = min(BLOCK, len(rounds))
+    for _ in range(BLOCKS):
+        starts = [draw.randrange(len(rounds) - size + 1) for _ in range(math.ceil(len(rounds) / size))]
+        sample = [pair for start in starts for pair in rounds[start : start + size]]
+        for end, times in zip(ends, (slow, fast)):
+            end.append(run(mode, sample, d, times).speed)
+    return statistics.quantiles(ends[0], n=20)[0], middle, statistics.quantiles(ends[1], n=20)[-1]
+
+
+def between(slow: Times, fast: Times) -> Times:
+    """The middle of two."""
+    return Times(**{f.name: (getattr(slow, f.name) + getattr(fast, f.name)) / 2 for f in fields(Times)})
+
+
+def help_most(mode: str, rounds: Rounds, d: int, times: Times) -> tuple[str, float]:
+    """Which tenth off would help most, and by how much: the target's step, the draft's step, or all that surrounds them
+    gone."""
+    base = run(mode, rounds, d, times).speed
+    bare = replace(Times(times.target, times.draft))
+    options = {
+        "a target step shorter by a tenth": replace(times, target=0.9 * times.target),
+        "a draft step shorter by a tenth": replace(times, draft=0.9 * times.draft),
+        "no time outside the two models": bare,
+    }
+    gains = {what: run(mode, rounds, d, changed).speed / base - 1 for what, changed in options.items()}
+    return max(gains.items(), key=lambda item: item[1])
+
+
+class Acceptance:
+    """Recorded rounds of several trees, as a profile's `rounds` has them."""
+
+    def __init__(self, records: Sequence[Mapping[str, Any]]) -> None:
+        self._rounds: dict[tuple[str, int, int, int], list[tuple[int, int]]] = {}
+        for record in records:
+            plan = record["plan"]
+            shape = (plan["mode"], plan["verify_batch"], plan["draft_leaves"], plan["draft_steps"])
+            self._rounds[shape] = [(int(accepted), int(critical)) for accepted, critical in record["rounds"]]
+
+    def depths(self, mode: str, bs: int, w: int) -> list[int]:
+        """Every d that was recorded for a tree. Raises UserError where there is none."""
+        found = sorted(d for m, b, leaves, d in self._rounds if (m, b, leaves) == (mode, bs, w))
+        if not found:
+            raise UserError(f"no rounds of mode {mode} with bs {bs} and w {w} were recorded: take others, or a profile")
+        return found
+
+    def rounds(self, mode: str, bs: int, w: int, d: int) -> Rounds:
+        """The rounds of one tree."""
+        return self._rounds[mode, bs, w, d]

@@ -1,0 +1,55 @@
+"""Records the rounds of the embedded pair for the predictor (swiftspec/profile/acceptance.json).
+
+    torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance
+
+Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy, bs = w = 8.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from swiftspec.engine import join_world
+from swiftspec.params import Plan
+from swiftspec.profile import measure, predict
+from swiftspec.profile.crew import Crew, Order, Pair
+from swiftspec.profile.timeline import Trace
+
+DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+PROMPTS, TOKENS = 12, 128
+
+
+def main() -> None:
+    """Rank 0 records, the other rank follows."""
+    crew = Crew(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
+    if world is None:
+        raise SystemExit("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance")
+    if world.rank > 0:
+        crew.follow()
+        return
+    prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
+    for mode in ("serial", "async"):
+        for d in DEPTHS:
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "rounds.jsonl"
+                with crew.engine(Order(Plan(mode, draft_steps=d), trace=str(file))) as llm:
+                    measure.decode_all(llm, prompts, TOKENS)
+                rounds = measure.rounds_of(Trace.read(file))
+            records.append(
+                {"plan": {"mode": mode, "verify_batch": 8, "draft_leaves": 8, "draft_steps": d}, "rounds": rounds}
+            )
+            print(f"{mode} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round")
+    crew.dismiss()
+    note = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
+    lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
+    predict.ACCEPTANCE.write_text(f'{{"note": "{note}",\n "rounds": [\n {lines}]}}\n')
+
+
+if __name__ == "__main__":
+    main()
