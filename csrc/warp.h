@@ -111,16 +111,23 @@ SWIFTSPEC_HD PerLane<T> from_before(const PerLane<T>& x) {
   return out;
 }
 
+// Each lane's x as the lane `step` (a power of 2) away has it.
+template <class T>
+SWIFTSPEC_HD PerLane<T> exchanged(const PerLane<T>& x, int step) {
+  PerLane<T> out;
+#ifdef __CUDA_ARCH__
+  out.here = __shfl_xor_sync(0xffffffffu, x.here, step);
+#else
+  for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane ^ step);
+#endif
+  return out;
+}
+
 // x joined over all lanes by `join`, which commutes; always in the same order, and the same in every lane.
 template <class T, class Join>
 SWIFTSPEC_HD PerLane<T> joined(PerLane<T> x, Join join) {
   for (int step = 16; step > 0; step /= 2) {
-    PerLane<T> other;
-#ifdef __CUDA_ARCH__
-    other.here = __shfl_xor_sync(0xffffffffu, x.here, step);
-#else
-    for (int lane = 0; lane < 32; ++lane) other(lane) = x(lane ^ step);
-#endif
+    const PerLane<T> other = exchanged(x, step);
     SWIFTSPEC_EACH_LANE(lane) { x(lane) = join(x(lane), other(lane)); }
   }
   return x;
