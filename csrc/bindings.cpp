@@ -1,5 +1,5 @@
-// The only file that knows Python. Tensors arrive as addresses and sizes; what can be checked of them is
-// checked here.
+// What Python sees of the host's kernels; no other file than the bindings knows Python. Tensors arrive as addresses and
+// sizes; what can be checked of them is checked here.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -8,6 +8,9 @@
 #include <string>
 #include <system_error>
 
+#ifdef SWIFTSPEC_WITH_CUDA
+#include "bindings_cuda_attention.h"
+#endif
 #include "host/ll_shm.h"
 #include "kernels.h"
 #include "noise.h"
@@ -377,5 +380,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("noise_bits_cuda", &noise_bits_cuda, py::arg("seed"), py::arg("stream"), py::arg("positions"),
         py::arg("rows"), py::arg("vocab"), py::arg("out"), py::arg("cuda_stream") = 0,
         "noise_bits on device memory, on a CUDA stream (0: the default stream) of the current device.");
+  bind_cuda_attention(m);
 #endif
 }

@@ -142,13 +142,14 @@ struct AttentionPlan {
   int32_t* count;            // [rows]
   RowGroup* groups;          // [attention_groups]
   uint32_t* arrived;         // [attention_groups, kv_heads]
-  float* part_values;        // [attention_groups, kv_heads, ceil(capacity / 1024), 64, dim]
-  float* part_sums;          // the same, of 2 in place of dim
+  float* part_values;        // [attention_lines, dim]
+  float* part_sums;          // [attention_lines, 2]
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
   int64_t clusters;  // that the device holds at a time, of `attention_clusters`
   float scale;       // of the scores, base 2
 };
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
+int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity);
 int64_t attention_clusters(int64_t dim);
 void plan_attention(const AttentionPlan& plan, Stream stream);
 void attention(const AttentionPlan& plan, const void* qkv, void* keys, void* values, void* out, Stream stream);

@@ -17,7 +17,15 @@ from swiftspec.spec.tree import NEG_INF, DraftTree
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+]
 ROOT_TOKEN = 5
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -120,7 +128,9 @@ def test_a_tree_grows_as_on_the_host(tree: str, w: int, k: int) -> None:
     host.reset(ROOT_TOKEN)
     for rows in grown.rows:
         leaves = host.best_leaves(w)
-        seen = [{int(host.token[n]) for n in np.flatnonzero(np.isin(host.slot, np.flatnonzero(m)))} for m in leaves.mask]
+        seen = [
+            {int(host.token[n]) for n in np.flatnonzero(np.isin(host.slot, np.flatnonzero(m)))} for m in leaves.mask
+        ]
         want = {
             token: (depth + prefix, ancestors)
             for token, depth, ancestors in zip(leaves.tokens.tolist(), leaves.depths.tolist(), seen, strict=True)

@@ -138,6 +138,10 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
   return one_sequence ? parts(rows, kColumns / (heads / kv_heads)) : rows;
 }
 
+int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity) {
+  return groups * kv_heads * parts(capacity, kPart) * kColumns;
+}
+
 int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_at_a_time<64>() : clusters_at_a_time<128>(); }
 
 void plan_attention(const AttentionPlan& p, Stream stream) {

@@ -69,8 +69,8 @@ class Settings(BaseSettings):
     threads: Annotated[int | None, Flag(MODELS, "N", "the rank's share of the physical cores, at most 8")] = Field(
         None, ge=1, le=1024, description="CPU threads inside one operation."
     )
-    ops: Annotated[Literal["auto", "reference"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
-        "auto", description="Operators. reference: plain torch."
+    ops: Annotated[Literal["auto", "reference", "cuda"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
+        "auto", description="Operators. reference: plain torch; cuda: the CUDA kernels, or an error."
     )
     raw: Annotated[bool, Flag(MODELS)] = Field(
         False, description="Continue the prompt as it stands, without the chat template."

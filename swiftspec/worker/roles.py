@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
@@ -24,6 +24,7 @@ from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+OpsName = Literal["auto", "reference", "cuda"]
 
 
 class Ranks(Protocol):
@@ -45,7 +46,7 @@ class Options(TypedDict, total=False):
     share_device: bool  # more ranks than GPUs are fine
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: Literal["auto", "reference"]  # auto if left out: the fastest that fit; reference: plain torch
+    ops: OpsName  # auto if left out: the fastest that fit; reference: plain torch; cuda: the CUDA kernels, or an error
     progress: Progress | None
 
 
@@ -60,7 +61,7 @@ class Models:
     share_device: bool
     max_model_len: int
     vocab_size: int
-    ops: Literal["auto", "reference"]
+    ops: OpsName
 
     @staticmethod
     def check(
@@ -99,7 +100,7 @@ class Models:
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-        ops = host if self.ops == "auto" and host.fits(config, kind, self.device) else reference
+        ops = operators(self.ops, config, kind, self.device)
         positions = context + tree_slots
         model = load_model(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
@@ -126,6 +127,17 @@ class Models:
         target, draft = (self.runner(path, plan, slots, None, progress) for path in (self.target, self.draft))
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
+
+
+def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
+    if name == "cuda" or (name == "auto" and device.type == "cuda"):
+        from swiftspec.ops import cuda  # not on a machine that has no use for it
+
+        if name == "cuda":
+            cuda.require(config, dtype, device)
+        return cuda if cuda.fits(config, dtype, device) else reference
+    return host if name == "auto" and host.fits(config, dtype, device) else reference
 
 
 def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
