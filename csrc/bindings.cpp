@@ -1,40 +1,21 @@
-// What Python sees of the host's kernels; no other file than the bindings knows Python. Tensors arrive as addresses and
-// sizes; what can be checked of them is checked here.
-#include <pybind11/pybind11.h>
+// The files that know Python are this one and bindings_*.cpp. Tensors arrive as addresses and sizes; what can
+// be checked of them is checked here.
+#include "bindings.h"
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <string>
 #include <system_error>
 
-#ifdef SWIFTSPEC_WITH_CUDA
-#include "bindings_cuda_attention.h"
-#endif
 #include "host/ll_shm.h"
 #include "kernels.h"
 #include "noise.h"
 
-namespace py = pybind11;
-
 namespace {
 
-constexpr int64_t kMaxSize = std::numeric_limits<int32_t>::max();
-
-int64_t size_arg(const char* name, int64_t value, int64_t least) {
-  if (value < least || value > kMaxSize) {
-    throw py::value_error(std::string(name) + " must be between " + std::to_string(least) + " and " +
-                          std::to_string(kMaxSize) + ", not " + std::to_string(value));
-  }
-  return value;
-}
-
-template <typename T>
-T* pointer_arg(const char* name, uintptr_t address, int64_t elements) {
-  if (elements > 0 && address == 0) throw py::value_error(std::string(name) + " is null");
-  if (address % alignof(T) != 0) throw py::value_error(std::string(name) + " is not aligned");
-  return reinterpret_cast<T*>(address);
-}
+using swiftspec::binding::check;
+using swiftspec::binding::pointer_arg;
+using swiftspec::binding::size_arg;
 
 // An address of float32 elements, or of bfloat16 ones.
 void* type_arg(const char* name, uintptr_t address, bool wide, int64_t elements) {
@@ -59,10 +40,6 @@ void noise_bits(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t row
   const NoiseArgs args(positions, rows, vocab, out);
   py::gil_scoped_release unlocked;
   swiftspec::host::noise_bits(seed, stream, args.positions, rows, vocab, args.out);
-}
-
-void check(bool ok, const char* message) {
-  if (!ok) throw py::value_error(message);
 }
 
 void set_threads(int64_t count) {
@@ -380,6 +357,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("noise_bits_cuda", &noise_bits_cuda, py::arg("seed"), py::arg("stream"), py::arg("positions"),
         py::arg("rows"), py::arg("vocab"), py::arg("out"), py::arg("cuda_stream") = 0,
         "noise_bits on device memory, on a CUDA stream (0: the default stream) of the current device.");
-  bind_cuda_attention(m);
+  swiftspec::binding::bind_linear(m);
+  swiftspec::binding::bind_cuda_attention(m);
 #endif
 }

@@ -1,30 +1,24 @@
 // What Python sees of the device's attention, sampling, moves and tree. Addresses are the device's, so of arrays only
 // their sizes and alignment can be checked here.
-#include "bindings_cuda_attention.h"
+#include "bindings.h"
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 
 #include "kernels.h"
 
-namespace py = pybind11;
-
 namespace {
 
 using swiftspec::Stream;
+using swiftspec::binding::check;
+using swiftspec::binding::kMaxSize;
+using swiftspec::binding::pointer_arg;
 namespace cuda = swiftspec::cuda;
-
-void check(bool ok, const char* message) {
-  if (!ok) throw py::value_error(message);
-}
 
 template <class T>
 T* at(const char* name, uintptr_t address, bool optional = false) {
-  if (address == 0 && !optional) throw py::value_error(std::string(name) + " is null");
-  if (address % alignof(T) != 0) throw py::value_error(std::string(name) + " is not aligned");
-  return reinterpret_cast<T*>(address);
+  return pointer_arg<T>(name, address, optional ? 0 : 1);
 }
 
 void* at16(const char* name, uintptr_t address) {
@@ -34,7 +28,7 @@ void* at16(const char* name, uintptr_t address) {
 
 Stream stream_at(uintptr_t address) { return reinterpret_cast<Stream>(address); }
 
-bool int32_sized(int64_t value) { return value >= 0 && value <= std::numeric_limits<int32_t>::max(); }
+bool int32_sized(int64_t value) { return value >= 0 && value <= kMaxSize; }
 
 cuda::AttentionPlan plan(uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t sequence,
                          uintptr_t kv_len, uintptr_t mask, uintptr_t owner, uintptr_t tail, uintptr_t count,
@@ -169,7 +163,7 @@ void tree_add(const cuda::TreeState& tree, int64_t w, uintptr_t node, int64_t k,
 
 }  // namespace
 
-void bind_cuda_attention(py::module_& m) {
+void swiftspec::binding::bind_cuda_attention(py::module_& m) {
   py::class_<cuda::AttentionPlan>(m, "CudaAttention", "What attention needs on a device; see AttentionPlan in kernels.h.")
       .def(py::init(&plan), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"), py::arg("slots"),
            py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("owner"), py::arg("tail"),

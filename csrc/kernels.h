@@ -121,6 +121,39 @@ namespace cuda {
 void noise_bits(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab,
                 uint32_t* out, Stream cuda_stream);
 
+struct Channel;  // cuda/channel.h
+struct Weights;  // cuda/plan.h
+namespace tiles {
+struct Plan;
+struct Int4Source;  // cuda/tiles.h
+}  // namespace tiles
+
+// Once for each weight, outside of any graph: makes the kernels ready on the current device.
+int prepare(const tiles::Plan& plan);
+
+// plan.bytes() of tiles from a checkpoint's matrix, which is int4 with plan.group or bf16 [n, k].
+void repack_int4(const tiles::Plan& plan, const tiles::Int4Source& source, void* out, Stream stream);
+void repack_bf16(const tiles::Plan& plan, const uint16_t* matrix, void* out, Stream stream);
+
+// out = epilogue(norm(x) W^T + bias) for a bfloat16 model, sums in float32. A row's result does not depend, to the
+// bit, on the other rows or on their number. One of out and logits is given; no buffer is written that another is.
+struct LinearArgs {
+  const Weights* weights;
+  const void* x;           // [rows, k]
+  const void* norm;        // [k], weight of an RMSNorm in front, or null
+  float eps;               // of that norm
+  const void* residual;    // [rows, n], added to the rounded product, or null
+  void* out;               // [rows, n]; with swiglu [rows, n / 2]; or null
+  float* logits;           // [rows, n], or null
+  bool swiglu;             // the first n / 2 outputs are gates of the others: SiLU(gate) * up
+  const Channel* channel;  // the rounded product is summed over the ranks of a group before the residual; or null
+  int64_t rows;            // 1 to tiles::kMaxRows
+};
+void linear(const LinearArgs& args, Stream stream);
+
+// All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
+void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
+
 // RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, in two steps: `plan_attention` once a forward,
 // `attention` once a layer. See attention.h. All pointers are the device's; those that are not const are scratch of the
 // sizes named, in any state.

@@ -102,6 +102,47 @@ class Mailbox:
     def take(self, words: int, n: int, seconds: float) -> None: ...
     def leave(self) -> None: ...
 
+# Where CUDA is built:
+
+class CudaChannel:
+    def __init__(
+        self, rank: int, inboxes: list[int], lines: int, epoch: int, done: int, trouble: int, patience: float
+    ) -> None: ...
+
+class CudaWeights:
+    def __init__(self, data: int, bias: int, k: int, n: int, group: int) -> None: ...
+    def lines(self, rows: int) -> int: ...
+
+def cuda_tile_bytes(k: int, n: int, group: int) -> int: ...
+def cuda_inbox_bytes(ranks: int, lines: int) -> int: ...
+def cuda_trouble(word: int) -> tuple[int, int, int, int] | None: ...
+def repack_int4_cuda(
+    k: int, n: int, group: int, codes: int, scales: int, zeros: int, out: int, stream: int
+) -> None: ...
+def repack_bf16_cuda(k: int, n: int, matrix: int, out: int, stream: int) -> None: ...
+def linear_cuda(
+    weights: CudaWeights,
+    x: int,
+    norm: int,
+    eps: float,
+    residual: int,
+    out: int,
+    logits: int,
+    swiglu: bool,
+    channel: CudaChannel | None,
+    rows: int,
+    stream: int,
+) -> None: ...
+def linear_cuda_virtual(
+    weights: list[CudaWeights],
+    x: list[int],
+    residual: int,
+    out: list[int],
+    channels: list[CudaChannel],
+    rows: int,
+    delays: int,
+    stream: int,
+) -> None: ...
 # What follows is there where CUDA was built: addresses are the device's, `stream` is a CUDA stream's handle.
 
 class CudaAttention:

@@ -1,0 +1,134 @@
+// The few instructions of Hopper that CUDA C++ has no name for. They are written out here rather than taken from
+// CUTLASS: a dozen lines, against a dependency that a bare GPU image does not have.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace swiftspec::cuda::ptx {
+
+// d += a b; bf16 operands, float32 sums. PTX ISA, "Matrix Fragments for mma.m16n8k16".
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+__device__ inline void barrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// After the last barrier_init, before the first copy that arrives there.
+__device__ inline void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies `bytes` (a multiple of 16, like both addresses) to shared memory; the barrier's phase ends when all are there.
+__device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
+  const uint32_t at = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(at), "l"(policy)
+      : "memory");
+}
+
+__device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  const uint32_t at = shared_address(barrier);
+  uint32_t done = 0;
+  while (done == 0) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.b32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(at), "r"(parity)
+        : "memory");
+  }
+}
+
+// Programmatic dependent launch: the next kernel may start, and waits before it reads what this one writes.
+__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ inline void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+__device__ inline uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// A barrier of all threads of the cluster; what they wrote to shared memory before it is seen after it.
+__device__ inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same, without making writes visible.
+__device__ inline void cluster_meet() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// The address of CTA `rank`'s shared memory that corresponds to `p` in this one's.
+__device__ inline uint32_t remote_address(const void* p, uint32_t rank) {
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(p)), "r"(rank));
+  return at;
+}
+
+__device__ inline float4 remote_load4(const void* p, uint32_t rank) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(remote_address(p, rank))
+               : "memory");
+  return v;
+}
+
+__device__ inline float remote_load(const float* p, uint32_t rank) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote_address(p, rank)) : "memory");
+  return v;
+}
+
+// Memory that other devices and the host see. Each 8 bytes are one access; compiles to 16 bytes at once.
+__device__ inline void load_system(const void* p, uint64_t& a, uint64_t& b) {
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(a), "=l"(b)
+               : "l"(__cvta_generic_to_global(p))
+               : "memory");
+}
+
+__device__ inline void store_system(void* p, uint64_t a, uint64_t b) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "l"(a), "l"(b)
+               : "memory");
+}
+
+__device__ inline uint64_t load_system(const uint64_t* p) {
+  uint64_t a;
+  asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(a) : "l"(__cvta_generic_to_global(p)) : "memory");
+  return a;
+}
+
+__device__ inline void store_system(uint64_t* p, uint64_t a) {
+  asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "l"(a) : "memory");
+}
+
+__device__ inline uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+}  // namespace swiftspec::cuda::ptx

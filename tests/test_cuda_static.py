@@ -1,0 +1,66 @@
+"""The static gate over what nvcc makes of csrc/cuda (tools/sass_gate.py), and that the gate sees what it should."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from tools import sass_gate
+from tools.sass_gate import Kernel, Report
+
+NVCC = shutil.which("nvcc")
+LOG = """
+ptxas info    : Compiling entry function '_Z4goodv' for 'sm_90a'
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers
+ptxas info    : Compiling entry function '_Z3badv' for 'sm_90a'
+    16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
+ptxas info    : Used 255 registers
+"""
+SASS = """
+	.section	.text._Z4goodv,"ax",@progbits
+        /*0000*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
+        /*0010*/              @!P0 UBLKCP.S.G [UR4], [UR6], UR8 ;
+	.section	.text._Z3badv,"ax",@progbits
+        /*0000*/               @P1 LDL.64 R2, [R1+0x8] ;
+"""
+
+
+def test_reports_are_read() -> None:
+    kernels = sass_gate.read_ptxas(LOG)
+    assert (kernels["_Z4goodv"].registers, kernels["_Z3badv"].stack, kernels["_Z3badv"].spills) == (40, 16, 12)
+    counts = sass_gate.read_sass(SASS)
+    assert counts["_Z4goodv"] | {"HMMA": 1, "UBLKCP": 1, "LDL": 0} == counts["_Z4goodv"]
+    assert counts["_Z3badv"]["LDL"] == 1
+    ptx = ".visible .entry _Z1a(\n mma.sync\n}\n.visible .entry _Z1b(\n add\n}\n"
+    assert {name: "mma.sync" in body for name, body in sass_gate.read_ptx(ptx).items()} == {"_Z1a": True, "_Z1b": False}
+
+
+def test_names_are_plain() -> None:
+    long = "void swiftspec::cuda::(anonymous namespace)::linear_kernel<true, 1, a::(anonymous namespace)::One>(a::One)"
+    assert sass_gate.plain_name(long) == "linear_kernel<true, 1, One>"
+
+
+def test_faults_are_seen() -> None:
+    ptx = " ".join(sass_gate.REQUIRED["linear_kernel"])
+    good = Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=ptx, counts={"LDL": 0})})
+    assert sass_gate.broken_rules(good) == []
+    for bad in (Kernel(40, stack=8, ptx=ptx), Kernel(40, spills=4, ptx=ptx), Kernel(40, ptx=ptx, counts={"STL": 1}),
+                Kernel(40, ptx=ptx.replace("mma", ""))):  # fmt: skip
+        assert len(sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": bad}))) == 1
+    written = {"nvcc": "1", "kernels": {"linear: linear_kernel<1>": {"registers": 41, "HMMA": 3}}}
+    assert sass_gate.changed_figures(good, written) == ["linear: linear_kernel<1>: registers 41 -> 40"]
+    assert sass_gate.changed_figures(good, written | {"nvcc": "2"}) == []
+    assert len(sass_gate.changed_figures(Report("1"), written)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="no nvcc, or no c++filt")
+def test_what_nvcc_makes() -> None:
+    """`python -m tools.sass_gate --write` after a change that is meant."""
+    report = sass_gate.compile_all(str(NVCC))
+    assert sass_gate.broken_rules(report) == []
+    assert sass_gate.changed_figures(report, json.loads(sass_gate.FIGURES.read_text())) == []

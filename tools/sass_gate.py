@@ -1,0 +1,194 @@
+"""What nvcc made of csrc/cuda, held against what tests/data/cuda_static.json says it should be. Needs no GPU.
+
+    python -m tools.sass_gate            compile, check, say what differs
+    python -m tools.sass_gate --write    compile, check the rules, and write the figures anew
+
+The rules hold for every kernel and compiler: nothing spilled, no stack, no local memory; what REQUIRED names is there.
+The figures (registers, and with nvdisasm instructions too) are compared where nvcc is the release that wrote them.
+nvdisasm is looked for in PATH and in the package nvidia-cuda-nvdisasm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "tests/data/cuda_static.json"
+ARCH = "arch=compute_90a,code=sm_90a"
+# What a kernel's PTX must contain, by the beginning of its name.
+REQUIRED = {
+    "linear_kernel": ("mma.sync.aligned.m16n8k16", "cp.async.bulk", "mbarrier.try_wait", "griddepcontrol.wait",
+                      "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v2.b64"),
+}  # fmt: skip
+# Instructions that are counted, by the beginning of their names.
+COUNTED = ("HMMA", "UBLKCP", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
+LOCAL = ("LDL", "STL")
+
+
+@dataclass
+class Kernel:
+    """One kernel: ptxas's report, its PTX and how often it has which instructions (None: no disassembler)."""
+
+    registers: int = -1
+    stack: int = 0
+    spills: int = 0
+    ptx: str = ""
+    counts: dict[str, int] | None = None
+
+    def figures(self) -> dict[str, int]:
+        return {"registers": self.registers} | (self.counts or {})
+
+
+@dataclass
+class Report:
+    release: str
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+
+
+def nvcc_release(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"release (\S+?),? V(\S+)", text)
+    return found[2] if found else "unknown"
+
+
+def find_nvdisasm() -> str | None:
+    places = [Path(sysconfig.get_path("purelib")) / "nvidia" / name / "bin" for name in ("cu13", "cuda_nvdisasm")]
+    return shutil.which("nvdisasm") or next((str(p / "nvdisasm") for p in places if (p / "nvdisasm").exists()), None)
+
+
+def plain_names(mangled: list[str]) -> dict[str, str]:
+    """linear_kernel<true, 1, OneRank> for each mangled name."""
+    run = subprocess.run(["c++filt"], input="\n".join(mangled), capture_output=True, text=True, check=True)
+    return {name: plain_name(text) for name, text in zip(mangled, run.stdout.splitlines())}
+
+
+def plain_name(text: str) -> str:
+    text = re.sub(r"\(anonymous namespace\)::|\b\w+::", "", text).removeprefix("void ")
+    depth = 0
+    for i, c in enumerate(text):  # up to the arguments
+        depth += (c == "<") - (c == ">")
+        if c == "(" and depth == 0:
+            return text[:i]
+    return text
+
+
+def read_ptxas(log: str) -> dict[str, Kernel]:
+    """ptxas -v, by mangled name."""
+    kernels: dict[str, Kernel] = {}
+    here = Kernel()
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(\w+)'", line):
+            here = kernels[found[1]] = Kernel()
+        if found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            here.stack, here.spills = max(here.stack, int(found[1])), here.spills + int(found[2]) + int(found[3])
+        if found := re.search(r"Used (\d+) registers", line):
+            here.registers = int(found[1])
+    return kernels
+
+
+def read_ptx(text: str) -> dict[str, str]:
+    """The body of every entry, by mangled name."""
+    parts = re.split(r"\.entry (\w+)\(", text)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def read_sass(text: str) -> dict[str, dict[str, int]]:
+    """How often each of COUNTED occurs, by mangled name."""
+    counts: dict[str, dict[str, int]] = {}
+    parts = re.split(r"\.section\s+\.text\.(\w+)", text)
+    for name, body in zip(parts[1::2], parts[2::2]):
+        used = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", body, re.MULTILINE))
+        counts[name] = {wanted: sum(n for op, n in used.items() if op.startswith(wanted)) for wanted in COUNTED}
+    return counts
+
+
+def compile_one(nvcc: str, source: Path) -> dict[str, Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        command = [nvcc, "-std=c++20", "-O3", "-gencode", ARCH, "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "--keep"]
+        command += ["--keep-dir", folder, "-cubin", str(source), "-o", str(cubin)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+        if run.returncode != 0:
+            raise SystemExit(f"{source.name} does not compile:\n{run.stderr}")
+        kernels = read_ptxas(run.stderr + run.stdout)
+        ptx = read_ptx("".join(file.read_text() for file in sorted(Path(folder).glob("*.ptx"))))
+        nvdisasm = find_nvdisasm()
+        counts: dict[str, dict[str, int]] = {}
+        if nvdisasm is not None:
+            counts = read_sass(
+                subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+            )
+    for name, kernel in kernels.items():
+        kernel.ptx, kernel.counts = ptx[name], counts.get(name)
+    plain = plain_names(list(kernels))
+    return {f"{source.stem}: {plain[name]}": kernel for name, kernel in kernels.items()}
+
+
+def compile_all(nvcc: str) -> Report:
+    """Compiles every .cu, two at a time."""
+    report = Report(nvcc_release(nvcc))
+    with ThreadPoolExecutor(2) as pool:
+        for kernels in pool.map(lambda source: compile_one(nvcc, source), sorted((ROOT / "csrc/cuda").glob("*.cu"))):
+            report.kernels |= kernels
+    return report
+
+
+def broken_rules(report: Report) -> list[str]:
+    complaints = []
+    for name, kernel in report.kernels.items():
+        if kernel.stack or kernel.spills:
+            complaints.append(f"{name}: {kernel.stack} bytes of stack, {kernel.spills} spilled")
+        complaints += [f"{name}: local memory ({op})" for op in LOCAL if (kernel.counts or {}).get(op)]
+        wanted = [w for start, names in REQUIRED.items() if name.partition(": ")[2].startswith(start) for w in names]
+        complaints += [f"{name}: no {text}" for text in wanted if text not in kernel.ptx]
+    return complaints
+
+
+def changed_figures(report: Report, written: dict) -> list[str]:
+    """Empty where another nvcc wrote them. Instructions count only where both sides have them."""
+    if written["nvcc"] != report.release:
+        return []
+    old, complaints = written["kernels"], []
+    for name in sorted(old.keys() | report.kernels.keys()):
+        if name not in report.kernels or name not in old:
+            complaints.append(f"{name}: {'new' if name not in old else 'gone'}")
+            continue
+        new = report.kernels[name].figures()
+        complaints += [f"{name}: {key} {old[name][key]} -> {new[key]}" for key in old[name].keys() & new.keys()
+                       if old[name][key] != new[key]]  # fmt: skip
+    return complaints
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Holds what nvcc makes of csrc/cuda against the committed figures.")
+    parser.add_argument("--write", action="store_true", help="write the figures anew")
+    arguments = parser.parse_args()
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    report = compile_all(nvcc)
+    complaints = broken_rules(report)
+    if arguments.write and find_nvdisasm() is None:
+        raise SystemExit("the figures need nvdisasm: pip install nvidia-cuda-nvdisasm")
+    if arguments.write and not complaints:
+        kernels = {name: kernel.figures() for name, kernel in sorted(report.kernels.items())}
+        FIGURES.write_text(json.dumps({"nvcc": report.release, "kernels": kernels}, indent=1) + "\n")
+    elif not arguments.write:
+        complaints += changed_figures(report, json.loads(FIGURES.read_text()))
+    for line in complaints:
+        print(line)
+    print(f"{len(report.kernels)} kernels, nvcc {report.release}, {len(complaints)} complaints")
+    sys.exit(bool(complaints))
+
+
+if __name__ == "__main__":
+    main()
