@@ -143,6 +143,7 @@ def linear_cuda_virtual(
     delays: int,
     stream: int,
 ) -> None: ...
+
 # What follows is there where CUDA was built: addresses are the device's, `stream` is a CUDA stream's handle.
 
 class CudaAttention:
