@@ -66,6 +66,7 @@ def run(*command: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_attention_is_softmax_and_a_row_depends_on_nothing_but_its_own_keys(folder: Path) -> None:
     run(build(folder, "attention_driver"))
 
