@@ -266,5 +266,6 @@ PYBIND11_MODULE(_C, m) {
         py::arg("rows"), py::arg("vocab"), py::arg("out"), py::arg("cuda_stream") = 0,
         "noise_bits on device memory, on a CUDA stream (0: the default stream) of the current device.");
   swiftspec::binding::bind_linear(m);
+  swiftspec::binding::bind_cuda_attention(m);
 #endif
 }

@@ -47,7 +47,8 @@ void define_shared_memory(py::module_& m);
 void define_decoder(py::module_& m);
 void define_rounds(py::module_& m);
 
-// Where CUDA is built:
-void bind_linear(py::module_& m);
+// Where CUDA is built, in the files of these names.
+void bind_linear(py::module_& m);          // bindings_cuda.cpp
+void bind_cuda_attention(py::module_& m);  // bindings_cuda_attention.cpp
 
 }  // namespace swiftspec::binding

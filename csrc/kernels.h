@@ -157,6 +157,78 @@ void linear(const LinearArgs& args, Stream stream);
 // All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
 
+// RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, in two steps: `plan_attention` once a forward,
+// `attention` once a layer. See attention.h. All pointers are the device's; those that are not const are scratch of the
+// sizes named, in any state.
+struct RowGroup {
+  int32_t first, count;  // rows
+  int32_t base;          // leading slots that all of them see
+  int32_t keys;          // of the row that sees most
+};
+
+struct AttentionPlan {
+  const void *cos, *sin;     // tables [positions, dim]; sin is negative in its first half
+  const int64_t* positions;  // [rows]
+  const int64_t* slots;      // [rows], of a row's own key, which its mask names
+  const int64_t* sequence;   // [rows], or null: all are of sequence 0
+  const int64_t* kv_len;     // [sequences]
+  const uint8_t* mask;       // [rows, width], right-aligned at kv_len
+  int32_t* owner;            // [sequences, capacity]
+  int32_t* tail;             // [rows, width]
+  int32_t* count;            // [rows]
+  RowGroup* groups;          // [attention_groups]
+  uint32_t* arrived;         // [attention_groups, kv_heads]
+  float* part_values;        // [attention_lines, dim]
+  float* part_sums;          // [attention_lines, 2]
+  int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
+  int64_t clusters;  // that the device holds at a time, of `attention_clusters`
+  float scale;       // of the scores, base 2
+};
+int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
+int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity);
+int64_t attention_clusters(int64_t dim);
+void plan_attention(const AttentionPlan& plan, Stream stream);
+void attention(const AttentionPlan& plan, const void* qkv, void* keys, void* values, void* out, Stream stream);
+
+// host::gumbel_rows, to the bit, of positions on the device.
+void gumbel_rows(uint64_t seed, uint32_t stream, const int64_t* positions, int64_t rows, uint32_t first, int64_t count,
+                 float* out, Stream cuda_stream);
+
+// host::children, and with `values` null host::draw (k is 1), of arrays on the device; k is at most 64.
+using host::ScoreArgs;
+void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream);
+
+// host::move_kv on two buffers at once; slot_bytes is a multiple of 16.
+using host::MoveArgs;
+void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
+
+// out[row] = table[tokens[row]]; row_bytes is a multiple of 16.
+void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_bytes, void* out, Stream stream);
+
+// RMSNorm of bfloat16 rows, rounded before the weight is applied; dim is a multiple of 8.
+void rms_norm(const void* x, const void* weight, float eps, int64_t rows, int64_t dim, void* out, Stream stream);
+
+// A draft tree on the device; see tree.h.
+struct TreeState {
+  int64_t* token;    // [nodes]
+  int32_t* parent;   // [nodes]
+  int32_t* slot;     // [nodes], -1 of leaves
+  double* weight;    // [nodes], log-probability summed from the root
+  uint8_t* visible;  // [slots, slots], mask rows of tree slots
+  int32_t* used;     // [2]: nodes, tree slots
+  int32_t nodes, slots;
+};
+struct Expansion {
+  int32_t* node;       // [w], -1 of rows without a leaf
+  int64_t* tokens;     // [w]
+  int64_t* positions;  // [w]
+  int64_t* places;     // [w], slots from the sequence's start
+  uint8_t* mask;       // [w, slots]
+};
+void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream);
+void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
+              const float* values, Stream stream);
+
 }  // namespace cuda
 
 }  // namespace swiftspec

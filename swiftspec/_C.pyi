@@ -1,4 +1,4 @@
-"""The native kernels (csrc/bindings.cpp). Tensors are passed by address; sizes are counted in elements."""
+"""The native kernels (csrc/bindings*.cpp). Tensors are passed by address; sizes are counted in elements."""
 
 from collections.abc import Sequence
 
@@ -217,3 +217,90 @@ def linear_cuda_virtual(
     delays: int,
     stream: int,
 ) -> None: ...
+
+# What follows is there where CUDA was built: addresses are the device's, `stream` is a CUDA stream's handle.
+
+class CudaAttention:
+    def __init__(
+        self,
+        *,
+        cos: int,
+        sin: int,
+        positions: int,
+        slots: int,
+        sequence: int,
+        kv_len: int,
+        mask: int,
+        owner: int,
+        tail: int,
+        count: int,
+        groups: int,
+        arrived: int,
+        part_values: int,
+        part_sums: int,
+        rows: int,
+        width: int,
+        sequences: int,
+        heads: int,
+        kv_heads: int,
+        capacity: int,
+        dim: int,
+        clusters: int,
+    ) -> None: ...
+    def prepare(self, stream: int) -> None: ...
+    def attend(self, qkv: int, keys: int, values: int, out: int, stream: int) -> None: ...
+
+def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int: ...
+def attention_lines_cuda(groups: int, kv_heads: int, capacity: int) -> int: ...
+def attention_clusters_cuda(dim: int) -> int: ...
+def gumbel_rows_cuda(
+    seed: int, noise_stream: int, positions: int, rows: int, first: int, count: int, out: int, stream: int
+) -> None: ...
+def children_cuda(
+    logits: int,
+    bias: int,
+    noise: int,
+    rows_of_noise: int,
+    temperature: float,
+    tau: float,
+    rows: int,
+    vocab: int,
+    stride: int,
+    k: int,
+    tokens: int,
+    values: int,
+    stream: int,
+) -> None: ...
+def move_kv_cuda(
+    keys: int,
+    values: int,
+    layer_stride: int,
+    layers: int,
+    kv_heads: int,
+    capacity: int,
+    slot_bytes: int,
+    source: int,
+    count: int,
+    start: int,
+    stream: int,
+) -> None: ...
+def embed_cuda(tokens: int, table: int, rows: int, row_bytes: int, out: int, stream: int) -> None: ...
+def rms_norm_cuda(x: int, weight: int, eps: float, rows: int, dim: int, out: int, stream: int) -> None: ...
+
+class CudaTree:
+    def __init__(
+        self,
+        *,
+        token: int,
+        parent: int,
+        slot: int,
+        weight: int,
+        visible: int,
+        used: int,
+        nodes: int,
+        slots: int,
+    ) -> None: ...
+    def leaves(
+        self, w: int, prefix: int, node: int, tokens: int, positions: int, places: int, mask: int, stream: int
+    ) -> None: ...
+    def add(self, w: int, node: int, k: int, tokens: int, values: int, stream: int) -> None: ...

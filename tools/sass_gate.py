@@ -30,6 +30,9 @@ ARCH = "arch=compute_90a,code=sm_90a"
 REQUIRED = {
     "linear_kernel": ("mma.sync.aligned.m16n8k16", "cp.async.bulk", "mbarrier.try_wait", "griddepcontrol.wait",
                       "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v2.b64"),
+    "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared",
+                         "mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
+    "children_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
 }  # fmt: skip
 # Instructions that are counted, by the beginning of their names.
 COUNTED = ("HMMA", "UBLKCP", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")

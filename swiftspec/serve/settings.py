@@ -71,8 +71,12 @@ class Settings(BaseSettings):
     threads: Annotated[int | None, Flag(MODELS, "N", "the rank's share of the physical cores, at most 8")] = Field(
         None, ge=1, le=1024, description="CPU threads inside one operation."
     )
-    ops: Annotated[Literal["auto", "reference", "unfused"], Flag(MODELS, default="auto: the fastest that fit")] = Field(
-        "auto", description="Operators. reference: plain torch; unfused: the same, but int4 by torch's product."
+    ops: Annotated[
+        Literal["auto", "reference", "unfused", "cuda"], Flag(MODELS, default="auto: the fastest that fit")
+    ] = Field(
+        "auto",
+        description="Operators. reference: plain torch; unfused: the same, but int4 by torch's product; cuda: the CUDA"
+        " kernels, or an error.",
     )
     emulate: Annotated[str | None, Flag(MODELS, "SPEC", "off")] = Field(
         None,

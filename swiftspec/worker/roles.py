@@ -16,7 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.parallel import Group
 from swiftspec.model.transformer import Transformer
-from swiftspec.ops import host, reference, unfused
+from swiftspec.ops import cuda, host, reference, unfused
 from swiftspec.params import Plan
 from swiftspec.spec.drawn import LIFETIME
 from swiftspec.worker.graph import CudaCapture
@@ -28,7 +28,7 @@ from swiftspec.worker.smc import SMC, region
 from swiftspec.worker.verifier import LocalVerifier
 
 Progress = Callable[[str, int, int], None]  # what is being done, step, steps
-OpsName = Literal["auto", "reference", "unfused"]
+OpsName = Literal["auto", "reference", "unfused", "cuda"]
 
 
 class Ranks(Protocol):
@@ -50,7 +50,7 @@ class Options(TypedDict, total=False):
     share_device: bool  # more ranks than GPUs are fine
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: OpsName  # auto if left out: the fastest that fit; reference: plain torch; unfused: its libraries, int4 as int4
+    ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
     load: Load  # what makes a model of a directory; load_model if left out
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
@@ -135,9 +135,7 @@ class Models:
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
         kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-        ops = unfused if self.ops == "unfused" else reference
-        if self.ops == "auto" and host.fits(config, kind, self.device):
-            ops = host
+        ops = operators(self.ops, config, kind, self.device)
         positions = context + tree_slots
         model = self.load(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
@@ -170,6 +168,17 @@ class Models:
         draft = self.runner("draft", plan, slots, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
+
+
+def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
+    if name == "cuda" or (name == "auto" and device.type == "cuda"):
+        if name == "cuda":
+            cuda.require(config, dtype, device)
+        return cuda if cuda.fits(config, dtype, device) else unfused
+    if name == "unfused":
+        return unfused
+    return host if name == "auto" and host.fits(config, dtype, device) else reference
 
 
 def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:

@@ -1,0 +1,44 @@
+#include "tree.h"
+
+#include <cuda_runtime.h>
+
+#include "check.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads)
+    leaves_kernel(const __grid_constant__ TreeState tree, int32_t w, const int64_t* prefix,
+                  const __grid_constant__ Expansion out) {
+  const int index = static_cast<int>(threadIdx.x) / 32;
+  if (index == 0) tree::choose(tree, w, prefix, out);
+  __syncthreads();
+  for (int row = index; row < w; row += kThreads / 32) tree::see(tree, row, prefix, out);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_kernel(const __grid_constant__ TreeState tree, int32_t w, const int32_t* node, int32_t k,
+               const int64_t* tokens, const float* values) {
+  for (int i = static_cast<int>(threadIdx.x); i < w * k; i += kThreads) {
+    tree::add_child(tree, node, k, i / k, i % k, tokens, values);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tree::count_children(tree, node, w, k);
+}
+
+}  // namespace
+
+void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream) {
+  leaves_kernel<<<1, kThreads, 0, stream>>>(tree, w, prefix, out);
+  check(cudaGetLastError(), "tree_leaves");
+}
+
+void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
+              const float* values, Stream stream) {
+  add_kernel<<<1, kThreads, 0, stream>>>(tree, w, node, k, tokens, values);
+  check(cudaGetLastError(), "tree_add");
+}
+
+}  // namespace swiftspec::cuda

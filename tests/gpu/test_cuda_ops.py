@@ -1,0 +1,282 @@
+"""The CUDA operators that are no projections: equal to the reference, and no row depends on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.batch import Batch
+from swiftspec.config import RopeConfig
+from swiftspec.ops import cuda, host, reference
+from swiftspec.ops.cuda_tree import DeviceTree
+from swiftspec.ops.reference import Scores
+
+READY = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no Hopper GPU, or no CUDA kernels")]
+
+BF16, F64 = torch.bfloat16, torch.float64
+HEADS = [(4, 2, 64), (32, 8, 128), (24, 8, 128), (8, 1, 128), (14, 2, 64), (2, 2, 64), (64, 8, 128)]
+
+
+def dice(seed: int) -> torch.Generator:
+    return torch.Generator(device="cuda").manual_seed(seed)
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, generator=dice(seed), device="cuda").to(dtype)
+
+
+def close(ours: Tensor, theirs: Tensor, bound: float = 5e-3) -> None:
+    assert ours.shape == theirs.shape and bool(ours.isfinite().all())
+    assert float((ours.double() - theirs.double()).norm() / theirs.double().norm()) < bound
+
+
+class Cache:
+    def __init__(self, sequences: int, kv_heads: int, capacity: int, dim: int) -> None:
+        self.k = random(2, sequences, kv_heads, capacity, dim, seed=8)
+        self.v = random(2, sequences, kv_heads, capacity, dim, seed=9)
+
+    def double(self) -> Cache:
+        other = object.__new__(Cache)
+        other.k, other.v = self.k.double(), self.v.double()
+        return other
+
+
+def tables(dim: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = reference.rope_tables(RopeConfig(theta=1e4), dim, length, BF16, "cuda")
+    return cos.to(dtype), sin.to(dtype)
+
+
+def window_batch(rows: int, length: int, width: int, seed: int, causal: bool = False) -> Batch:
+    """Rows in the last slots of one sequence, each of which sees a part of the window and itself."""
+    slots = torch.arange(length - rows, length, device="cuda")
+    columns = torch.arange(length - width, length, device="cuda")
+    mask = torch.rand(rows, width, generator=dice(seed), device="cuda") < (2 if causal else 0.5)
+    mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
+    return Batch(slots, slots, slots, mask, torch.zeros_like(slots), torch.tensor([length], device="cuda"))
+
+
+def check_attention(batch: Batch, heads: int, kv_heads: int, dim: int, capacity: int) -> None:
+    sequences, length = batch.kv_len.shape[0], capacity + 8
+    ours = Cache(sequences, kv_heads, capacity, dim)
+    exact = ours.double()
+    qkv = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4)
+    got = cuda.tree_attention(qkv, cuda.prepare(batch, ours, *tables(dim, length, BF16), heads), 1)
+    plan = reference.prepare(batch, exact, *tables(dim, length, F64), heads)
+    close(got, reference.tree_attention(qkv.double(), plan, 1))
+    close(ours.k, exact.k)
+    assert torch.equal(ours.v.double(), exact.v), "the new values, in the other layer none"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize(
+    ("rows", "length", "width"), [(1, 1, 8), (8, 8, 8), (5, 41, 16), (9, 130, 64), (20, 600, 256), (8, 1100, 64)]
+)
+def test_attention(heads: int, kv_heads: int, dim: int, rows: int, length: int, width: int) -> None:
+    check_attention(window_batch(rows, length, width, length), heads, kv_heads, dim, length + 5)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
+    check_attention(window_batch(256, 900, 256, 1, causal=True), 8, 2, dim, 2000)
+    check_attention(window_batch(8, 32_768, 64, 2), 8, 1, dim, 32_768)
+    check_attention(window_batch(5, 9000, 4096, 3), 4, 2, dim, 9001)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_of_a_population(dim: int) -> None:
+    """Many rows over one prefix, each with a tail of its own."""
+    check_attention(window_batch(320, 1800, 768, 4), 8, 2, dim, 2048)
+
+
+def test_attention_over_two_sequences_with_slots_out_of_order() -> None:
+    slots = torch.tensor([6, 9, 4, 8, 5], device="cuda")
+    sequence, kv_len = torch.tensor([1, 0, 1, 0, 1], device="cuda"), torch.tensor([10, 7], device="cuda")
+    mask = torch.ones(5, 8, dtype=torch.bool, device="cuda")
+    check_attention(Batch(slots, slots, slots, mask, sequence, kv_len), 4, 2, 64, 32)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(seed: int) -> None:
+    """Keys of one path, in a row or scattered over a tree among strangers, holes and any prefix: the same bits."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=noise))
+
+    heads, kv_heads, dim, count = 6, 2, (64, 128)[seed % 2], pick(1, 70 if seed < 8 else 1500)
+    capacity = count + 90
+    path_k, path_v = (random(kv_heads, count, dim, seed=seed + s) for s in (50, 60))
+    qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed), tables(dim, capacity, BF16)
+
+    def run(prefix: int, places: list[int], length: int, window: int, others: list[int]) -> Tensor:
+        cache = Cache(1, kv_heads, capacity, dim)
+        where = [*range(prefix), *places]
+        cache.k[1, 0][:, where], cache.v[1, 0][:, where] = path_k, path_v
+        mask = torch.rand(1 + len(others), window, generator=noise) < 0.6
+        mask[:, : max(prefix - (length - window), 0)] = True
+        mask[0] = torch.isin(torch.arange(length - window, length), torch.tensor(where))
+        slots = torch.tensor([where[-1], *others])
+        for row, slot in enumerate(slots.tolist()):
+            mask[row, slot - length] = True
+        rows = torch.randperm(len(slots), generator=noise)
+        positions = torch.full_like(slots, count - 1)
+        parts = (slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
+        plan = cuda.prepare(Batch(*(part.cuda() for part in parts)), cache, cos, sin, heads)
+        out = cuda.tree_attention(qkv[: len(slots)][rows.cuda()].contiguous(), plan, 1)
+        return out[(rows == 0).cuda()]
+
+    alone = run(count - 1, [count - 1], count, min(8, count), [])
+    for _ in range(6):
+        prefix = pick(max(count - 60, 0), count - 1)
+        free = prefix + torch.randperm(capacity - prefix, generator=noise)[: count - prefix + 11].sort().values
+        chosen = torch.zeros(len(free), dtype=torch.bool)
+        chosen[torch.randperm(len(free), generator=noise)[: count - prefix]] = True
+        places, others = free[chosen].tolist(), free[~chosen].tolist()[: pick(0, 11)]
+        length = min(max(places[-1], *others, 0) + 1 + pick(0, 5), capacity)
+        assert torch.equal(run(prefix, places, length, length - prefix + pick(0, 9), others), alone)
+
+
+def captured(work: Callable[[], Tensor]) -> tuple[Tensor, torch.cuda.CUDAGraph]:
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return out, graph
+
+
+def test_a_replay_gives_what_an_eager_call_gives() -> None:
+    heads, kv_heads, dim, capacity = 8, 2, 128, 5000
+    batch, cache = window_batch(8, 300, 64, 1), Cache(1, kv_heads, capacity, dim)
+    qkv, (cos, sin) = random(8, (heads + 2 * kv_heads) * dim, seed=4), tables(dim, capacity, BF16)
+
+    def work() -> Tensor:
+        plan = cuda.prepare(batch, cache, cos, sin, heads)
+        cuda.tree_attention(qkv, plan, 0)
+        return cuda.tree_attention(qkv, plan, 1)
+
+    out, graph = captured(work)
+    for length in (300, 40, 4000, 1024, 1025):  # one cluster's part, several
+        other = window_batch(8, length, 64, length)
+        for mine, theirs in ((batch.slots, other.slots), (batch.mask, other.mask), (batch.kv_len, other.kv_len)):
+            mine.copy_(theirs)
+        out.zero_()
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert torch.equal(out, first) and torch.equal(first, work())
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 4097, 128_256])
+def test_noise_is_the_hosts_to_the_bit(vocab: int) -> None:
+    positions = torch.tensor([0, 1, 7, 2**31 - 1])
+    got = cuda.gumbel_rows(2**63 + 5, 3, positions.cuda(), range(vocab)).cpu()
+    torch.testing.assert_close(got, reference.gumbel_rows(2**63 + 5, 3, positions, range(vocab)), rtol=1e-6, atol=1e-6)
+    if host.level() != "none":
+        assert torch.equal(got, host.gumbel_rows(2**63 + 5, 3, positions, range(vocab)))
+    part = range(vocab // 3, vocab)
+    assert torch.equal(cuda.gumbel_rows(2**63 + 5, 3, positions.cuda(), part).cpu(), got[:, part.start :])
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("vocab", [1, 5, 33, 4096, 5003, 128_256])
+def test_draw_and_children(vocab: int, noisy: bool, biased: bool) -> None:
+    logits = random(9, vocab + 5, seed=vocab, dtype=torch.float32) * 4
+    logits[:, vocab:] = 1e9
+    if vocab > 8:
+        logits[0, :vocab:2] = -torch.inf
+    bias = random(vocab, seed=2, dtype=torch.float32) if biased else None
+    block = cuda.gumbel_rows(vocab, 0, torch.arange(3, device="cuda"), range(vocab)) if noisy else None
+    rows = torch.arange(9, device="cuda") % 3 if noisy else None
+    scores, here = Scores(1.3, bias, block, rows, 0.7), logits.cpu()
+    there = [None if t is None else t.cpu() for t in (bias, block, rows)]
+    theirs = Scores(1.3, there[0], there[1], there[2], 0.7)
+    assert torch.equal(cuda.draw(logits, vocab, scores).cpu(), reference.draw(here, vocab, theirs))
+    for k in {1, min(8, vocab), min(64, vocab)}:
+        tokens, values = (t.cpu() for t in cuda.children(logits, vocab, k, scores))
+        want_tokens, want = reference.children(here, vocab, k, theirs)
+        torch.testing.assert_close(values, want, rtol=1e-5, atol=2e-5)
+        finite = want > -torch.inf
+        assert torch.equal(tokens[finite], want_tokens[finite])
+        one = cuda.children(logits[3:4], vocab, k, Scores(1.3, bias))
+        again = cuda.children(logits, vocab, k, Scores(1.3, bias))
+        assert all(torch.equal(a[0], b[3]) for a, b in zip(one, again, strict=True)), "a row depends on itself"
+
+
+def test_candidates_at_the_edges() -> None:
+    tied, _ = cuda.log_top_k(torch.zeros(1, 20, device="cuda"), 4)
+    assert tied.tolist() == [[0, 1, 2, 3]], "of equal scores the earlier tokens"
+    scores = torch.full((2, 20), torch.nan, device="cuda")
+    scores[1] = -torch.inf
+    tokens, values = cuda.log_top_k(scores, 4)
+    assert not bool((values > -torch.inf).any()) and bool(((tokens >= 0) & (tokens < 20)).all())
+    assert cuda.children(scores.double(), 20, 4)[1].dtype == F64, "other types take the reference"
+    assert cuda.draw(scores[:0], 20).shape == (0,)
+
+
+@pytest.mark.parametrize(("capacity", "kept"), [(9, 4), (100, 60), (3000, 2500)])
+def test_slots_move_in_place(capacity: int, kept: int) -> None:
+    ours, theirs = (Cache(2, 3, capacity, 64) for _ in range(2))
+    order = torch.randperm(capacity, generator=dice(kept), device="cuda")[:kept].sort().values
+    start = 1 if int(order[0]) > 0 else 0
+    cuda.move_kv(ours.k, ours.v, 1, order, start)
+    reference.move_kv(theirs.k, theirs.v, 1, order, start)
+    assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)
+
+
+@pytest.mark.parametrize("dim", [64, 2048, 8192])
+def test_embedding_and_norm(dim: int) -> None:
+    table, weight = random(50, dim, seed=1), random(dim, seed=2)
+    tokens = torch.tensor([3, 49, 0, 3], device="cuda")
+    x = cuda.embed(tokens, table)
+    assert torch.equal(x, reference.embed(tokens, table))
+    norm = cuda.pack_norm(weight, 1e-5, BF16, "cuda")
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    close(cuda.rms_norm(x, norm), exact)
+    assert torch.equal(cuda.rms_norm(x[1:2], norm)[0], cuda.rms_norm(x, norm)[1])
+
+
+def test_a_tree_grows_without_the_host() -> None:
+    """As the same code does on a CPU (tests/test_cuda_code.py): best first, the earlier of equals, ancestors seen."""
+    w, k, slots, prefix = 6, 4, 30, torch.tensor([17], device="cuda")
+    tree = DeviceTree(slots, k, w, "cuda")
+    tree.reset(torch.tensor([5], device="cuda"))
+    weights, parents, seen, taken = [0.0], [0], {}, set()
+    for step in range(5):
+        rows = tree.best_leaves(prefix)
+        leaves = sorted((n for n in range(len(weights)) if n not in taken), key=lambda n: (-weights[n], n))[:w]
+        assert rows.nodes.tolist() == leaves + [-1] * (w - len(leaves))
+        for row, node in enumerate(leaves):
+            slot = step * w + row
+            seen[node] = (seen[parents[node]] if node else set()) | {slot}
+            assert set(rows.mask[row].nonzero().flatten().tolist()) == seen[node]
+            assert int(rows.positions[row]) == 17 + len(seen[node]) - 1 and int(rows.slots[row]) == 17 + slot
+        taken.update(leaves)
+        values = -(torch.randint(0, 9, (w, k), generator=dice(step), device="cuda") / 8)
+        tree.add_children(torch.arange(w * k, device="cuda").view(w, k), values)
+        for row, node in enumerate(leaves):
+            weights += [weights[node] + value for value in values[row].tolist()]
+            parents += [node] * k
+    assert tree.logprob[: len(weights)].tolist() == weights and tree.used.tolist() == [len(weights), slots]
+    with pytest.raises(ValueError, match="used up"):
+        tree.best_leaves(prefix)
+
+
+def test_nonsense_is_refused() -> None:
+    batch, cache = window_batch(2, 10, 8, 1), Cache(1, 2, 16, 64)
+    cos, sin = tables(64, 16, BF16)
+    with pytest.raises(ValueError, match=r"cos must be torch\.bfloat16"):
+        cuda.prepare(batch, cache, cos.float(), sin, 4)
+    with pytest.raises(ValueError, match="multiple of kv_heads"):
+        cuda.prepare(batch, cache, cos, sin, 3)
+    plan = cuda.prepare(batch, cache, cos, sin, 4)
+    with pytest.raises(ValueError, match="qkv must be"):
+        cuda.tree_attention(random(2, 64, seed=1), plan, 0)
+    with pytest.raises(ValueError, match="qkv lies on cpu"):
+        cuda.tree_attention(random(2, 512, seed=1).cpu(), plan, 0)
