@@ -207,7 +207,7 @@ def test_sums_over_virtual_ranks(size: int, group: int) -> None:
     assert ranks.ends[0].trouble() is None
 
 
-def test_flags_that_return() -> None:
+def test_flags_that_return_on_virtual_ranks() -> None:
     """Across the end of 32 bits, where flags start again and lines are cleaned."""
     ranks = Ranks(4, 512, 1024, 128)
     for start in (2**30 - 3, 2**32 - 8):
