@@ -72,11 +72,11 @@ class Room:
 
 def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
     room = Room(lambda _: (1.5, 3, 1.0))
-    assert room.run(1200) == TRIAL * "s" + GLANCE * "p" + (REFRESH + 1) * "s" + GLANCE * "p" + 145 * "s"
+    assert room.run(600) == TRIAL * "s" + GLANCE * "p" + (REFRESH + 1) * "s" + GLANCE * "p" + 57 * "s"
     report = room.switch.report()
     assert (report.break_even, report.speedup, report.plain_rounds) == (1.5, 2.0, 2 * GLANCE)
     assert report.changes[:2] == ((TRIAL, Decision(0, 1, False)), (TRIAL + GLANCE, Decision(3, 8, True)))
-    assert room.drafter.grown == 1200 - 2 * GLANCE
+    assert room.drafter.grown == 600 - 2 * GLANCE
 
 
 def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() -> None:
@@ -90,9 +90,9 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() 
 def test_times_that_change_bring_speculation_back() -> None:
     """Slow until round 200; after the next trial it stays, and what was refused before is forgotten."""
     room = Room(lambda number: (4.0 if number < 200 else 1.0, 2, 1.0))
-    kinds = room.run(1000)
+    kinds = room.run(500)
     back = kinds.index("s", 200)
-    assert kinds[back:] == "s" * (1000 - back)
+    assert kinds[back:] == "s" * (500 - back)
     assert room.switch.pace.refusals > 0
     room.switch.pace.turn(speculate=False)
     assert room.switch.pace.refusals == 0

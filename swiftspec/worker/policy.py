@@ -21,7 +21,7 @@ from swiftspec.worker.drafter import Drafter, NoDrafter
 SKIP = 2  # rounds after a change that are not measured: caches, and a draft that has to catch up
 WINDOW = 16  # speculative rounds that are judged
 PROBE = 4  # plain rounds that tell their time
-REFRESH = 1024  # rounds after which that is measured anew
+REFRESH = 512  # rounds after which that is measured anew
 PATIENCE = 64  # plain rounds before speculation is tried again; twice as many after each refusal
 DOUBLINGS = 4
 MARGIN = 1.05  # speculation may seem so much slower before it is given up
