@@ -170,9 +170,8 @@ def draw_lanes(profile: Json, axes: Axes) -> bool:
     zero = lines[0]["wait"][0]
 
     def bar(lane: int, span: Sequence[float], colour: str, label: str | None) -> None:
-        axes.broken_barh(
-            [(1e3 * (span[0] - zero), 1e3 * (span[1] - span[0]))], (lane - 0.3, 0.6), color=colour, label=label
-        )
+        place = [(1e3 * (span[0] - zero), 1e3 * (span[1] - span[0]))]
+        axes.broken_barh(place, (lane - 0.3, 0.6), facecolor=colour, edgecolor="white", linewidth=0.6, label=label)
 
     for number, line in enumerate(lines):
         first = number == 0

@@ -231,8 +231,8 @@ class Sweep:
         if winner is not None and not self.profile["lanes"]:
             self._step("both lanes")
             trace = self._traced(Trial(**trials.plan_fields(winner["plan"]), ops="auto"), winner["plan"], paced=True)
-            middle = len(trace.rounds) // 2
-            self.profile["lanes"] = trace.rounds[middle : middle + LANES]
+            last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
+            self.profile["lanes"] = last[len(last) // 2 :][:LANES]
             self.profile["around"] = measure.around_of(trace)
             self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
 
