@@ -17,7 +17,7 @@ MAX_PARTICLES = 1024
 MAX_POWER = 100.0
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")
-CALIBRATION = {"greedy": 0.5, "top": 1.0, "coupled": 0.7, "sample": 0.2}
+CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 
 def _check(ok: bool, message: str) -> None:

@@ -16,11 +16,12 @@ MAX_LINES = 320
 
 FLOORS = {
     "errors": 0, "params": 0, "config": 0, "batch": 0, "_C": 0, "ops": 1, "model": 2, "spec": 2, "worker": 3,
-    "remote": 4, "decode": 5, "engine": 6, "profile": 6, "serve": 7, "demo": 7,
+    "remote": 4, "decode": 5, "engine": 6, "profile": 6, "serve": 7, "demo": 7, "exactness": 7,
     "profile/__main__.py": 8, "profile/progress.py": 8,  # a command, which finds its models and prompts as serve does
 }  # fmt: skip
 GROUND = ["errors", "params", "config", "batch"]  # floor 0: a file may import those before it
-SAME_FLOOR = {("serve", "demo"), ("profile", "engine")} | {(a, b) for i, a in enumerate(GROUND) for b in GROUND[:i]}
+NEIGHBOURS = {("serve", "demo"), ("exactness", "serve"), ("profile", "engine")}
+SAME_FLOOR = NEIGHBOURS | {(a, b) for i, a in enumerate(GROUND) for b in GROUND[:i]}
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
 HEAVY_FILES = {"remote/grpc.py": {"grpc", "google"}, "profile/report.py": {"matplotlib"}}
 DISTRIBUTED_FILES = {"model/parallel.py", "remote/group.py", "engine.py"}

@@ -8,7 +8,7 @@ import torch
 from swiftspec import _C
 from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
-from swiftspec.ops import reference
+from swiftspec.ops import reference, unfused
 from swiftspec.ops.cuda_checks import check
 from swiftspec.worker.roles import operators
 
@@ -27,13 +27,12 @@ def test_tensors_are_checked() -> None:
 
 
 def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
-    pytest.importorskip("swiftspec.ops.cuda_linear")
     config = ModelConfig.from_dict(CONFIG)
     with pytest.raises(UserError, match="need a GPU, not cpu"):
         operators("cuda", config, torch.bfloat16, CPU)
     assert operators("reference", config, torch.bfloat16, torch.device("cuda")) is reference
     if not torch.cuda.is_available():
-        assert operators("auto", config, torch.bfloat16, torch.device("cuda")) is reference
+        assert operators("auto", config, torch.bfloat16, torch.device("cuda")) is unfused
 
 
 @pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)

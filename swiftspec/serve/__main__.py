@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,14 @@ PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank tha
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code: 2 for a call that makes no sense, 1 for what does not work out,
-    130 after Ctrl-C. Whatever the user can mend is told in one line on stderr, by rank 0 where there are several."""
+    """Runs the command and returns its exit code."""
+    return guarded(lambda first: _run(argv, first))
+
+
+def guarded(run: Callable[[bool], int]) -> int:
+    """Runs a command, which is told whether this is the first rank, and returns its exit code, or 2 for a call that
+    makes no sense, 1 for what does not work out, 130 after Ctrl-C. Whatever the user can mend is told in one line on
+    stderr, by rank 0 where there are several."""
     first = os.environ.get("RANK", "0") == "0"
     if first:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that the terminal is put in order
@@ -31,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from swiftspec.serve.settings import UsageError
 
     try:
-        return _run(argv, first)
+        return run(first)
     except UserError as error:
         if first:
             print(f"swiftspec: error: {error}", file=sys.stderr)
@@ -59,7 +65,7 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     if not first:
         from swiftspec.serve.session import serve_rank
 
-        world = _world()
+        world = own_world()
         assert world is not None
         serve_rank(command.settings, world)
         return 0
@@ -67,13 +73,13 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
 
     prompt = oneshot.read_prompt(command)
     if prompt is not None:
-        return oneshot.run(command, prompt, _world())
+        return oneshot.run(command, prompt, own_world())
     from swiftspec.serve import chat
 
-    return chat.run(command.settings, _world())
+    return chat.run(command.settings, own_world())
 
 
-def _world() -> World | None:
+def own_world() -> World | None:
     """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None

@@ -73,11 +73,7 @@ class Settings(BaseSettings):
     )
     ops: Annotated[
         Literal["auto", "reference", "unfused", "cuda"], Flag(MODELS, default="auto: the fastest that fit")
-    ] = Field(
-        "auto",
-        description="Operators. reference: plain torch; unfused: the same, but int4 by torch's product; cuda: the CUDA"
-        " kernels, or an error.",
-    )
+    ] = Field("auto", description="Operators: plain torch; its libraries, int4 as int4; or the CUDA kernels.")
     emulate: Annotated[str | None, Flag(MODELS, "SPEC", "off")] = Field(
         None,
         description="Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"

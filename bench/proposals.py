@@ -1,0 +1,137 @@
+"""Tokens a round for every kind of proposal, against the temperature and top-p, in turn and ahead, on held-out prompts.
+
+    python -m bench.proposals [--limit 24] [--plot docs/proposals.svg] [--json out.json]
+    python -m bench.proposals --calibration 0.4,0.5,0.7 --proposals top --temperatures 0    # a sweep of the constant
+
+One process: for a fixed d the rounds of two groups of ranks are those of `AheadDrafter` here. No time is measured.
+`coupled` and `top` are verified by match, `sample` by rejection; at temperature 0 coupled is top and sample has no law.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from swiftspec.engine import LLM
+from swiftspec.params import PROPOSALS, Plan, SamplingParams
+from swiftspec.worker.local_drafter import AheadDrafter
+
+COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration's tokens a round."""
+
+    proposal: str
+    ahead: bool
+    temperature: float
+    top_p: float
+    calibration: float | None
+    ratio: float
+
+
+def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
+    """The embedded pair, its draft in turn with the target or ahead of it."""
+    verify = "reject" if proposal == "sample" else "match"
+    plan = Plan(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
+                calibration=calibration)  # fmt: skip
+    llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
+    if ahead:
+        drafter = llm.drafter
+        llm.drafter = AheadDrafter(drafter.runner, plan, llm.vocab_size)  # type: ignore[attr-defined]
+    return llm
+
+
+def ratio(llm: LLM, prompts: Sequence[list[int]], temperature: float, top_p: float, args: argparse.Namespace) -> float:
+    """Tokens a round over all prompts and seeds."""
+    tokens = rounds = 0
+    for seed, prompt in product(range(args.seeds), prompts):
+        sampling = SamplingParams(
+            temperature=temperature, top_p=top_p, max_tokens=args.max_tokens, ignore_eos=True, seed=seed
+        )
+        answer = llm.generate(prompt, sampling)
+        tokens += len(answer.token_ids)
+        rounds += answer.stats.rounds
+    return tokens / rounds
+
+
+def measure(args: argparse.Namespace) -> Iterator[Point]:
+    """Every configuration, as they come."""
+    prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
+    for proposal, ahead, calibration in product(args.proposals, args.ahead, args.calibration):
+        llm = engine(proposal, ahead, calibration, args)
+        for temperature, top_p in product(args.temperatures, args.top_p):
+            if temperature == 0 and (proposal == "sample" or top_p < 1):
+                continue
+            found = ratio(llm, prompts, temperature, top_p, args)
+            yield Point(proposal, ahead, temperature, top_p, calibration, round(found, 3))
+
+
+def plot(points: Sequence[Point], file: Path) -> None:
+    """Tokens a round against temperature, a line for each proposal, dashed with top-p: an SVG without a library."""
+    in_turn = [point for point in points if not point.ahead]
+    right, high = max(p.temperature for p in in_turn), 1.1 * max(p.ratio for p in in_turn)
+
+    def at(x: float, y: float) -> str:
+        return f"{60 + 520 * x / right:.0f},{20 + 320 * (high - y) / (high - 1):.0f}"
+
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="640" height="400" font-family="sans-serif" font-size="12">']
+    out.append('<rect width="640" height="400" fill="white"/>')
+    for y in range(1, int(high) + 1):
+        a, b = at(0, y).split(","), at(right, y).split(",")
+        out.append(f'<line x1="{a[0]}" y1="{a[1]}" x2="{b[0]}" y2="{b[1]}" stroke="#ddd"/>')
+        out.append(f'<text x="40" y="{a[1]}">{y}</text>')
+    for index, (proposal, colour) in enumerate(COLOURS.items()):
+        for top_p, dash in sorted({(p.top_p, "4" if p.top_p < 1 else "0") for p in in_turn}):
+            mine = sorted((p.temperature, p.ratio) for p in in_turn if (p.proposal, p.top_p) == (proposal, top_p))
+            path = " ".join(at(x, y) for x, y in mine)
+            out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-dasharray="{dash}"/>')
+        out.append(f'<text x="{80 + 90 * index}" y="330" fill="{colour}">{proposal}</text>')
+    for x in sorted({p.temperature for p in in_turn}):
+        out.append(f'<text x="{int(at(x, 1).split(",")[0]) - 8}" y="358">{x:g}</text>')
+    out.append('<text x="200" y="385">temperature (dashed: top-p below 1)</text>')
+    out.append('<text transform="translate(18 220) rotate(-90)">tokens a round</text>')
+    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+
+
+def main() -> None:
+    """Prints a row for each configuration."""
+    numbers = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSALS))
+    parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])
+    parser.add_argument("--top-p", type=numbers, default=[1.0, 0.9])
+    parser.add_argument("--calibration", type=numbers, default=[None])
+    parser.add_argument("--ahead", type=lambda text: [word == "yes" for word in text.split(",")], default=[False, True],
+                        help="no, yes, or no,yes (the default)")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=4, help="d in turn")
+    parser.add_argument("--ahead-steps", type=int, default=8, help="d ahead")
+    parser.add_argument("--limit", type=int, default=24)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    points = []
+    for p in measure(args):
+        points.append(p)
+        lane, constant = "ahead" if p.ahead else "serial", "" if p.calibration is None else f"  c {p.calibration:g}"
+        print(f"{p.proposal:8} {lane:7} T {p.temperature:g}  top-p {p.top_p:g}{constant}  {p.ratio:.3f}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")
+    if args.plot:
+        plot(points, args.plot)
+
+
+if __name__ == "__main__":
+    main()
