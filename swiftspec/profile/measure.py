@@ -79,7 +79,7 @@ def lane_times(llm: LLM) -> tuple[float, float]:
     assert isinstance(llm.drafter, GroupDrafter)
     room = llm.max_model_len - 1
     llm.drafter.measure(room)
-    return verification_time(llm.verifier, llm.plan.verify_batch, room), llm.drafter.expansion_time()
+    return verification_time(llm.verifier, llm.plan.verify_batch, room), llm.drafter.times().expansion
 
 
 def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:

@@ -13,7 +13,7 @@ from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
 from swiftspec.model.shard import Shard
 from swiftspec.params import MODES, Plan
-from swiftspec.worker.pace import MOST_STEPS, steps_for
+from swiftspec.worker.pace import MOST_STEPS, DraftTimes, steps_for
 
 ROWS = (1, 2, 4, 8, 16, 32)  # of the step times
 SERIAL_STEPS = (1, 2, 3, 4, 6)  # the best d in turn follows from acceptance, not from a ratio of times
@@ -144,7 +144,7 @@ def plan_fields(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 def depths(target: float, draft: float) -> tuple[int, ...]:
     """d: floor and ceiling of the ratio of a verification to an expansion (paper, section 3.1)."""
-    low = steps_for(target, draft)
+    low = steps_for(target, DraftTimes(0.0, draft))
     high = min(max(math.ceil(target / draft), 1), MOST_STEPS)
     return tuple(sorted({low, high}))
 

@@ -17,7 +17,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.remote.calls import Call, LeadingDrafter, has_left, to_text, to_words
 from swiftspec.remote.channel import Channel
 from swiftspec.worker.drafter import FAILURES
-from swiftspec.worker.pace import expansion_time
+from swiftspec.worker.pace import DraftTimes, draft_times
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
@@ -67,9 +67,10 @@ class GroupDrafter:
         """Lets the draft begin to measure its expansions, in a context of `room` tokens."""
         self._send(Call.PACE, np.array([room], np.int32))
 
-    def expansion_time(self) -> float:
-        """Seconds of one expansion, as measured since `measure`."""
-        return float(self._answer(Call.TIME, time.monotonic() + self._open_timeout)[0]) * 1e-6
+    def times(self) -> DraftTimes:
+        """What has been measured since `measure`."""
+        turn, expansion = self._answer(Call.TIME, time.monotonic() + self._open_timeout).tolist()
+        return DraftTimes(turn * 1e-6, expansion * 1e-6)
 
     def set_steps(self, steps: int) -> None:
         """Sets d for the requests to come."""
@@ -143,8 +144,9 @@ class DraftService:
             case Call.STEPS:
                 drafter.steps = int(words[0])
             case Call.PACE:
-                microseconds = max(int(1e6 * expansion_time(drafter, int(words[0]))), 1)
-                self._target.send(Call.TIME, np.array([microseconds], np.int32))
+                times = draft_times(drafter, int(words[0]))
+                microseconds = (int(1e6 * times.turn), max(int(1e6 * times.expansion), 1))
+                self._target.send(Call.TIME, np.array(microseconds, np.int32))
             case _:
                 raise ValueError(f"a target does not send {call.name}")
 

@@ -93,7 +93,7 @@ class Rank:
         try:
             drafter.measure(room)
             target = verification_time(verifier, plan.verify_batch, room)
-            steps = steps_for(target, drafter.expansion_time())
+            steps = steps_for(target, drafter.times())
             drafter.set_steps(steps)
         except DrafterLost:
             return plan.steps

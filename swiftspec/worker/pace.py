@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
 from typing import Protocol
 
-from swiftspec.batch import Proposal
+from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.worker.drafter import Drafter
 from swiftspec.worker.verifier import Verifier
@@ -25,17 +27,28 @@ class SteppedDrafter(Drafter, Protocol):
     def steps(self) -> int: ...
 
 
-def expansion_time(drafter: SteppedDrafter, room: int) -> float:
-    """Seconds of one expansion of w leaves, the host's part included, in a context of `room` tokens. Leaves no request
-    open."""
+@dataclass(frozen=True, slots=True)
+class DraftTimes:
+    """Seconds of a draft's round, typical ones: it spends one turn and d expansions."""
+
+    turn: float  # taking a result, re-rooting, answering
+    expansion: float  # of w leaves, the host's part included
+
+
+def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
+    """Measured in a context of `room` tokens. Leaves no request open."""
     text = [0] * min(TEXT, room)
-
-    def reopen() -> None:
+    grows, rounds = [], []
+    for _ in range(REPEATS):
         drafter.open(0, text, GREEDY, len(text))
-
-    seconds = _shortest(drafter.grow, reopen) / drafter.steps
+        proposal = drafter.propose()
+        grows.append(_seconds(drafter.grow))
+        likely = proposal.tokens[1] if len(proposal.tokens) > 1 else 0
+        result = VerifyResult(0, 0, proposal.prefix_len, (0,), (likely,))
+        rounds.append(_seconds(lambda result=result: (drafter.observe(result), drafter.propose(), drafter.grow())))
     drafter.close()
-    return seconds
+    grown, whole = median(grows), median(rounds)
+    return DraftTimes(max(whole - grown, 0.0), grown / drafter.steps)
 
 
 def verification_time(verifier: Verifier, bs: int, room: int) -> float:
@@ -44,24 +57,21 @@ def verification_time(verifier: Verifier, bs: int, room: int) -> float:
     text = [0] * min(TEXT, room)
     chain = Proposal(0, 0, len(text) - 1, (0,) * bs, tuple(range(-1, bs - 1)))
 
-    def reopen() -> None:
-        verifier.open(0, text, GREEDY, len(text))
-
-    seconds = _shortest(lambda: verifier.submit(chain).wait(), reopen)
-    verifier.close()
-    return seconds
-
-
-def steps_for(target: float, draft: float) -> int:
-    """d for these times of a verification and an expansion: as many as fit, so that the target never waits."""
-    return min(max(math.floor(target / draft), 1), MOST_STEPS)
-
-
-def _shortest(act: Callable[[], object], prepare: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
-        prepare()
-        began = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - began)
+        verifier.open(0, text, GREEDY, len(text))
+        times.append(_seconds(lambda: verifier.submit(chain).wait()))
+    verifier.close()
     return min(times)  # whatever else the machine did only added to the others
+
+
+def steps_for(target: float, draft: DraftTimes) -> int:
+    """d for a verification of `target` seconds: as many expansions as fit beside a turn, so that the target never
+    waits. The draft's times being typical ones and the target's its shortest, a draft is seldom late."""
+    return min(max(math.floor((target - draft.turn) / draft.expansion), 1), MOST_STEPS)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
