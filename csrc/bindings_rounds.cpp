@@ -49,6 +49,13 @@ std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64
   return {std::move(nodes), std::move(tokens), std::move(parents)};
 }
 
+std::pair<double, double> prospects(const Tree& tree, int64_t bs, int64_t w, int64_t root) {
+  size_arg("bs", bs, 1);
+  size_arg("w", w, 1);
+  check_node(tree, root);
+  return tree.prospects(bs, w, root);
+}
+
 std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
   check_node(tree, node);
   Nodes path, kept;
@@ -125,6 +132,7 @@ void define_rounds(py::module_& m) {
       .def(py::init(&make_tree), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("logprob"),
            py::arg("visible"), py::arg("sizes"), py::arg("nodes"), py::arg("slots"))
       .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"))
+      .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"))
       .def("walk", &Tree::walk, py::arg("tokens"))
       .def("reroot", &reroot, py::arg("node"));
   py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; see host/rounds.h.")

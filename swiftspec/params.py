@@ -136,6 +136,7 @@ class Plan:
     verify: str = "match"  # by the target's own draws, or by rejection sampling
     proposal: str | None = None  # how the draft chooses children; None: as verify needs
     calibration: float | None = None  # of the children's weights; None: see `calibrated`
+    catch_up: bool = True  # mode async: after a result expand on while that is worth its time; off: the paper's rule
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     target_tp: int = 1

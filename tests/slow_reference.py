@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 Path = tuple[int, ...]
@@ -18,11 +19,13 @@ def rounds(
     w: int,
     d: int,
     ahead: bool = False,
+    worth: float | None = None,
 ) -> tuple[list[int], int]:
     """Greedy decoding with a draft tree (paper section 3.1): the text and how many target forwards it took.
 
     In turn, the tree grows between two verifications; `ahead`, it grows during them, so that a proposal comes from what
-    was grown a round before, and once more at once where fewer than bs nodes are left.
+    was grown a round before, and once more at once where fewer than bs nodes are left; and with `worth`, while that
+    share of the best leaves' probability is more than a d-th of the best nodes'.
     """
     text = list(prompt)
     tree: dict[Path, float] = {(): 0.0}  # path from below the root -> log-probability, in order of creation
@@ -32,6 +35,8 @@ def rounds(
     while len(text) < len(prompt) + tokens:
         now = d if not ahead or count == 0 else 1 if len(tree) < bs else 0
         for _ in range(now):
+            _expand(tree, expanded, text, draft, w, k)
+        while worth is not None and _worth(tree, expanded, bs, w, d, worth):
             _expand(tree, expanded, text, draft, w, k)
         proposal = set(sorted(tree, key=lambda path: -tree[path])[:bs])
         for _ in range(d if ahead else 0):
@@ -49,6 +54,12 @@ def rounds(
         tree = {p[len(path) :]: v for p, v in below.items()} or {(): 0.0}
         expanded = {p[len(path) :] for p in expanded if p[: len(path)] == path}
     return text[len(prompt) : len(prompt) + tokens], count
+
+
+def _worth(tree: dict[Path, float], expanded: set[Path], bs: int, w: int, d: int, worth: float) -> bool:
+    nodes = sorted(tree.values(), reverse=True)[:bs]
+    leaves = sorted((value for path, value in tree.items() if path not in expanded), reverse=True)[:w]
+    return worth * sum(map(math.exp, leaves)) > sum(map(math.exp, nodes)) / d
 
 
 def _expand(tree: dict[Path, float], expanded: set[Path], text: list[int], draft: LogProbs, w: int, k: int) -> None:

@@ -173,11 +173,17 @@ def logprobs(path: Path) -> slow_reference.LogProbs:
     return lambda context: of(tuple(context))
 
 
-@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 3), slow(6, 1, 1)])
-def test_rounds_are_those_of_the_algorithm_one_round_late(pool: Pool, pairs: Pairs, bs: int, w: int, d: int) -> None:
+@pytest.mark.parametrize("catch_up", [True, False])
+@pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 9), slow(4, 2, 3), slow(6, 1, 1)])
+def test_rounds_are_those_of_the_algorithm_one_round_late(
+    pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool
+) -> None:
     pair = pairs["llama"]
-    text, count = slow_reference.rounds(logprobs(pair[0]), logprobs(pair[1]), PROMPT, 60, bs=bs, w=w, d=d, ahead=True)
+    worth = AheadDrafter.YIELD if catch_up else None
+    laws = logprobs(pair[0]), logprobs(pair[1])
+    text, count = slow_reference.rounds(*laws, PROMPT, 60, bs=bs, w=w, d=d, ahead=True, worth=worth)
     plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}
+    plan["catch_up"] = catch_up
     for draft_tp in (1, 2):
         split = {"target_tp": 1, "draft_tp": draft_tp}
         answer = decode(pool, pair, plan | split, requests=[(PROMPT, GREEDY)])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -99,6 +100,15 @@ class TreeMachine(RuleBasedStateMachine):
             node = self.nodes[chosen[place]]
             assert 0 <= parents[place] < place and self.nodes[chosen[parents[place]]] is node.parent
             assert tokens[place] == node.token
+
+    @rule(bs=st.integers(1, 9), w=st.integers(1, 4), data=st.data())
+    def prospects(self, bs: int, w: int, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from([i for i, node in enumerate(self.nodes) if node.weight > NEG_INF]))
+        root = self.nodes[index]
+        below = [n for n in self.nodes if root in n.ancestry()]
+        chances = sorted((math.exp(n.weight - root.weight) for n in below), reverse=True)
+        leaves = sorted((math.exp(n.weight - root.weight) for n in below if n.slot is None), reverse=True)
+        np.testing.assert_allclose(self.tree.prospects(bs, w, index), (sum(chances[:bs]), sum(leaves[:w])), atol=1e-9)
 
     @rule(data=st.data())
     def walk(self, data: st.DataObject) -> None:

@@ -1,6 +1,7 @@
 #include "tree.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -71,6 +72,18 @@ bool Tree::below(int64_t node, int64_t root) const {
 Nodes Tree::best_subtree(int64_t bs, int64_t root) const {
   constexpr double kNone = -std::numeric_limits<double>::infinity();
   return best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+}
+
+std::pair<double, double> Tree::prospects(int64_t bs, int64_t w, int64_t root) const {
+  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  const auto inside = [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; };
+  const auto sum = [&](const Nodes& nodes) {
+    double total = 0.0;
+    for (const int64_t node : nodes) total += std::exp(logprob[node] - logprob[root]);
+    return total;
+  };
+  return {sum(best(count(), bs, inside)),
+          sum(best(count(), w, [&](int64_t i) { return slot[i] == slots ? inside(i) : kNone; }))};
 }
 
 Nodes Tree::walk(const Nodes& tokens) const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace swiftspec::host {
@@ -31,6 +32,10 @@ struct Tree {
 
   // The likeliest `bs` nodes from `root` down, in the order of the nodes.
   Nodes best_subtree(int64_t bs, int64_t root) const;
+
+  // The summed probabilities, from `root` down and relative to it, of the bs likeliest nodes and of the w likeliest
+  // leaves.
+  std::pair<double, double> prospects(int64_t bs, int64_t w, int64_t root) const;
 
   // The nodes that spell as many leading tokens as the tree holds, from below the root down.
   Nodes walk(const Nodes& tokens) const;

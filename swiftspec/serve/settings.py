@@ -20,7 +20,8 @@ ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
 TREE_ONLY = (
-    "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "guide_draft", "self_switch",
+    "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "guide_draft",
+    "self_switch",
 )  # fmt: skip
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
@@ -82,9 +83,7 @@ class Settings(BaseSettings):
     trace: Annotated[str | None, Flag(MODELS, "FILE.jsonl", "off")] = Field(
         None, description="Record every round of both lanes here; read it with `python -m swiftspec.profile trace`."
     )
-    raw: Annotated[bool, Flag(MODELS)] = Field(
-        False, description="Continue the prompt as it stands, without the chat template."
-    )
+    raw: Annotated[bool, Flag(MODELS)] = Field(False, description="Continue the prompt as it stands: no chat template.")
     mode: Annotated[
         Literal["ar", "serial", "async", "smc"] | None,
         Flag(TREE, default="with a draft model async on several ranks, serial on one; else ar"),
@@ -125,6 +124,9 @@ class Settings(BaseSettings):
     )
     calibration: Annotated[float | None, Flag(TREE, "C", "what fits the embedded pair")] = Field(
         None, description="How much the draft's confidence counts: below 1 its first choices count more."
+    )
+    catch_up: Annotated[bool, Flag(TREE)] = Field(
+        True, description="async: expand on after a result while that is worth its time; off: the paper's rule."
     )
     self_switch: Annotated[bool, Flag(TREE)] = Field(
         True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
@@ -248,7 +250,7 @@ class Settings(BaseSettings):
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
             return Plan(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
-                self.calibration, self_switch=self.self_switch, guide_draft=self.guide_draft,
+                self.calibration, catch_up=self.catch_up, self_switch=self.self_switch, guide_draft=self.guide_draft,
                 target_tp=target_tp, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip

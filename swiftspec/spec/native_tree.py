@@ -14,6 +14,7 @@ class Handle(Protocol):
     """The native side of a tree."""
 
     def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
+    def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
     def walk(self, tokens: Sequence[int], /) -> list[int]: ...
     def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
 
@@ -33,6 +34,9 @@ class NativeTree(DraftTree):
         if first > 0:
             return super().best_subtree(bs, root, first)
         return self.native.best_subtree(bs, root)
+
+    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+        return self.native.prospects(bs, w, root)
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         return self.native.walk(tokens)

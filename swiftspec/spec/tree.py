@@ -111,6 +111,15 @@ class DraftTree:
         parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
         return list(place), self.token[nodes].tolist(), [-1, *parents]
 
+    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+        """What weights promise from `root` down: the probabilities of the bs likeliest nodes, summed (with the root's 1
+        the tokens that a round can expect), and those of the w likeliest leaves."""
+        weights = np.exp(self.logprob[: self.count] - self.logprob[root])
+        if root != 0:
+            weights = np.where(self._below(root), weights, 0.0)
+        leaves = weights[self.slot[: self.count] == self.slots]
+        return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
+
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
         path: list[int] = []

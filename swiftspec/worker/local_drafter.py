@@ -157,8 +157,11 @@ class LocalDrafter:
 class AheadDrafter(LocalDrafter):
     """Grows the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
 
-    Each round expands d times ahead of the result, whenever that comes, so the rounds of a request are always the same.
+    Each round expands d times ahead of the result, whenever that comes, and after it by the tree alone, so for a fixed
+    d the rounds of a request are always the same.
     """
+
+    YIELD = 0.3  # what an expansion adds to a round's expected tokens, per probability of its leaves (docs/log.md)
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         super().open(request, tokens, sampling, prompt_len)
@@ -171,7 +174,23 @@ class AheadDrafter(LocalDrafter):
             there = self.tree.count
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
             best = self._best(there if self._draws is not None else 0)
+        # Drawn children stay with the paper's rule: which of them are sent must not depend on their own draw.
+        if not self._plan.catch_up or self._draws is not None:
+            return best
+        while self._worth_expanding():
+            self.settle()
+            before = self.tree.expanded
+            self.expand()
+            if self.tree.expanded == before:  # no room
+                break
+            best = self._best()
         return best
+
+    def _worth_expanding(self) -> bool:
+        """Whether one more expansion now, which takes a d-th of a round, would add more than a d-th of the tokens that
+        the round can expect without."""
+        tokens, leaves = self.tree.prospects(self._plan.verify_batch, self._plan.draft_leaves, self._root)
+        return self.YIELD * leaves > tokens / self.steps
 
     def grow(self) -> None:
         for _ in range(self.steps):
