@@ -114,11 +114,9 @@ def penalised(logits: Tensor, text: Sequence[int], p: SamplingParams) -> Tensor:
 class Pair:
     """A target and a draft over a few tokens, their laws by history, and a drafter on the draft."""
 
-    def __init__(
-        self, vocab: int, seed: int, plan: Plan, sampling: SamplingParams, draft_seed: int | None = None
-    ) -> None:
+    def __init__(self, vocab: int, seed: int, plan: Plan, sampling: SamplingParams, sharpness: float = 1.5) -> None:
         self.target = HistoryModel(vocab, seed)
-        draft = HistoryModel(vocab, seed + 100 if draft_seed is None else draft_seed)
+        draft = HistoryModel(vocab, seed + 100, sharpness)
         self.vocab, self.plan, self.sampling = vocab, plan, sampling
         slots = plan.draft_leaves * (plan.steps + 1) * (drawn.LIFETIME + 1)
         runner = Runner(draft, reference, context=24, tree_slots=slots)
@@ -225,6 +223,17 @@ def test_every_sampling_parameter(sampling: SamplingParams) -> None:
     """The verifier's law is the one that `Sampler.shape` gives, path by path; the draft's is shaped alike."""
     check(("serial", 3, 1, 2, 3, 1, 3), sampling, 3)
     check(("async", 2, 1, 1, 2, 2, 3), sampling, 4)
+
+
+def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft without a preference: all weights of a depth are equal, but for what rounding makes of their sums."""
+    pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
+    apart, runs = pair.enumerate(monkeypatch, 1, 3)
+    assert apart < 1e-12 and runs > 100
+    for q in np.random.default_rng(2).dirichlet(np.full(5, 0.7), 20):
+        rows = np.array(list(itertools.permutations(q)))
+        first = drawn.weights(rows, 0.2)
+        assert (first[:, 0] == first[0, 0]).all()
 
 
 def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from swiftspec.spec.noise import DRAFT_STREAM
 
 WIDTH = 64  # the likeliest tokens of the draft, which are all that is drawn from
 LIFETIME = 3  # re-roots
+DIGITS = 6  # of a weight's logarithm
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 
 
@@ -98,7 +99,8 @@ def weights(q: Floats, exponent: float) -> Floats:
         out = np.log(passes)
         out[:, 1:] += failed[:, :-1]
     out[(q <= 0) | np.isnan(out)] = -np.inf
-    return np.minimum.accumulate(out, -1)
+    # the order in which a sum was made, hence its last bits, tells of the draws to come
+    return np.minimum.accumulate(out, -1).round(DIGITS)
 
 
 def _from_the_end(x: Floats) -> Floats:

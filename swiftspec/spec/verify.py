@@ -49,16 +49,16 @@ def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: 
     replaced by one of norm(max(0, p - q)); after K that pass comes one of p. Arithmetic in float32, for float64 logits
     in float64. No probability of a whole [B, K, V] is materialised. Source: Leviathan et al. 2023, algorithm 1.
     """
-    steps, last = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
+    steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
     kind = torch.float64 if target.dtype == torch.float64 else torch.float32
     log_p, log_q = (_log_probs(logits, tokens, kind) for logits in (target, draft))
     # where q is 0, nothing was drawn; the difference would be NaN for a p of 0
     passes = (coins.to(kind).log() < log_p - log_q) & (log_p > -torch.inf)
     accepted = passes.long().cumprod(-1).bool()
     count = accepted.sum(-1)
-    p = target[last, count].to(kind).softmax(-1)
+    p = target[rows, count].to(kind).softmax(-1)
     if steps > 0:
-        q = draft[last, count.clamp_max(steps - 1)].to(kind).softmax(-1)
+        q = draft[rows, count.clamp_max(steps - 1)].to(kind).softmax(-1)
         rejected = (count < steps).to(kind)[:, None]
         p = (p - rejected * q).clamp_min_(0).add_(p, alpha=TINY)
     return Verified(accepted, count, (p.log_() + noise).argmax(-1))
