@@ -14,7 +14,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.worker.drafter import Drafter
 from swiftspec.worker.verifier import Verifier
 
-TEXT = 64  # tokens that stand before what is measured
+TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
 MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
