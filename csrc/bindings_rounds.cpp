@@ -92,7 +92,7 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
   check(k >= 1 && k <= scoring.vocab(), "k must lie in 1..vocab");
   check(tree.expanded() + w <= tree.slots && tree.count() + w * k <= tree.nodes, "the tree is full");
   check(ahead == 0 || tree.expanded() == 0, "pending tokens go before the root");
-  check(scoring.vocab() <= decoder.stack().head->n, "the head is smaller than the vocabulary");
+  check(scoring.vocab() <= rounds.outputs(), "the head is smaller than the vocabulary");
   check_inside(pending.data(), ahead, vocab, "a token lies outside the vocabulary");
   check_inside(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
   const Region region =
@@ -114,7 +114,7 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens,
     const int64_t parent = parents[static_cast<size_t>(i)];
     check(parent >= 0 && parent < i, "the nodes are not in topological order");
   }
-  check(scoring.vocab() <= decoder.stack().head->n, "the head is smaller than the vocabulary");
+  check(scoring.vocab() <= rounds.outputs(), "the head is smaller than the vocabulary");
   check_inside(tokens.data(), count, decoder.stack().vocab, "a token lies outside the vocabulary");
   const Region region = region_of(decoder, keys, values, capacity, layer_stride, prefix, count);
   Nodes path, sampled;

@@ -23,6 +23,7 @@ class Group {
   void all_reduce(void* x, int64_t count, Element element, double seconds);
   void all_gather(const void* x, int64_t bytes, void* out, double seconds);  // out [size, bytes]
   void leave() { segment_.leave(); }
+  int size() const { return layout_.ranks; }
 
  private:
   template <class E>

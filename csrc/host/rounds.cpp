@@ -40,6 +40,25 @@ ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<i
   return out;
 }
 
+int64_t Rounds::outputs() const {
+  const Stack& stack = decoder_.stack();
+  return stack.head->n * (stack.group == nullptr ? 1 : stack.group->size());
+}
+
+// Every rank's columns of the logits, side by side in the order of the ranks.
+void Rounds::gather(int64_t rows) {
+  const Stack& stack = decoder_.stack();
+  const auto own = static_cast<size_t>(stack.head->n), all = static_cast<size_t>(outputs()), count = static_cast<size_t>(rows);
+  parts_.resize(count * all);
+  stack.group->all_gather(logits_.data(), static_cast<int64_t>(count * own * sizeof(float)), parts_.data(), stack.timeout);
+  logits_.resize(count * all);
+  for (size_t row = 0; row < count; ++row) {
+    for (size_t rank = 0; rank * own < all; ++rank) {
+      std::copy_n(parts_.data() + (rank * count + row) * own, own, logits_.data() + row * all + rank * own);
+    }
+  }
+}
+
 // The rows in `tokens_`, `positions_`, `slots_` and `mask_` [rows, width]; logits of those from `logits_from` on.
 void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
   const auto rows = static_cast<int64_t>(tokens_.size());
@@ -54,6 +73,7 @@ void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
                     region.layer_stride,
                     logits_from,
                     logits_.data()});
+  if (decoder_.stack().group != nullptr) gather(rows - logits_from);
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
@@ -83,7 +103,7 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
   positions_.erase(positions_.begin(), positions_.begin() + ahead);
   drawn_.resize(static_cast<size_t>(count * k));
   values_.resize(drawn_.size());
-  children(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, coupled, tau), k, drawn_.data(),
+  children(scoring.args(logits_.data(), outputs(), positions_, coupled, tau), k, drawn_.data(),
            values_.data());
   tree.add_children(leaves, k, drawn_.data(), values_.data());
   return count;
@@ -106,7 +126,7 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
   }
   forward(region, count, 0);
   drawn_.resize(tokens.size());
-  draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data());
+  draw(scoring.args(logits_.data(), outputs(), positions_, scoring.noisy(), 1.0), drawn_.data());
   path.assign(1, 0);
   sampled.assign(1, drawn_[0]);
   for (int64_t node = 1; node < count; ++node) {  // a child comes after its parent

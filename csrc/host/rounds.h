@@ -42,7 +42,8 @@ struct Region {
   int64_t capacity, layer_stride, prefix;
 };
 
-// Runs one decoder's rounds on buffers that are made once.
+// Runs one decoder's rounds on buffers that are made once. The ranks of a group make the same calls, gather their
+// columns of the logits and come to the same result.
 class Rounds {
  public:
   explicit Rounds(Decoder& decoder) : decoder_(decoder) {}
@@ -60,14 +61,16 @@ class Rounds {
 
   double seconds() const { return seconds_; }  // that the last forward took
   const Decoder& decoder() const { return decoder_; }
+  int64_t outputs() const;  // of a row of logits: the head's, of all ranks
 
  private:
   void forward(const Region& region, int64_t width, int64_t logits_from);
+  void gather(int64_t rows);
 
   Decoder& decoder_;
   Nodes tokens_, positions_, slots_, drawn_;
   std::vector<uint8_t> mask_;
-  std::vector<float> logits_, values_;
+  std::vector<float> logits_, parts_, values_;
   double seconds_ = 0.0;
 };
 

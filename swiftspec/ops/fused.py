@@ -66,5 +66,5 @@ class Fused(Protocol):
         ...
 
     def rounds(self, cache: Any, /) -> Rounds | None:
-        """The inner part of a round over that cache, if it has one sequence and this rank all of the vocabulary."""
+        """The inner part of a round over that cache, if it has one sequence. A group's ranks make the same calls."""
         ...

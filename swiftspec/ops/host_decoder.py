@@ -66,10 +66,10 @@ class HostDecoder:
         )
 
     def rounds(self, cache: Cache) -> HostRounds | None:
-        """The inner part of a round over that cache, if it has one sequence and this rank all of the vocabulary."""
-        if self._ranks is not None or cache.k.shape[1] > 1:
+        """The inner part of a round over that cache, if it has one sequence."""
+        if cache.k.shape[1] > 1:
             return None
-        return HostRounds(self._native, cache.k, cache.v)
+        return HostRounds(self._native, cache.k, cache.v, None if self._ranks is None else self._ranks.lost)
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V] (float32), or None without `head`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -13,15 +13,19 @@ from swiftspec import _C
 class HostRounds:
     """Rounds of one decoder over the only sequence of one cache, `k` and `v` [layers, 1, G, capacity, hd].
 
-    The native side finds rows, masks and positions itself and keeps the logits to itself.
+    The native side finds rows, masks and positions itself and keeps the logits to itself; those of a group's ranks are
+    gathered. `lost`: what to raise when one of them is gone.
     """
 
-    def __init__(self, decoder: _C.Decoder, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, decoder: _C.Decoder, k: Tensor, v: Tensor, lost: Callable[[OSError], Exception] | None = None
+    ) -> None:
         _, sequences, kv_heads, capacity, head_dim = k.shape
         assert sequences == 1 and k.is_contiguous() and v.is_contiguous()
         layer = kv_heads * capacity * head_dim * k.element_size()
         self._region = (k.data_ptr(), v.data_ptr(), capacity, layer)
         self._kept = k, v
+        self._lost = lost
         self._native = _C.Rounds(decoder)
 
     def scoring(
@@ -44,13 +48,22 @@ class HostRounds:
         """Expands the w likeliest leaves into k children each, `coupled` and `tau` as in `Sampler.children`. `prefix`:
         verified tokens with KV; `pending`: those without, before a root that is all there is. Returns how many leaves,
         and the seconds of the forward."""
-        return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, coupled, tau)
+        try:
+            return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, coupled, tau)
+        except OSError as error:
+            raise self._reason(error) from None
 
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: HostScoring
     ) -> tuple[list[int], list[int], float]:
         """The accepted path and the tokens drawn along it, as spec.verify.walk has them, and the forward's seconds."""
-        return self._native.verify(tokens, parents, *self._region, prefix, scoring.native)
+        try:
+            return self._native.verify(tokens, parents, *self._region, prefix, scoring.native)
+        except OSError as error:
+            raise self._reason(error) from None
+
+    def _reason(self, error: OSError) -> Exception:
+        return error if self._lost is None else self._lost(error)
 
 
 class HostScoring:

@@ -89,10 +89,10 @@ class Sampler:
             self.history.extend(tokens)
 
     def scoring(self, rounds: Rounds | None) -> Any:
-        """This request's parameters as `rounds` takes them; None where Python must see the logits: for penalties,
-        filters, and a vocabulary that is cut over ranks."""
+        """This request's parameters as `rounds` takes them; None where Python must see the logits: for penalties and
+        filters."""
         p = self.params
-        if rounds is None or self.group is not None or self.history is not None or (filters.active(p) and not p.greedy):
+        if rounds is None or self.history is not None or (filters.active(p) and not p.greedy):
             return None
         temperature = 1.0 if p.greedy else p.temperature
         return rounds.scoring(self.vocab, temperature, self._bias, not p.greedy, p.seed, TARGET_STREAM)
