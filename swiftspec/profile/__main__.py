@@ -165,8 +165,11 @@ def _measure(sweep: Sweep) -> int:
     finally:
         sweep.close()
     print(results.table(sweep.profile))
-    for file in results.write(sweep.profile, sweep.file):
-        print(f"wrote {file}")
+    try:
+        for file in results.write(sweep.profile, sweep.file):
+            print(f"wrote {file}")
+    except UserError as error:  # no matplotlib; what was measured is written
+        print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
     return 0
 
 
