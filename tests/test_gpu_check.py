@@ -55,6 +55,7 @@ def test_steps_fail_and_hang_each_for_itself(tmp_path: Path) -> None:
     assert whole["decodes"] == [{"pair": "x"}] and json.loads(file.read_text()) == whole
 
 
+@pytest.mark.slow
 def test_results_are_there_before_the_end_and_the_budget_holds(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
     looks = f"import json; assert [s['state'] for s in json.load(open({str(file)!r}))['steps']] == ['ok']"
@@ -173,6 +174,7 @@ def test_one_competitor_that_fails_is_named() -> None:
     assert first == "Llama-3-8B TP1 o x8 a: out of memory" and isinstance(second, kernels_cuda.Result)
 
 
+@pytest.mark.slow
 def test_a_grown_pair_decodes_without_a_tokenizer(tmp_path: Path) -> None:
     """bench/step.py in a process that cannot import any of the front end's packages, and the engine below it."""
     shapes = []

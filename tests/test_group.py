@@ -146,7 +146,9 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
     assert all(answer["lost"] is None and answer["plain_rounds"] > 5 for answer in answers)
 
 
-@pytest.mark.parametrize(("mode", "x", "y"), [("async", 1, 1), ("async", 2, 1), ("serial", 2, 2), slow("async", 2, 2)])
+@pytest.mark.parametrize(
+    ("mode", "x", "y"), [("async", 1, 1), slow("async", 2, 1), slow("serial", 2, 2), slow("async", 2, 2)]
+)
 def test_drawn_proposals_are_the_same_in_groups(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
     """The text of rejection sampling depends on the tree, and that, for a fixed d, on nothing else."""
     pair = pairs["llama"]
@@ -190,7 +192,7 @@ def test_rounds_are_those_of_the_algorithm_one_round_late(
         assert (answer["tokens"], answer["rounds"]) == (text, count)
 
 
-@pytest.mark.parametrize("call", [1, 3, 4, 5, 20])
+@pytest.mark.parametrize("call", [1, slow(3), 4, slow(5), slow(20)])
 def test_a_draft_group_that_fails_costs_speed_only(pool: Pool, pairs: Pairs, call: int) -> None:
     pair = pairs["llama"]
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 3}

@@ -89,7 +89,7 @@ def test_the_embedded_target(kind: grow.Kind, bound: float) -> None:
     same(*both(TARGET, LARGE_TARGET, kind, torch.float32), bound)
 
 
-@pytest.mark.parametrize("kind", ["int4", "bf16"])
+@pytest.mark.parametrize("kind", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: grow.Kind) -> None:
     """Written to disk, read back, and decoded with the grown draft's tree."""
     grow.write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
