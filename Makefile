@@ -20,6 +20,7 @@ TORCH ?=
 ARGS ?=
 
 NATIVE := setup.py CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+JOBS := 2
 SLOW_TIMEOUT := 900
 
 # The requirements of an extra, from pyproject.toml, so that adding it does not rebuild the extension.
@@ -35,7 +36,7 @@ chat: $(VENV)/.installed
 	@$(BIN)/python -m swiftspec.serve $(ARGS)
 
 test: $(VENV)/.installed $(VENV)/.test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # pytest leaves with 5 when it finds no test to run; having no slow tests is no failure.
 test-slow: $(VENV)/.installed $(VENV)/.test

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM
 from swiftspec.params import PROPOSALS, Plan, SamplingParams
-from swiftspec.worker.local_drafter import AheadDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
@@ -46,8 +46,8 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
                 calibration=calibration)  # fmt: skip
     llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
     if ahead:
-        drafter = llm.drafter
-        llm.drafter = AheadDrafter(drafter.runner, plan, llm.vocab_size)  # type: ignore[attr-defined]
+        assert isinstance(llm.drafter, LocalDrafter)
+        llm.drafter = AheadDrafter(llm.drafter.runner, plan, llm.vocab_size)
     return llm
 
 
@@ -103,9 +103,12 @@ def plot(points: Sequence[Point], file: Path) -> None:
     file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Prints a row for each configuration."""
-    numbers = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSALS))
     parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])

@@ -181,9 +181,12 @@ def difference(result: Result, plain: Result) -> float:
     return (sum(result.likelihood) - sum(plain.likelihood)) / len(plain.likelihood)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Prints the table; the ratio of rounds where N = 1 and 8 are among the shapes."""
-    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 64])
     parser.add_argument("--steps", type=numbers, default=[1, 4, 16])

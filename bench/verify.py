@@ -46,10 +46,11 @@ def measure(act: Callable[[], object], repeats: int) -> tuple[float, float]:
         best = min(best, time.thread_time() - began)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         act()
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
     held = peak = 0
-    for event in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns()):  # type: ignore[union-attr]
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
-            held += event.nbytes()  # type: ignore[attr-defined]
+            held += event.nbytes()  # type: ignore[attr-defined] # torch's stub lacks it
             peak = max(peak, held)
     return best, peak / 2**20
 

@@ -173,9 +173,10 @@ class Plan:
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
+        instead = "verify match" if self.verify == "reject" else "proposal top"
         _check(
             self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
-            "proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take proposal top",
+            f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
         )
 
     def calibrated(self, greedy: bool) -> float:

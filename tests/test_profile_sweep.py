@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.profile import measure
 from swiftspec.profile.__main__ import main
@@ -92,7 +93,7 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[tuple[str, int, str]] = []
-    engine = Crew.engine
+    engine, decode_all = Crew.engine, measure.decode_all
 
     def counting(self: Crew, order: Order) -> Any:
         if len(built) == stop_at:
@@ -100,7 +101,14 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
         built.append((order.plan.mode, order.plan.steps, str(order.alone)))
         return engine(self, order)
 
+    def by_rounds(llm: LLM, *args: Any) -> measure.Run:
+        """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
+        run = decode_all(llm, *args)
+        run.seconds = run.rounds * (1 + llm.plan.steps * 0.1 * (llm.plan.mode == "serial"))
+        return run
+
     monkeypatch.setattr(Crew, "engine", counting)
+    monkeypatch.setattr(measure, "decode_all", by_rounds)
     args = [*pair, *short, "--modes", "ar,serial"]
     stop_at = -1
     assert main(args) == 0
@@ -113,7 +121,8 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
     stop_at = -1
     assert main([*args, "--resume"]) == 0
-    assert len(first) + len(built) <= len(whole) + 1
+    assert first == whole[:4]
+    assert built == whole[4:]  # the fifth was interrupted before it began
     assert all(len(run["speeds"]) <= 2 for run in read(tmp_path)["runs"])
     assert not list((tmp_path / "profiles").glob("*.partial.json"))
     assert main([*args, "--resume"]) == 1  # nothing left to resume
