@@ -61,8 +61,8 @@ def ways(rank: int, folder: Path, names: list[str], spin: bool) -> dict[str, Cal
     dist.init_process_group("gloo", init_method=f"file://{folder}/gloo", rank=rank, world_size=2)
     peer = connect(rank, folder)
     x = torch.zeros(ROWS, WIDTH)
-    message = torch.zeros(WORDS, dtype=torch.int32)
-    data = message.numpy().tobytes()
+    message = [0] * WORDS
+    data = bytes(4 * WORDS)
 
     def by_mailbox() -> None:
         if rank == 0:

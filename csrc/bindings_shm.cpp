@@ -1,9 +1,11 @@
 // Groups and mailboxes over shared memory, for Python.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "bindings.h"
 #include "host/ll_shm.h"
@@ -38,18 +40,17 @@ void all_gather(host::Group& group, uintptr_t x, int64_t bytes, uintptr_t out, d
   group.all_gather(mine, bytes, all, seconds);
 }
 
-void mailbox_send(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
-  size_arg("n", n, 0);
-  const auto* message = pointer_arg<const int32_t>("words", words, n);
+void mailbox_send(host::Mailbox& mailbox, const std::vector<int32_t>& words, double seconds) {
   py::gil_scoped_release unlocked;
-  mailbox.send(message, n, seconds);
+  mailbox.send(words.data(), static_cast<int64_t>(words.size()), seconds);
 }
 
-void mailbox_take(host::Mailbox& mailbox, uintptr_t words, int64_t n, double seconds) {
-  size_arg("n", n, 0);
-  auto* message = pointer_arg<int32_t>("words", words, n);
+// `pause`: how long the rest of a message may take.
+std::vector<int32_t> mailbox_recv(host::Mailbox& mailbox, double seconds, double pause) {
   py::gil_scoped_release unlocked;
-  mailbox.take(message, n, seconds);
+  std::vector<int32_t> words(static_cast<size_t>(mailbox.wait(seconds)));
+  mailbox.take(words.data(), static_cast<int64_t>(words.size()), pause);
+  return words;
 }
 
 std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int size, int64_t capacity, double seconds,
@@ -94,9 +95,8 @@ void define_shared_memory(py::module_& m) {
   py::class_<host::Mailbox>(m, "Mailbox", "Messages of int32 words over shared memory; see Mailbox in host/ll_shm.h.")
       .def(py::init(&make_mailbox), py::arg("name"), py::arg("side"), py::arg("words"), py::arg("seconds"),
            py::arg("spin"))
-      .def("send", &mailbox_send, py::arg("words"), py::arg("n"), py::arg("seconds"))
-      .def("wait", &host::Mailbox::wait, py::arg("seconds"), py::call_guard<py::gil_scoped_release>())
-      .def("take", &mailbox_take, py::arg("words"), py::arg("n"), py::arg("seconds"))
+      .def("send", &mailbox_send, py::arg("words"), py::arg("seconds"))
+      .def("recv", &mailbox_recv, py::arg("seconds"), py::arg("pause"))
       .def("leave", &host::Mailbox::leave);
 }
 

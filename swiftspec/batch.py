@@ -1,6 +1,6 @@
 """What a forward takes, and the messages that draft and target exchange.
 
-A message packs into flat int32 words, and `unpack` raises ValueError on words that are none.
+A message packs into flat words, and `unpack` raises ValueError on words that are none.
 
 Letters: n rows of one forward, W the width of the mask window, S sequences in the cache.
 """
@@ -8,7 +8,6 @@ Letters: n rows of one forward, W the width of the mask window, S sequences in t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 
-Words = NDArray[np.int32]
+Words = list[int]  # flat; each is a 32-bit integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +49,19 @@ class Drawn:
     """What the children of a proposal were drawn from, without replacement and in the order of their nodes: a row for
     each node that has children, in the order of the nodes. Tokens that a row does not name were never drawn."""
 
-    tokens: Words  # [rows, width]
+    tokens: NDArray[np.int32]  # [rows, width]
     probs: NDArray[np.float32]  # [rows, width]; where it is 0, the token means nothing
 
-    def flat(self) -> tuple[Words, Words]:
+    def flat(self) -> Words:
         """Tokens, then probabilities by their bits."""
-        return self.tokens.ravel(), self.probs.view(np.int32).ravel()
+        return [*self.tokens.ravel().tolist(), *self.probs.view(np.int32).ravel().tolist()]
 
     @staticmethod
     def read(flat: Words, rows: int) -> Drawn:
         """The inverse of `flat`. Raises ValueError on what is no distribution."""
         if rows == 0 or len(flat) % (2 * rows) != 0:
             raise ValueError(f"{len(flat)} words do not hold the distributions of {rows} nodes")
-        tokens, bits = np.ascontiguousarray(flat, np.int32).reshape(2, rows, -1)
+        tokens, bits = np.array(flat, np.int32).reshape(2, rows, -1)
         probs = bits.view(np.float32)
         if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all() and (tokens >= 0).all()):
             raise ValueError("a proposal's nodes were drawn from no distribution")
@@ -85,9 +84,8 @@ class Proposal:
 
     def pack(self) -> Words:
         """request, round, prefix_len, count, tokens, parents; then what they were drawn from, where that is told."""
-        head = (self.request, self.round, self.prefix_len, len(self.tokens))
-        words = np.array(head + self.tokens + self.parents, np.int32)
-        return words if self.drawn is None else np.concatenate((words, *self.drawn.flat()))
+        words = [self.request, self.round, self.prefix_len, len(self.tokens), *self.tokens, *self.parents]
+        return words if self.drawn is None else words + self.drawn.flat()
 
     @staticmethod
     def unpack(flat: Words) -> Proposal:
@@ -123,8 +121,7 @@ class VerifyResult:
 
     def pack(self) -> Words:
         """request, round, prefix_len, count, path, tokens."""
-        head = (self.request, self.round, self.prefix_len, len(self.path))
-        return np.array(head + self.path + self.tokens, np.int32)
+        return [self.request, self.round, self.prefix_len, len(self.path), *self.path, *self.tokens]
 
     @staticmethod
     def unpack(flat: Words) -> VerifyResult:
@@ -147,28 +144,37 @@ class Opening:
     def pack(self) -> Words:
         """request, prompt_len, count, tokens, then the sampling parameters as JSON bytes: length, four to a word."""
         text = json.dumps(asdict(self.sampling)).encode()
-        head = np.array((self.request, self.prompt_len, len(self.tokens), *self.tokens, len(text)), np.int32)
-        return np.concatenate((head, np.frombuffer(text.ljust(-(-len(text) // 4) * 4), np.int32)))
+        return [self.request, self.prompt_len, len(self.tokens), *self.tokens, len(text), *bytes_to_words(text)]
 
     @staticmethod
     def unpack(flat: Words) -> Opening:
         """The inverse of `pack`."""
         request, prompt_len, count = _at_least(4, flat, "opening")[:3]
         tokens, rest = flat[3 : 3 + count], flat[3 + count :]
-        if count < 1 or not 1 <= prompt_len <= count or len(rest) == 0 or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
+        if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
             raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
         try:
-            values = json.loads(rest[1:].tobytes()[: rest[0]])
+            values = json.loads(words_to_bytes(rest[1:])[: rest[0]])
             values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
             for name in ("stop", "stop_token_ids", "negative_prompt_ids"):
                 values[name] = tuple(values[name])
             sampling = SamplingParams(**values)
         except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
             raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
-        return Opening(request, tuple(tokens.tolist()), sampling, prompt_len)
+        return Opening(request, tuple(tokens), sampling, prompt_len)
 
 
-def _at_least(count: int, flat: Words, what: str) -> Sequence[int]:
+def bytes_to_words(data: bytes) -> Words:
+    """Four to a word, filled up with blanks."""
+    return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32).tolist()
+
+
+def words_to_bytes(words: Words) -> bytes:
+    """The inverse of `bytes_to_words`, blanks and all."""
+    return np.array(words, np.int32).tobytes()
+
+
+def _at_least(count: int, flat: Words, what: str) -> Words:
     if len(flat) < count:
         raise ValueError(f"a {what} of {len(flat)} words is too short")
-    return flat.tolist()
+    return flat

@@ -48,9 +48,9 @@ def collectives(group: SharedGroup) -> None:
 def ping_pong(mailbox: Mailbox, side: int) -> None:
     for i in range(ROUNDS):
         if side == 0:
-            mailbox.send(torch.arange(i, 2 * i, dtype=torch.int32))
+            mailbox.send(range(i, 2 * i))
         message = mailbox.recv(30)
-        if message.tolist() != list(range(i, 2 * i)):
+        if message != list(range(i, 2 * i)):
             say(wrong=i)
         if side == 1:
             mailbox.send(message)

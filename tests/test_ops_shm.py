@@ -182,13 +182,13 @@ def test_a_rank_that_leaves() -> None:
 
 def test_what_was_sent_before_leaving_arrives() -> None:
     ours, theirs = mailboxes()
-    theirs.send(torch.arange(5, dtype=torch.int32))
+    theirs.send(range(5))
     theirs.close()
-    assert ours.recv(1).tolist() == [0, 1, 2, 3, 4]
+    assert ours.recv(1) == [0, 1, 2, 3, 4]
     with pytest.raises(ConnectionError, match="closed"):
         ours.recv(10)
     with pytest.raises(ConnectionError, match="closed"):
-        ours.send(torch.zeros(1, dtype=torch.int32))
+        ours.send([0])
 
 
 def test_a_deadline_may_be_tried_again() -> None:
@@ -196,25 +196,25 @@ def test_a_deadline_may_be_tried_again() -> None:
     for timeout in (0, 0.02):
         with pytest.raises(TimeoutError, match="no message for"):
             ours.recv(timeout)
-    theirs.send(torch.tensor([], dtype=torch.int32))
-    theirs.send(torch.tensor([7, -7, 2**31 - 1], dtype=torch.int32))
-    assert ours.recv(1).tolist() == []
-    assert ours.recv(0).tolist() == [7, -7, 2**31 - 1]
+    theirs.send([])
+    theirs.send((7, -7, 2**31 - 1))
+    assert ours.recv(1) == []
+    assert ours.recv(0) == [7, -7, 2**31 - 1]
 
 
 def test_a_full_mailbox() -> None:
     """Eight lines hold two messages of six words; the third waits, and a long one passes through."""
     ours, theirs = mailboxes(words=16, timeout=0.05)
-    message = torch.arange(6, dtype=torch.int32)
+    message = list(range(6))
     ours.send(message)
     ours.send(message)
     with pytest.raises(TimeoutError, match=r"stayed full for 0\.05 s"):
         ours.send(message)
-    assert theirs.recv(1).tolist() == theirs.recv(1).tolist() == message.tolist()
+    assert theirs.recv(1) == theirs.recv(1) == message
     ours.timeout = theirs.timeout = 10
-    long = torch.arange(1001, dtype=torch.int32)
+    long = list(range(1001))
     _, got = together(lambda: ours.send(long), lambda: theirs.recv(10))
-    assert isinstance(got, torch.Tensor) and torch.equal(got, long)
+    assert got == long
     ours.timeout = 0.05
     with pytest.raises(TimeoutError):
         ours.send(long)  # nobody takes it, so it is cut short and ends the mailbox
@@ -222,8 +222,8 @@ def test_a_full_mailbox() -> None:
         ours.send(message)
     with pytest.raises(ConnectionError, match="closed"):
         theirs.recv(10)
-    with pytest.raises(ValueError, match="flat int32"):
-        ours.send(torch.ones(2))
+    with pytest.raises(TypeError, match="incompatible"):
+        ours.send([2**31])
 
 
 def test_a_group_that_does_not_come_together() -> None:
@@ -261,12 +261,6 @@ def test_a_rank_killed_before_all_have_come() -> None:
         with pytest.raises(ConnectionError, match="rank 0 ended while the group was being formed"):
             SharedGroup(name, 1, 3, spin=False, capacity=4096)
     assert not path.exists()
-
-
-def test_take_follows_wait() -> None:
-    mailbox = mailboxes()[0]
-    with pytest.raises(ValueError, match="announced"):
-        mailbox._mailbox.take(torch.zeros(4, dtype=torch.int32).data_ptr(), 4, 0.1)
 
 
 def test_ctrl_c_ends_a_wait() -> None:

@@ -9,8 +9,8 @@ TimeoutError (a deadline), ConnectionError (a peer has ended, left or given up),
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from swiftspec import _C
@@ -70,7 +70,7 @@ class SharedGroup:
 
 
 class Mailbox:
-    """Messages of int32 words between two processes, in both directions; sides 0 and 1. Used by one thread.
+    """Messages of 32-bit words between two processes, in both directions; sides 0 and 1. Used by one thread.
 
     `words`: what fits unread in one direction. A message that fits is sent at once; a longer one passes as the other
     side reads it. `spin` as in SharedGroup.
@@ -90,20 +90,13 @@ class Mailbox:
         self.timeout = timeout
         self._mailbox = _C.Mailbox(name, side, words, attach_timeout, spin)
 
-    def send(self, message: Tensor) -> None:
-        """Sends a flat int32 tensor [n]; does not wait for the other side as long as there is room."""
-        _on_host(message)
-        if message.dtype != torch.int32 or message.ndim != 1:
-            raise ValueError(f"a message is a flat int32 tensor, not {message.dtype} of shape {list(message.shape)}")
-        message = message.contiguous()
-        self._mailbox.send(message.data_ptr(), message.numel(), self.timeout)
+    def send(self, message: Sequence[int]) -> None:
+        """Sends [n] words; does not wait for the other side as long as there is room."""
+        self._mailbox.send(message, self.timeout)
 
-    def recv(self, timeout: float) -> Tensor:
-        """The next message, int32 [n]. TimeoutError after `timeout` seconds (0: only a look); it may be tried again."""
-        words = self._mailbox.wait(timeout)
-        message = torch.empty(words, dtype=torch.int32)
-        self._mailbox.take(message.data_ptr(), words, self.timeout)
-        return message
+    def recv(self, timeout: float) -> list[int]:
+        """The next message. TimeoutError after `timeout` seconds (0: only a look); it may be tried again."""
+        return self._mailbox.recv(timeout, self.timeout)
 
     def close(self) -> None:
         """Tells the other side that nothing more will come; what was sent stays readable."""

@@ -13,9 +13,7 @@ from enum import IntEnum
 from functools import partial
 from typing import Protocol, TypeVar
 
-import numpy as np
-
-from swiftspec.batch import Opening, Proposal, VerifyResult, Words
+from swiftspec.batch import Opening, Proposal, VerifyResult, Words, bytes_to_words, words_to_bytes
 from swiftspec.errors import RankLost
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.remote.channel import Channel
@@ -60,18 +58,17 @@ class Number:
     value: int
 
     def pack(self) -> Words:
-        return np.array([self.value], np.int32)
+        return [self.value]
 
 
 def to_words(text: str) -> Words:
-    """Text as int32 words, filled up with blanks."""
-    data = text.encode()
-    return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32)
+    """Text as words, filled up with blanks."""
+    return bytes_to_words(text.encode())
 
 
 def to_text(words: Words) -> str:
     """The inverse of `to_words`."""
-    return words.tobytes().decode(errors="replace").rstrip()
+    return words_to_bytes(words).decode(errors="replace").rstrip()
 
 
 class Message(Protocol):
@@ -94,7 +91,7 @@ class Team:
             return act()
         if self.broken is not None:
             raise RankLost(self.broken)
-        words = None if message is None else message.pack()
+        words = [] if message is None else message.pack()
         try:
             for follower in self._followers:
                 follower.send(call, words)
@@ -300,6 +297,6 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
         case Call.DRAFTER_CLOSE:
             drafter.close()
         case Call.STEPS:
-            drafter.steps = int(words[0])
+            drafter.steps = words[0]
         case _:
             raise ValueError(f"a leader does not send {call.name}")

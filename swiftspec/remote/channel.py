@@ -6,6 +6,7 @@ idle receiver waits as long as it likes, which a collective with its timeout cou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from swiftspec.batch import Words
@@ -16,11 +17,11 @@ from swiftspec.remote.tcp import Door, call
 
 
 class Channel(Protocol):
-    """Messages of a kind and int32 words, in order. Raises ConnectionError once the peer is gone."""
+    """Messages of a kind and 32-bit words, in order. Raises ConnectionError once the peer is gone."""
 
     peer: str  # who that is, for people
 
-    def send(self, kind: int, words: Words | None = None) -> None:
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
         """Hands a message over; returns before it is read."""
         ...
 

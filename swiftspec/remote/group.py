@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from swiftspec.batch import Opening, Proposal, VerifyResult, Words
 from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.params import SamplingParams
@@ -50,7 +48,7 @@ class GroupDrafter:
                 continue  # an answer that came too late
             if proposal.prefix_len != self._prefix_len:
                 raise DrafterLost(f"the draft stands at {proposal.prefix_len}, the target at {self._prefix_len}")
-            self.busy += float(words[0]) * 1e-6
+            self.busy += words[0] * 1e-6
             return proposal
 
     def grow(self) -> None:
@@ -65,18 +63,18 @@ class GroupDrafter:
 
     def measure(self, room: int) -> None:
         """Lets the draft begin to measure its expansions, in a context of `room` tokens."""
-        self._send(Call.PACE, np.array([room], np.int32))
+        self._send(Call.PACE, [room])
 
     def times(self) -> DraftTimes:
         """What has been measured since `measure`."""
-        turn, expansion = self._answer(Call.TIME, time.monotonic() + self._open_timeout).tolist()
+        turn, expansion = self._answer(Call.TIME, time.monotonic() + self._open_timeout)
         return DraftTimes(turn * 1e-6, expansion * 1e-6)
 
     def set_steps(self, steps: int) -> None:
         """Sets d for the requests to come."""
-        self._send(Call.STEPS, np.array([steps], np.int32))
+        self._send(Call.STEPS, [steps])
 
-    def _send(self, call: Call, words: Words | None = None) -> None:
+    def _send(self, call: Call, words: Sequence[int] = ()) -> None:
         try:
             self._bridge.send(call, words)
         except ConnectionError as error:
@@ -142,20 +140,17 @@ class DraftService:
             case Call.DRAFTER_CLOSE:
                 drafter.close()
             case Call.STEPS:
-                drafter.steps = int(words[0])
+                drafter.steps = words[0]
             case Call.PACE:
-                times = draft_times(drafter, int(words[0]))
-                microseconds = (int(1e6 * times.turn), max(int(1e6 * times.expansion), 1))
-                self._target.send(Call.TIME, np.array(microseconds, np.int32))
+                times = draft_times(drafter, words[0])
+                self._target.send(Call.TIME, [int(1e6 * times.turn), max(int(1e6 * times.expansion), 1)])
             case _:
                 raise ValueError(f"a target does not send {call.name}")
 
     def _propose(self, proposal: Proposal) -> None:
         """Answers with a proposal, and with the microseconds in forwards since the answer before."""
         spent, self._busy = self._drafter.busy - self._busy, self._drafter.busy
-        microseconds = np.array([int(1e6 * spent)], np.int32)
-        self._target.send(Call.PROPOSAL, np.concatenate((microseconds, proposal.pack())))
+        self._target.send(Call.PROPOSAL, [int(1e6 * spent), *proposal.pack()])
 
     def _tell_failure(self, reason: str) -> None:
-        request = np.array([self._request], np.int32)
-        self._target.send(Call.LOST, np.concatenate((request, to_words(reason))))
+        self._target.send(Call.LOST, [self._request, *to_words(reason)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from swiftspec.batch import Words
 from swiftspec.remote.calls import Call, to_text, to_words
@@ -22,7 +22,7 @@ class TracedBridge:
         self._bridge, self._log = bridge, log
         log.drain = self.drain
 
-    def send(self, kind: int, words: Words | None = None) -> None:
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
         self._bridge.send(kind, words)
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:

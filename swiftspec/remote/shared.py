@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from collections.abc import Sequence
 
 from swiftspec.batch import Words
 from swiftspec.ops.shm import Mailbox
@@ -18,24 +17,20 @@ class SharedChannel:
         self.peer = peer
         self._mailbox = Mailbox(name, side, spin=spin, attach_timeout=timeout)
 
-    def send(self, kind: int, words: Words | None = None) -> None:
-        message = np.empty(1 + (0 if words is None else len(words)), np.int32)
-        message[0] = kind
-        if words is not None:
-            message[1:] = words
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
         try:
-            self._mailbox.send(torch.from_numpy(message))
+            self._mailbox.send([kind, *words])
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         try:
-            message = self._mailbox.recv(FOR_EVER if timeout is None else timeout).numpy()
+            kind, *words = self._mailbox.recv(FOR_EVER if timeout is None else timeout)
         except TimeoutError:
             raise TimeoutError(f"no message from {self.peer} within {timeout:g} s") from None
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
-        return int(message[0]), message[1:]
+        return kind, words
 
     def close(self) -> None:
         self._mailbox.close()

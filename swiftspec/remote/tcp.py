@@ -6,7 +6,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,11 +29,11 @@ class TcpChannel:
         self._buffer = bytearray()
         self._sound = True
 
-    def send(self, kind: int, words: Words | None = None) -> None:
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
         """Hands a message over; returns before it is read."""
-        body = b"" if words is None else words.astype(np.int32, copy=False).tobytes()
+        data = HEAD.pack(kind, len(words)) + np.array(words, np.int32).tobytes()
         self._sock.settimeout(SEND_TIMEOUT)
-        self._guarded(lambda: self._sock.sendall(HEAD.pack(kind, len(body) // 4) + body))
+        self._guarded(lambda: self._sock.sendall(data))
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
@@ -72,7 +72,7 @@ class TcpChannel:
         end = HEAD.size + 4 * count
         if len(self._buffer) < end:
             return None
-        words = np.frombuffer(bytes(self._buffer[HEAD.size : end]), np.int32)
+        words = np.frombuffer(bytes(self._buffer[HEAD.size : end]), np.int32).tolist()
         del self._buffer[:end]
         return kind, words
 

@@ -10,9 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from swiftspec.batch import Words
+from swiftspec.batch import Words, bytes_to_words
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model.parallel import Store, prefixed
 from swiftspec.params import Plan
@@ -128,9 +126,9 @@ class Links:
         up = self.leader or self.target
         try:
             if up is not None:
-                value = int(up.recv()[1][0])
+                value = up.recv()[1][0]
             for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
-                channel.send(Call.READY, np.array([value], np.int32))
+                channel.send(Call.READY, [value])
         except ConnectionError as error:
             raise RankLost(str(error)) from None
         return value
@@ -141,7 +139,7 @@ class Links:
         `facts`: what must be equal in the whole job, then what must be in the group. Raises UserError on rank 0 with
         the first reason.
         """
-        marks = np.frombuffer(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts), np.int32)
+        marks = bytes_to_words(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts))
         for channel in self.followers:
             heard = _heard(channel, marks, marks)
             error = error or heard
@@ -175,9 +173,9 @@ def _heard(channel: Channel, wanted: Words, marks: Words) -> str | None:
         return f"{error}: it left while the models were loading"
     if kind == Call.LOST:
         return to_text(words)
-    if not np.array_equal(words[:2], marks[:2]):
+    if words[:2] != marks[:2]:
         return f"{channel.peer} was started with other settings: start all ranks with the same command"
-    if not np.array_equal(words[: len(wanted)], wanted):
+    if words[: len(wanted)] != wanted:
         return f"{channel.peer} has another model directory than its leader: give all ranks the same files"
     return None
 
