@@ -2,11 +2,13 @@
 // sizes; what can be checked of them is checked here.
 #include "bindings.h"
 
+#include <pybind11/stl.h>
+
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
-#include "bindings.h"
 #include "kernels.h"
 #include "noise.h"
 
@@ -174,27 +176,25 @@ void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_
   swiftspec::host::children(args, k, ids, out);
 }
 
-void move_kv(uintptr_t region, int64_t layer_stride, int64_t layers, int64_t kv_heads, int64_t capacity,
-             int64_t slot_bytes, uintptr_t source, int64_t count, int64_t start) {
+void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t layers, int64_t kv_heads,
+             int64_t capacity, int64_t slot_bytes, const std::vector<int64_t>& source, int64_t start) {
+  const auto count = static_cast<int64_t>(source.size());
   size_arg("layers", layers, 1);
   size_arg("kv_heads", kv_heads, 1);
   size_arg("slot_bytes", slot_bytes, 1);
   check(start >= 0 && count >= 0 && start + count <= capacity, "the slots do not fit the region");
-  const swiftspec::host::MoveArgs args{pointer_arg<uint8_t>("region", region, 1),
-                                       layer_stride,
-                                       layers,
-                                       kv_heads,
-                                       capacity,
-                                       slot_bytes,
-                                       pointer_arg<const int64_t>("source", source, count),
-                                       count,
-                                       start};
+  swiftspec::host::MoveArgs args{
+      pointer_arg<uint8_t>("keys", keys, 1), layer_stride,  layers, kv_heads, capacity, slot_bytes,
+      source.data(),                         count,         start};
+  auto* region = pointer_arg<uint8_t>("values", values, 1);
   for (int64_t i = 0; i < count; ++i) {
     check(args.source[i] >= start + i && args.source[i] < capacity,
           "a source lies before its place or outside");
     check(i == 0 || args.source[i] > args.source[i - 1], "sources must ascend");
   }
   py::gil_scoped_release unlocked;
+  swiftspec::host::move_kv(args);
+  args.region = region;
   swiftspec::host::move_kv(args);
 }
 
@@ -252,9 +252,9 @@ PYBIND11_MODULE(_C, m) {
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("rows"), py::arg("vocab"),
         py::arg("stride"), py::arg("k"), py::arg("tokens"), py::arg("values"),
         "The k largest of each row's log_softmax(scores); see ScoreArgs in kernels.h.");
-  m.def("move_kv", &move_kv, py::arg("region"), py::arg("layer_stride"), py::arg("layers"),
-        py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"),
-        py::arg("start"), "Moves cache slots forward in place; see MoveArgs in kernels.h.");
+  m.def("move_kv", &move_kv, py::arg("keys"), py::arg("values"), py::arg("layer_stride"), py::arg("layers"),
+        py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("start"),
+        "Moves cache slots forward in place; see MoveArgs in kernels.h.");
   swiftspec::binding::define_shared_memory(m);
   swiftspec::binding::define_decoder(m);
   swiftspec::binding::define_rounds(m);

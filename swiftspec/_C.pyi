@@ -80,14 +80,14 @@ def children(
     values: int,
 ) -> None: ...
 def move_kv(
-    region: int,
+    keys: int,
+    values: int,
     layer_stride: int,
     layers: int,
     kv_heads: int,
     capacity: int,
     slot_bytes: int,
-    source: int,
-    count: int,
+    source: Sequence[int],
     start: int,
 ) -> None: ...
 

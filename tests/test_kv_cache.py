@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -105,8 +107,8 @@ TestNativeKVCache = NativeCacheMachine.TestCase
 def test_slots_that_are_in_place_are_not_moved() -> None:
     moves: list[tuple[list[int], int]] = []
 
-    def move(k: torch.Tensor, v: torch.Tensor, sequence: int, source: torch.Tensor, start: int) -> None:
-        moves.append((source.tolist(), start))
+    def move(k: torch.Tensor, v: torch.Tensor, sequence: int, source: Sequence[int], start: int) -> None:
+        moves.append(([*source], start))
 
     cache = KVCache(1, 1, 2, 16, move)
     cache.append_prefix(2)

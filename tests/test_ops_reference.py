@@ -228,5 +228,5 @@ def test_move_kv(seed: int, count: int, start: int) -> None:
     for x, before in zip(want, (k, v)):
         for i, slot in enumerate(source.tolist()):
             x[:, 1, :, start + i] = before[:, 1, :, slot]
-    ops.move_kv(k, v, 1, source, start)
+    ops.move_kv(k, v, 1, source.tolist(), start)
     assert torch.equal(k, want[0]) and torch.equal(v, want[1])

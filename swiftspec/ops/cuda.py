@@ -6,6 +6,7 @@ other rows of its batch, on their number, or on the slots in which its keys lie.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -104,10 +105,11 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:
+def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
     """In place, in all layers: slots source[i] -> start + i, where source [m] ascends and source[i] >= start + i."""
-    if source.shape[0] == 0:
+    if not source:
         return
+    slots = torch.tensor(source, device=k.device)
     layers, sequences, kv_heads, capacity, head_dim = k.shape
     slot = head_dim * k.element_size()
     region = kv_heads * capacity * slot
@@ -120,8 +122,8 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
         kv_heads,
         capacity,
         slot,
-        check("source", source, torch.int64, source.shape, k.device),
-        source.shape[0],
+        check("source", slots, torch.int64, slots.shape, k.device),
+        len(source),
         start,
         current_stream(),
     )

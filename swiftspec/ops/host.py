@@ -7,7 +7,7 @@ its batch, on their number, or on the slots in which its keys lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -216,24 +216,14 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     return out
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:
+def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
     """In place, in all layers: slots source[i] -> start + i, where source [m] ascends and source[i] >= start + i."""
     layers, sequences, kv_heads, capacity, head_dim = k.shape
     assert k.is_contiguous() and v.is_contiguous()
     slot = head_dim * k.element_size()
     region = kv_heads * capacity * slot
-    for buffer in (k, v):
-        _C.move_kv(
-            buffer.data_ptr() + sequence * region,
-            sequences * region,
-            layers,
-            kv_heads,
-            capacity,
-            slot,
-            source.data_ptr(),
-            source.shape[0],
-            start,
-        )
+    keys, values = k.data_ptr() + sequence * region, v.data_ptr() + sequence * region
+    _C.move_kv(keys, values, sequences * region, layers, kv_heads, capacity, slot, source, start)
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:

@@ -7,7 +7,7 @@ key-value heads, g = H / G, hd the head's width, L slots in use, W the width of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -280,11 +280,12 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> None:
+def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
     """In place, in all layers: slots source[i] -> start + i; source [m] ascends, source[i] >= start + i."""
+    slots = torch.tensor(source, dtype=torch.int64, device=k.device)
     for buffer in (k, v):
         region = buffer[:, sequence]
-        region[:, :, start : start + source.shape[0]] = region.index_select(2, source)
+        region[:, :, start : start + len(source)] = region.index_select(2, slots)
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:

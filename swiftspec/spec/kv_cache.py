@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-MoveKV = Callable[[Tensor, Tensor, int, Tensor, int], None]
+MoveKV = Callable[[Tensor, Tensor, int, Sequence[int], int], None]
 
 
 class KVCache:
@@ -88,9 +88,8 @@ class KVCache:
         while still < len(order) and order[still] == still:
             still += 1
         if still < len(order):
-            source = torch.tensor(order[still:], device=self.k.device)
             for sequence, start in enumerate(self.prefix_len):
-                self._move_kv(self.k, self.v, sequence, source + start, start + still)
+                self._move_kv(self.k, self.v, sequence, [slot + start for slot in order[still:]], start + still)
         self.prefix_len = [p + len(path) for p in self.prefix_len]
         self.tree_len = len(keep)
 

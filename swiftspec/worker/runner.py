@@ -43,7 +43,7 @@ class Model(Protocol):
 class Ops(sampler.Ops, Protocol):
     """What a round needs of the module of operators that the model was built with."""
 
-    def move_kv(self, k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int, /) -> None: ...
+    def move_kv(self, k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int, /) -> None: ...
 
 
 class Runner:
