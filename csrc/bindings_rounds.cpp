@@ -2,11 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "bindings.h"
+#include "host/answer.h"
 #include "host/rounds.h"
 #include "host/tree.h"
 
@@ -40,13 +40,8 @@ void check_node(const Tree& tree, int64_t node) {
 std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64_t root) {
   size_arg("bs", bs, 1);
   check_node(tree, root);
-  Nodes nodes = tree.best_subtree(bs, root), tokens, parents;
-  for (const int64_t node : nodes) {
-    const auto parent = std::lower_bound(nodes.begin(), nodes.end(), tree.parent[node]);
-    tokens.push_back(tree.token[node]);
-    parents.push_back(node == root ? -1 : parent - nodes.begin());
-  }
-  return {std::move(nodes), std::move(tokens), std::move(parents)};
+  host::SubTree found = tree.best_subtree(bs, root);
+  return {std::move(found.nodes), std::move(found.tokens), std::move(found.parents)};
 }
 
 std::pair<double, double> prospects(const Tree& tree, int64_t bs, int64_t w, int64_t root) {
@@ -61,6 +56,14 @@ std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
   Nodes path, kept;
   tree.reroot(node, path, kept);
   return {std::move(path), std::move(kept)};
+}
+
+host::Offer offer(const Tree& tree, int32_t request, int32_t prefix_len, int64_t bs, int64_t w, int64_t steps,
+                  double worth) {
+  size_arg("bs", bs, 1);
+  size_arg("w", w, 1);
+  size_arg("steps", steps, 1);
+  return {tree, request, prefix_len, bs, w, steps, worth};
 }
 
 std::unique_ptr<Scoring> make_scoring(int64_t vocab, double temperature, uintptr_t bias, bool noisy, uint64_t seed,
@@ -134,7 +137,11 @@ void define_rounds(py::module_& m) {
       .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"))
       .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"))
       .def("walk", &Tree::walk, py::arg("tokens"))
-      .def("reroot", &reroot, py::arg("node"));
+      .def("reroot", &reroot, py::arg("node"))
+      .def("offer", &offer, py::arg("request"), py::arg("prefix_len"), py::arg("bs"), py::arg("w"), py::arg("steps"),
+           py::arg("worth"), py::keep_alive<0, 1>());
+  py::class_<host::Offer>(m, "Offer", "What a draft is ready to answer; see host/answer.h.")
+      .def("answer", &host::answer, py::arg("result"));
   py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; see host/rounds.h.")
       .def(py::init(&make_scoring), py::arg("vocab"), py::arg("temperature"), py::arg("bias"), py::arg("noisy"),
            py::arg("seed"), py::arg("stream"));

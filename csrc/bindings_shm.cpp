@@ -5,9 +5,11 @@
 #include <memory>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "host/answer.h"
 #include "host/ll_shm.h"
 
 namespace swiftspec::binding {
@@ -51,6 +53,21 @@ std::vector<int32_t> mailbox_recv(host::Mailbox& mailbox, double seconds, double
   std::vector<int32_t> words(static_cast<size_t>(mailbox.wait(seconds)));
   mailbox.take(words.data(), static_cast<int64_t>(words.size()), pause);
   return words;
+}
+
+// As `mailbox_recv`, and answers what is offered: a result, which follows the kind `asks`, by the kind `answers`, the
+// word `note` and the proposal. The second value: whether it did.
+std::pair<host::Words, bool> mailbox_recv_or_answer(host::Mailbox& mailbox, const host::Offer& offer, int32_t asks,
+                                                    int32_t answers, int32_t note, double seconds, double pause) {
+  py::gil_scoped_release unlocked;
+  host::Words words(static_cast<size_t>(mailbox.wait(seconds)));
+  mailbox.take(words.data(), static_cast<int64_t>(words.size()), pause);
+  if (words.empty() || words[0] != asks) return {std::move(words), false};
+  host::Words proposal = host::answer(offer, {words.begin() + 1, words.end()});
+  if (proposal.empty()) return {std::move(words), false};
+  proposal.insert(proposal.begin(), {answers, note});
+  mailbox.send(proposal.data(), static_cast<int64_t>(proposal.size()), pause);
+  return {std::move(words), true};
 }
 
 std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int size, int64_t capacity, double seconds,
@@ -97,6 +114,8 @@ void define_shared_memory(py::module_& m) {
            py::arg("spin"))
       .def("send", &mailbox_send, py::arg("words"), py::arg("seconds"))
       .def("recv", &mailbox_recv, py::arg("seconds"), py::arg("pause"))
+      .def("recv_or_answer", &mailbox_recv_or_answer, py::arg("offer"), py::arg("asks"), py::arg("answers"),
+           py::arg("note"), py::arg("seconds"), py::arg("pause"))
       .def("leave", &host::Mailbox::leave);
 }
 

@@ -6,16 +6,24 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
+import torch
 
+from swiftspec import _C
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.errors import DrafterLost
-from swiftspec.params import SamplingParams
+from swiftspec.model.loader import load_model
+from swiftspec.ops import host
+from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.calls import Call, LeadingDrafter, Team
 from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
+from swiftspec.worker.local_drafter import AheadDrafter
+from swiftspec.worker.runner import Runner
 from tests.test_channel import connect
+from tests.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
 
@@ -43,6 +51,9 @@ class FakeDraft:
 
     def observe(self, result: VerifyResult) -> None:
         self.round, self.at, self.root = result.round + 1, self.at + len(result.tokens), result.tokens[-1]
+
+    def offer(self) -> None:
+        return None
 
     def close(self) -> None:
         self.calls.append("close")
@@ -124,3 +135,35 @@ def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):
             drafter.open(2, [7], GREEDY, 1)
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that accepts the first child each time hears what a drafter in its own process would say."""
+    make_checkpoint(tmp_path, vocab=40, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
+    plan, prompt = Plan(verify_batch=4, draft_leaves=3, draft_steps=3), [3, 1, 4, 1, 5]
+    models = (load_model(tmp_path, dtype=torch.float32, ops=host, max_positions=260) for _ in range(2))
+    ours, theirs = (AheadDrafter(Runner(model, host, context=200, tree_slots=60), plan, 40) for model in models)
+    said: list[Proposal] = []  # by Python
+    propose = DraftService._propose
+    monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
+    here, there = connect(None)
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([]))).run)
+    service.start()
+    drafter, heard = GroupDrafter(here), []
+    try:
+        for each in (drafter, ours):
+            each.open(1, prompt, GREEDY, len(prompt))
+        for _ in range(20):
+            heard.append(drafter.propose())
+            assert heard[-1] == ours.propose()
+            ours.grow()
+            last = heard[-1]
+            result = VerifyResult(1, last.round, last.prefix_len, (0,), (last.tokens[1],))
+            for each in (drafter, ours):
+                each.observe(result)
+    finally:
+        here.send(Call.LEAVE)
+        service.join(10)
+    assert heard[0] == said[0] and 0 < len(heard) - len(said) < 20
+    assert 0 < drafter.busy <= theirs.busy

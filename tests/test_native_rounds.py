@@ -18,7 +18,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.ops import host
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec.sampler import Sampler
-from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
 from tests.tiny import make_checkpoint
@@ -72,6 +72,17 @@ def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:
     np.testing.assert_array_equal(a.visible[: a.expanded, : a.expanded], b.visible[: a.expanded, : a.expanded])
 
 
+def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
+    """The tokens down to some node of a proposal, then perhaps others; at times more than w of them have no KV."""
+    node = data.draw(st.integers(0, len(proposal.tokens) - 1))
+    tokens: list[int] = []
+    while node > 0:
+        tokens.insert(0, proposal.tokens[node])
+        node = proposal.parents[node]
+    tokens += data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if tokens else 1, max_size=7))
+    return VerifyResult(1, proposal.round, proposal.prefix_len, tuple(range(len(tokens))), tuple(tokens))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -88,24 +99,42 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
     fused.open(1, PROMPT, sampling, len(PROMPT))
     with InSteps():
         stepped.open(1, PROMPT, sampling, len(PROMPT))
-    at = len(PROMPT) - 1
-    for round_ in range(data.draw(st.integers(1, 5))):
+    for _ in range(data.draw(st.integers(1, 5))):
         proposal = fused.propose()
         assert proposal == stepped.propose()
         same_trees(fused, stepped)
         same_caches(fused.runner, stepped.runner)
-        node = data.draw(st.integers(0, len(proposal.tokens) - 1))
-        tokens: list[int] = []
-        while node > 0:
-            tokens.insert(0, proposal.tokens[node])
-            node = proposal.parents[node]
-        more = st.lists(st.integers(0, VOCAB - 1), min_size=0 if tokens else 1, max_size=7)
-        tokens += data.draw(more)  # at times more than w of them have no KV
-        result = VerifyResult(1, round_, at, tuple(range(len(tokens))), tuple(tokens))
+        result = any_result(proposal, data)
         fused.observe(result)
         stepped.observe(result)
-        at += len(tokens)
     assert fused.busy > 0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None:
+    """It is what the drafter says itself, without an expansion."""
+    plan = Plan(
+        verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),
+        catch_up=data.draw(st.booleans()),
+    )  # fmt: skip
+    drafter = AheadDrafter(make_runner(checkpoint, torch.float32), plan, VOCAB)
+    drafter.open(1, PROMPT, SAMPLINGS[0], len(PROMPT))
+    proposal = drafter.propose()
+    for _ in range(4):
+        drafter.grow()
+        offer, result = drafter.offer(), any_result(proposal, data)
+        answer = offer.answer(result.pack())
+        for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
+            assert offer.answer(other.pack()) == []
+        assert offer.answer(result.pack()[:-1]) == offer.answer([]) == []
+        busy = drafter.busy
+        drafter.observe(result)
+        proposal = drafter.propose()
+        if answer:
+            assert Proposal.unpack(answer) == proposal and drafter.busy == busy
+        else:
+            assert drafter.busy > busy or plan.verify_batch == 1, "a fresh root, or too few nodes"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

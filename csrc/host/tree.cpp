@@ -69,9 +69,16 @@ bool Tree::below(int64_t node, int64_t root) const {
   return node == root || (slot[root] != slots && above(node)[slot[root]] != 0);
 }
 
-Nodes Tree::best_subtree(int64_t bs, int64_t root) const {
+SubTree Tree::best_subtree(int64_t bs, int64_t root) const {
   constexpr double kNone = -std::numeric_limits<double>::infinity();
-  return best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+  SubTree found;
+  found.nodes = best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+  const Nodes& all = found.nodes;
+  for (const int64_t node : all) {
+    found.tokens.push_back(token[node]);
+    found.parents.push_back(node == root ? -1 : std::lower_bound(all.begin(), all.end(), parent[node]) - all.begin());
+  }
+  return found;
 }
 
 std::pair<double, double> Tree::prospects(int64_t bs, int64_t w, int64_t root) const {

@@ -9,6 +9,11 @@ namespace swiftspec::host {
 
 using Nodes = std::vector<int64_t>;
 
+// Nodes of a tree in their order, their tokens, and their parents by place among them; the first one's is -1.
+struct SubTree {
+  Nodes nodes, tokens, parents;
+};
+
 struct Tree {
   int64_t *token, *parent, *slot;  // [nodes]
   double* logprob;                 // [nodes]
@@ -30,8 +35,8 @@ struct Tree {
   // Hangs k tokens under each of `under`, with their log-probabilities.
   void add_children(const Nodes& under, int64_t k, const int64_t* tokens, const float* logprobs);
 
-  // The likeliest `bs` nodes from `root` down, in the order of the nodes.
-  Nodes best_subtree(int64_t bs, int64_t root) const;
+  // The likeliest `bs` nodes from `root` down.
+  SubTree best_subtree(int64_t bs, int64_t root) const;
 
   // The summed probabilities, from `root` down and relative to it, of the bs likeliest nodes and of the w likeliest
   // leaves.

@@ -98,6 +98,13 @@ class Mailbox:
         """The next message. TimeoutError after `timeout` seconds (0: only a look); it may be tried again."""
         return self._mailbox.recv(timeout, self.timeout)
 
+    def recv_or_answer(
+        self, offer: _C.Offer, asks: int, answers: int, note: int, timeout: float
+    ) -> tuple[list[int], bool]:
+        """As `recv`. A message [asks, *result] is answered at once where it is what the offer is for: [answers, note,
+        *proposal] (csrc/host/answer.h). The second value: whether it was."""
+        return self._mailbox.recv_or_answer(offer, asks, answers, note, timeout, self.timeout)
+
     def close(self) -> None:
         """Tells the other side that nothing more will come; what was sent stays readable."""
         self._mailbox.leave()

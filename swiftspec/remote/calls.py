@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from swiftspec.batch import Opening, Proposal, VerifyResult, Words, bytes_to_words, words_to_bytes
 from swiftspec.errors import RankLost
@@ -170,6 +170,10 @@ class LeadingDrafter:
 
     def grow(self) -> None:
         self._team.call(Call.GROW, None, self._drafter.grow)
+
+    def offer(self) -> Any:
+        """As `LocalDrafter.offer`. It takes no forward, so the followers need not know."""
+        return self._drafter.offer()
 
     def observe(self, result: VerifyResult) -> None:
         self._team.call(Call.OBSERVE, result, partial(self._drafter.observe, result))

@@ -14,6 +14,7 @@ from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.params import SamplingParams
 from swiftspec.remote.calls import Call, LeadingDrafter, has_left, to_text, to_words
 from swiftspec.remote.channel import Channel
+from swiftspec.remote.shared import SharedChannel
 from swiftspec.worker.drafter import FAILURES
 from swiftspec.worker.pace import DraftTimes, draft_times
 
@@ -96,48 +97,68 @@ class GroupDrafter:
 
 
 class DraftService:
-    """The life of the draft group's leader: it answers the target until that leaves or is gone."""
+    """The life of the draft group's leader: it answers the target until that leaves or is gone.
+
+    A result that the tree holds is answered as it arrives, in native code; the drafter then does the same once more,
+    while the target is at work already.
+    """
 
     def __init__(self, target: Channel, drafter: LeadingDrafter) -> None:
         self._target = target
         self._drafter = drafter
         self._request = 0
-        self._failed = False  # the request: nothing more is done for it
-        self._busy = 0.0  # as told so far
+        self._open = False  # the request; not once it has failed, and nothing more is done for it
+        self._told = 0  # microseconds in forwards that the target knows of
 
     def run(self) -> None:
         """Serves until it is sent home; a failing draft model only ends the request, and a group out of step every
         request from then on. Raises RankLost when the target is gone without a word."""
         try:
             while True:
-                kind, words = self._target.recv()
+                kind, words, answered = self._next()
                 if kind == Call.LEAVE:
                     return
                 try:
-                    self._serve(Call(kind), words)
+                    self._serve(Call(kind), words, answered)
                 except (RankLost, *FAILURES) as error:
-                    self._failed = True
+                    self._open = False
                     self._tell_failure(str(error) or type(error).__name__)
         except ConnectionError as error:
             if not has_left(self._target):
                 raise RankLost(str(error)) from None
 
-    def _serve(self, call: Call, words: Words) -> None:
+    def _next(self) -> tuple[int, Words, bool]:
+        """The next message, and whether it is answered."""
+        target = self._target
+        offer = self._drafter.offer() if self._open and isinstance(target, SharedChannel) else None
+        if offer is None:
+            return *target.recv(), False
+        assert isinstance(target, SharedChannel)
+        spent = self._spent()
+        kind, words, answered = target.recv_or_answer(offer, Call.OBSERVE, Call.PROPOSAL, spent)
+        self._told += spent if answered else 0
+        return kind, words, answered
+
+    def _serve(self, call: Call, words: Words, answered: bool) -> None:
         """One message: first the answer, then whatever can be done ahead."""
         drafter = self._drafter
         match call:
             case Call.DRAFTER_OPEN:
                 opening = Opening.unpack(words)
-                self._request, self._failed, self._busy = opening.request, False, drafter.busy
+                self._request, self._told = opening.request, int(1e6 * drafter.busy)
                 drafter.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
+                self._open = True
                 self._propose(drafter.propose())
                 drafter.grow()
             case Call.OBSERVE:
-                if not self._failed:  # else the target has been told, or will read it in a moment
+                if self._open:  # else the target has been told, or will read it in a moment
                     drafter.observe(VerifyResult.unpack(words))
-                    self._propose(drafter.propose())
+                    proposal = drafter.propose()
+                    if not answered:
+                        self._propose(proposal)
                     drafter.grow()
             case Call.DRAFTER_CLOSE:
+                self._open = False
                 drafter.close()
             case Call.STEPS:
                 drafter.steps = words[0]
@@ -149,8 +170,12 @@ class DraftService:
 
     def _propose(self, proposal: Proposal) -> None:
         """Answers with a proposal, and with the microseconds in forwards since the answer before."""
-        spent, self._busy = self._drafter.busy - self._busy, self._drafter.busy
-        self._target.send(Call.PROPOSAL, [int(1e6 * spent), *proposal.pack()])
+        spent = self._spent()
+        self._target.send(Call.PROPOSAL, [spent, *proposal.pack()])
+        self._told += spent
+
+    def _spent(self) -> int:
+        return int(1e6 * self._drafter.busy) - self._told
 
     def _tell_failure(self, reason: str) -> None:
         self._target.send(Call.LOST, [self._request, *to_words(reason)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from swiftspec.batch import Words
 from swiftspec.ops.shm import Mailbox
@@ -31,6 +32,14 @@ class SharedChannel:
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         return kind, words
+
+    def recv_or_answer(self, offer: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        """As `recv`, and answers a result of the kind `asks` at once where the offer is for it; see ops.shm.Mailbox."""
+        try:
+            (kind, *words), answered = self._mailbox.recv_or_answer(offer, asks, answers, note, FOR_EVER)
+        except OSError as error:
+            raise ConnectionError(f"{self.peer} is gone ({error})") from None
+        return kind, words, answered
 
     def close(self) -> None:
         self._mailbox.close()

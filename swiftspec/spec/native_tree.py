@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
@@ -17,6 +17,7 @@ class Handle(Protocol):
     def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
     def walk(self, tokens: Sequence[int], /) -> list[int]: ...
     def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
+    def offer(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
 
 
 class NativeTree(DraftTree):

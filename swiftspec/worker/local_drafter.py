@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,10 @@ class LocalDrafter:
 
     def grow(self) -> None:
         pass  # in turn: the tree grows after the result
+
+    def offer(self) -> Any:
+        """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
+        return None
 
     def observe(self, result: VerifyResult) -> None:
         self.settle()
@@ -185,6 +190,13 @@ class AheadDrafter(LocalDrafter):
                 break
             best = self._best()
         return best
+
+    def offer(self) -> Any:
+        if self._draws is not None or self._root != 0 or not isinstance(self.tree, NativeTree):
+            return None
+        plan, worth = self._plan, self.YIELD if self._plan.catch_up else 0.0
+        shape = plan.verify_batch, plan.draft_leaves, self.steps
+        return self.tree.native.offer(self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
         """Whether one more expansion now, which takes a d-th of a round, would add more than a d-th of the tokens that

@@ -217,13 +217,15 @@ class TracedPopulation:
 
 
 class SteppedDrafter(Drafter, Protocol):
-    """A drafter whose d may be set."""
+    """A drafter whose d may be set, and that may be ready to answer a result."""
 
     @property
     def steps(self) -> int: ...
 
     @steps.setter
     def steps(self, steps: int, /) -> None: ...
+
+    def offer(self) -> Any: ...
 
 
 class LaneDrafter:
@@ -269,6 +271,9 @@ class LaneDrafter:
         self._drafter.grow()
         self._spans["grow"] = began, time.perf_counter()
         self._end()
+
+    def offer(self) -> None:
+        return None  # an answer that Python does not see would not be on record
 
     def observe(self, result: VerifyResult) -> None:
         began = time.perf_counter()
