@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,11 +17,11 @@ POISON = 1e4  # in every slot that is free
 class CacheMachine(RuleBasedStateMachine):
     """Two sequences of unequal prefixes under one tree; every written slot carries a number of its own."""
 
-    move = staticmethod(reference.move_kv)
+    mover = staticmethod(reference.mover)
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(2, 1, 2, CAPACITY, self.move, sequences=2, dtype=torch.float64)
+        self.cache = KVCache(2, 1, 2, CAPACITY, self.mover, sequences=2, dtype=torch.float64)
         self._poison()
         self.prefix: list[list[float]] = [[], []]
         self.tree: list[float] = []
@@ -97,7 +95,7 @@ TestKVCache = CacheMachine.TestCase
 class NativeCacheMachine(CacheMachine):
     """The same books over the native move, which serves any dtype."""
 
-    move = staticmethod(host.move_kv)
+    mover = staticmethod(host.mover)
 
 
 NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
@@ -107,10 +105,7 @@ TestNativeKVCache = NativeCacheMachine.TestCase
 def test_slots_that_are_in_place_are_not_moved() -> None:
     moves: list[tuple[list[int], int]] = []
 
-    def move(k: torch.Tensor, v: torch.Tensor, sequence: int, source: Sequence[int], start: int) -> None:
-        moves.append(([*source], start))
-
-    cache = KVCache(1, 1, 2, 16, move)
+    cache = KVCache(1, 1, 2, 16, lambda k, v: lambda sequence, source, start: moves.append(([*source], start)))
     cache.append_prefix(2)
     cache.append_tree(6)
     cache.commit([0, 1], [2])

@@ -220,7 +220,7 @@ def test_rows_of_several_sequences_anywhere(seed: int, sequences: int, rows: int
 
 @given(seed=st.integers(0, 2**31), count=st.integers(0, 12), start=st.integers(0, 5))
 @settings(max_examples=30, deadline=None)
-def test_move_kv(seed: int, count: int, start: int) -> None:
+def test_mover(seed: int, count: int, start: int) -> None:
     k, v = random(2, 2, 3, 20, 4, seed=1), random(2, 2, 3, 20, 4, seed=2)
     picked = torch.randperm(20 - start, generator=torch.Generator().manual_seed(seed))[:count]
     source = picked.sort().values + start
@@ -228,5 +228,5 @@ def test_move_kv(seed: int, count: int, start: int) -> None:
     for x, before in zip(want, (k, v)):
         for i, slot in enumerate(source.tolist()):
             x[:, 1, :, start + i] = before[:, 1, :, slot]
-    ops.move_kv(k, v, 1, source.tolist(), start)
+    ops.mover(k, v)(1, source.tolist(), start)
     assert torch.equal(k, want[0]) and torch.equal(v, want[1])

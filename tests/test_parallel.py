@@ -32,7 +32,7 @@ def logits(path: Path, group: Group | None, dtype: torch.dtype = torch.float64, 
     """All logits of a prompt, gathered: the first rows as one chunk, the others one by one."""
     model = load_model(path, dtype=dtype, ops=ops, max_positions=64, group=group)
     c = model.config
-    cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.move_kv, dtype=dtype)
+    cache = KVCache(c.num_layers, model.kv_heads, c.head_dim, 32, ops.mover, dtype=dtype)
     rows: list[Tensor] = []
     for first, last in ((0, 7), (7, 8), (8, len(TOKENS))):
         out = model.forward(chain(TOKENS[first:last], first), cache)

@@ -234,8 +234,9 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     assert isinstance(smc, SMC)
     moves: list[int] = []
     cache = smc.target.cache
-    move = cache._move_kv
-    cache._move_kv = lambda k, v, s, source, start: (moves.append(len(source)), move(k, v, s, source, start))[1]
+    move = cache._move
+    assert move is not None
+    cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
     smc.open([i % 40 for i in range(1000)], WARM, (), 24)
     assert cache.kv_len() == [1000] and not moves
     rounds = []

@@ -6,7 +6,7 @@ other rows of its batch, on their number, or on the slots in which its keys lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ __all__ = [
     "gumbel_rows",
     "linear_residual",
     "log_top_k",
-    "move_kv",
+    "mover",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -105,25 +105,31 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
-    """In place, in all layers: slots source[i] -> start + i, where source [m] ascends and source[i] >= start + i."""
-    if not source:
-        return
-    slots = torch.tensor(source, device=k.device)
+def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
+    source [m] ascends and source[i] >= start + i."""
     layers, sequences, kv_heads, capacity, head_dim = k.shape
     slot = head_dim * k.element_size()
     region = kv_heads * capacity * slot
     keys, values = (check(name, t, k.dtype, k.shape, k.device) for name, t in (("keys", k), ("values", v)))
-    _C.move_kv_cuda(
-        keys + sequence * region,
-        values + sequence * region,
-        sequences * region,
-        layers,
-        kv_heads,
-        capacity,
-        slot,
-        check("source", slots, torch.int64, slots.shape, k.device),
-        len(source),
-        start,
-        current_stream(),
-    )
+    device = k.device
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        if not source:
+            return
+        slots = torch.tensor(source, device=device)
+        _C.move_kv_cuda(
+            keys + sequence * region,
+            values + sequence * region,
+            sequences * region,
+            layers,
+            kv_heads,
+            capacity,
+            slot,
+            check("source", slots, torch.int64, slots.shape, device),
+            len(source),
+            start,
+            current_stream(),
+        )
+
+    return move

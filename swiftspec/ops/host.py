@@ -35,7 +35,7 @@ __all__ = [
     "level",
     "linear_residual",
     "log_top_k",
-    "move_kv",
+    "mover",
     "norm_head",
     "norm_linear",
     "norm_swiglu",
@@ -216,14 +216,20 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     return out
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
-    """In place, in all layers: slots source[i] -> start + i, where source [m] ascends and source[i] >= start + i."""
+def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
+    source [m] ascends and source[i] >= start + i. The caller keeps the buffers."""
     layers, sequences, kv_heads, capacity, head_dim = k.shape
     assert k.is_contiguous() and v.is_contiguous()
     slot = head_dim * k.element_size()
     region = kv_heads * capacity * slot
-    keys, values = k.data_ptr() + sequence * region, v.data_ptr() + sequence * region
-    _C.move_kv(keys, values, sequences * region, layers, kv_heads, capacity, slot, source, start)
+    shape = (sequences * region, layers, kv_heads, capacity, slot)
+    addresses = [(k.data_ptr() + s * region, v.data_ptr() + s * region, *shape) for s in range(sequences)]
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        _C.move_kv(*addresses[sequence], source, start)
+
+    return move
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:

@@ -280,12 +280,17 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
 
 
-def move_kv(k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int) -> None:
-    """In place, in all layers: slots source[i] -> start + i; source [m] ascends, source[i] >= start + i."""
-    slots = torch.tensor(source, dtype=torch.int64, device=k.device)
-    for buffer in (k, v):
-        region = buffer[:, sequence]
-        region[:, :, start : start + len(source)] = region.index_select(2, slots)
+def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
+    source [m] ascends and source[i] >= start + i."""
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        slots = torch.tensor(source, dtype=torch.int64, device=k.device)
+        for buffer in (k, v):
+            region = buffer[:, sequence]
+            region[:, :, start : start + len(source)] = region.index_select(2, slots)
+
+    return move
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:

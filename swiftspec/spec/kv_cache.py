@@ -8,7 +8,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-MoveKV = Callable[[Tensor, Tensor, int, Sequence[int], int], None]
+Move = Callable[[int, Sequence[int], int], None]
+Mover = Callable[[Tensor, Tensor], Move]
 
 
 class KVCache:
@@ -25,7 +26,7 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         capacity: int,
-        move_kv: MoveKV,
+        mover: Mover,
         *,
         sequences: int = 1,
         dtype: torch.dtype = torch.float32,
@@ -34,7 +35,7 @@ class KVCache:
         self.capacity = capacity
         self._shape = (layers, kv_heads, capacity, head_dim)
         self._dtype, self._device = dtype, device
-        self._move_kv = move_kv
+        self._mover = mover
         self.prefix_len: list[int] = []
         self.reset(sequences)
 
@@ -44,12 +45,14 @@ class KVCache:
         if sequences != len(self.prefix_len):
             layers, *region = self._shape
             self.prefix_len = []  # should there be no memory, the next call tries again
-            self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes
+            self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes, so nobody holds it
+            self._move: Move | None = None
             # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free
             # slot is finite, as it must be: a masked NaN would still spoil a sum.
             shape = (layers, sequences, *region)
             self.k = torch.zeros(shape, dtype=self._dtype, device=self._device)
             self.v = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            self._move = self._mover(self.k, self.v)
         self.prefix_len = [0] * sequences
         self.tree_len = 0
 
@@ -88,8 +91,9 @@ class KVCache:
         while still < len(order) and order[still] == still:
             still += 1
         if still < len(order):
+            assert self._move is not None
             for sequence, start in enumerate(self.prefix_len):
-                self._move_kv(self.k, self.v, sequence, [slot + start for slot in order[still:]], start + still)
+                self._move(sequence, [slot + start for slot in order[still:]], start + still)
         self.prefix_len = [p + len(path) for p in self.prefix_len]
         self.tree_len = len(keep)
 

@@ -50,17 +50,17 @@ class NoDrafter:
     busy = 0.0
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._next = Proposal.root_only(request, 0, len(tokens) - 1, tokens[-1])
+        self._root = request, 0, len(tokens) - 1, tokens[-1]
 
     def propose(self) -> Proposal:
-        return self._next
+        return Proposal.root_only(*self._root)
 
     def grow(self) -> None:
         pass
 
     def observe(self, result: VerifyResult) -> None:
         at = result.prefix_len + len(result.tokens)
-        self._next = Proposal.root_only(result.request, result.round + 1, at, result.tokens[-1])
+        self._root = result.request, result.round + 1, at, result.tokens[-1]
 
     def close(self) -> None:
         pass
@@ -93,8 +93,8 @@ class Expendable:
         self._guard(self._drafter.grow, self._none.grow)
 
     def observe(self, result: VerifyResult) -> None:
+        self._guard(lambda: self._drafter.observe(result), lambda: None)  # first: somebody waits for it
         self._none.observe(result)
-        self._guard(lambda: self._drafter.observe(result), lambda: None)
 
     def close(self) -> None:
         with contextlib.suppress(*FAILURES):

@@ -170,12 +170,12 @@ class SelfSwitch:
             self._drafter.grow()
 
     def observe(self, result: VerifyResult) -> None:
-        self._none.observe(result)
         if self.pace.speculating:
             self._drafter.observe(result)
         else:
             self._missed.append(result)
             self._plain_rounds += 1
+        self._none.observe(result)
         self.pace.see(self._clock() - self._began, len(result.tokens))
         decision = decide(self.pace)
         if decision.speculate != self.pace.speculating:

@@ -18,7 +18,7 @@ from swiftspec.ops.fused import Fused
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
 from swiftspec.spec.guidance import Guidance
-from swiftspec.spec.kv_cache import KVCache
+from swiftspec.spec.kv_cache import KVCache, Move
 from swiftspec.spec.native_tree import NativeTree
 from swiftspec.worker.graph import Capture, Graphs, HostBatch
 
@@ -43,7 +43,7 @@ class Model(Protocol):
 class Ops(sampler.Ops, Protocol):
     """What a round needs of the module of operators that the model was built with."""
 
-    def move_kv(self, k: Tensor, v: Tensor, sequence: int, source: Sequence[int], start: int, /) -> None: ...
+    def mover(self, k: Tensor, v: Tensor, /) -> Move: ...
 
 
 class Runner:
@@ -65,7 +65,7 @@ class Runner:
             model.kv_heads,
             config.head_dim,
             context + tree_slots,
-            ops.move_kv,
+            ops.mover,
             dtype=model.dtype,
             device=model.device,
         )
