@@ -214,9 +214,9 @@ def fails(name, seconds, limit):
     else:
         raise AssertionError("nobody answered, yet there is a sum")
 
-group = join("silent", 2, 1)
+group = join("silent", 2, 3)
 if rank == 0:
-    fails("silent", 1, 10)
+    fails("silent", 3, 20)
     store.set("heard", "yes")
 else:
     store.wait(["heard"])

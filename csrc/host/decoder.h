@@ -62,6 +62,7 @@ class Decoder {
   void forward(const Step& step);
 
   const Stack& stack() const { return stack_; }
+  int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
 
  private:
   using Buffer = std::vector<uint8_t>;

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <numeric>
 
+#include "../kernels.h"
+
 namespace swiftspec::host {
 
 namespace {
@@ -133,6 +135,18 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
     if (parents[static_cast<size_t>(node)] != path.back() || tokens[static_cast<size_t>(node)] != sampled.back()) continue;
     path.push_back(node);
     sampled.push_back(drawn_[static_cast<size_t>(node)]);
+  }
+  commit(region, path);
+}
+
+void Rounds::commit(const Region& region, const Nodes& path) {
+  slots_.clear();
+  for (const int64_t node : path) slots_.push_back(region.prefix + node);
+  const Stack& stack = decoder_.stack();
+  const int64_t slot_bytes = stack.dim * (stack.wide ? 4 : 2);
+  for (void* cache : {region.keys, region.values}) {
+    move_kv({static_cast<uint8_t*>(cache), region.layer_stride, decoder_.layers(), stack.kv_heads, region.capacity,
+             slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), region.prefix});
   }
 }
 

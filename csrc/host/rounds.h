@@ -55,7 +55,7 @@ class Rounds {
                  bool coupled, double tau);
 
   // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
-  // nodes, the root first; `sampled`: the token drawn after each of them.
+  // nodes, the root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
   void verify(const Nodes& tokens, const Nodes& parents, const Region& region, Scoring& scoring, Nodes& path,
               Nodes& sampled);
 
@@ -66,6 +66,7 @@ class Rounds {
  private:
   void forward(const Region& region, int64_t width, int64_t logits_from);
   void gather(int64_t rows);
+  void commit(const Region& region, const Nodes& path);
 
   Decoder& decoder_;
   Nodes tokens_, positions_, slots_, drawn_;

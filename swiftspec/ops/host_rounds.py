@@ -56,7 +56,8 @@ class HostRounds:
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: HostScoring
     ) -> tuple[list[int], list[int], float]:
-        """The accepted path and the tokens drawn along it, as spec.verify.walk has them, and the forward's seconds."""
+        """The accepted path, whose slots now follow the prefix, and the tokens drawn along it, as spec.verify.walk has
+        them; and the forward's seconds."""
         try:
             return self._native.verify(tokens, parents, *self._region, prefix, scoring.native)
         except OSError as error:

@@ -139,10 +139,11 @@ class Runner:
         self.busy += seconds
 
     def verify(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any) -> tuple[list[int], list[int]]:
-        """One verification in one call: the accepted path of these nodes, and the tokens drawn along it."""
-        assert self.rounds is not None and self.cache.tree_len == 0
+        """One verification in one call: the accepted path of these nodes, which then is part of the prefix, and the
+        tokens drawn along it."""
+        assert self.rounds is not None
         path, sampled, seconds = self.rounds.verify(tokens, parents, self.cache.prefix_len[0], scoring)
-        self.cache.append_tree(len(tokens))
+        self.cache.append_prefix(len(path))
         self.busy += seconds
         return path, sampled
 

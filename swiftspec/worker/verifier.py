@@ -85,7 +85,8 @@ class LocalVerifier:
 
     def settle(self) -> None:
         path, tokens = self._accepted
-        self.runner.cache.commit(path)
+        if self._scoring is None:  # else it is done
+            self.runner.cache.commit(path)
         self._sampler.observe(tokens)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
