@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,6 +120,7 @@ class VerifyResult:
     prefix_len: int
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # len(path) of them
+    overlaps: tuple[float, ...] = field(default=(), compare=False)  # see Judged.overlap; stays here: no drafter asks
 
     def pack(self) -> Words:
         """request, round, prefix_len, count, path, tokens."""

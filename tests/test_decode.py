@@ -236,6 +236,10 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     first = llm.generate(PROMPT, sampling)
     assert len(first.token_ids) == 80 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
     assert first.stats.rounds < 60
+    seen = first.stats.acceptance
+    assert seen.judged == seen.tried_child[0] and seen.expected_rate is not None and 0 < seen.expected_rate < 1
+    plainly = make_llm(*pair, **shape).generate(PROMPT, sampling)
+    assert plainly.stats.acceptance.expected_rate is None
     whole = llm.drafter
     llm.drafter = Failing(whole, 40)
     answer = llm.generate(PROMPT, sampling)
