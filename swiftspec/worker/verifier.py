@@ -110,7 +110,8 @@ class LocalVerifier:
         if self._rejection is not None:
             return self._rejection.walk(proposal, logits, paths, positions)
         sampled = self._sampler.draw(logits, paths, positions)
-        return *verify.walk(proposal.tokens, proposal.parents, sampled.tolist()), []
+        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        return path, tokens, []
 
 
 class Verifies(Protocol):
