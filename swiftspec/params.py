@@ -184,6 +184,18 @@ class Plan:
             f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
         )
 
+    def mismatch(self, sampling: SamplingParams) -> str | None:
+        """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
+        if self.mode in ("ar", "smc") or sampling.greedy:
+            return None
+        if self.proposal == "top":
+            return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
+        if self.proposal == "sample" and self.verify == "match":
+            return (
+                "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
+            )
+        return None
+
     def calibrated(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
         temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the

@@ -75,11 +75,11 @@ def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: in
         ways = list(orders(q, count))
         drawn = torch.tensor([order for order, _ in ways])[:, : min(count, sum(x > 0 for x in q))]
         chances = torch.tensor([[chance] for _, chance in ways], dtype=torch.float64)
-        rows = [torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q)]
-        law = chances * judged_law(rows[0], rows[1], drawn)
+        ps, qs = (torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q))
+        law = chances * judged_law(ps, qs, drawn)
         torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
-        overlap = judge(*rows, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
-        first = (chances * passing(*rows, drawn, 0)).sum().expand(len(ways))
+        overlap = judge(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
+        first = (chances * passing(ps, qs, drawn, 0)).sum().expand(len(ways))
         torch.testing.assert_close(overlap, first, atol=1e-12, rtol=0)
         assert overlap[0] == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
 
