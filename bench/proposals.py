@@ -93,7 +93,7 @@ def same_text(args: argparse.Namespace) -> None:
             text = llm.generate(prompt, replace(sampling, seed=seed)).token_ids
             for at, temperature in product(range(4, len(text), 8), laws):
                 tokens = [*prompt, *text[:at]]
-                # noise that had no part in the text so far, and none either in what comes
+                # a seed of its own, so that the text so far tells nothing of the noise to come
                 fresh = replace(laws[temperature], seed=len(prompts) + seed)
                 for role in (llm.drafter, llm.verifier):
                     role.open(1, tokens, fresh, len(prompt))
