@@ -1,7 +1,8 @@
 """Tokens a round for every kind of proposal, against the temperature and top-p, in turn and ahead, on held-out prompts.
 
     python -m bench.proposals [--limit 24] [--plot docs/proposals.svg] [--json out.json]
-    python -m bench.proposals --calibration 0.4,0.5,0.7 --proposals top --temperatures 0    # a sweep of the constant
+    python -m bench.proposals --calibration 0.4,0.5,auto --proposals top --temperatures 0    # a sweep of the constant
+    python -m bench.proposals --same-text --limit 50    # is sampled text harder, or sampling it?
 
 One process: for a fixed d the rounds of two groups of ranks are those of `AheadDrafter` here. No time is measured.
 `coupled` and `top` are verified by match, `sample` by rejection; at temperature 0 coupled is top and sample has no law.
@@ -12,14 +13,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal
 
 import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.decode import decode
 from swiftspec.engine import LLM
 from swiftspec.params import PROPOSALS, Plan, SamplingParams
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
@@ -35,11 +39,11 @@ class Point:
     ahead: bool
     temperature: float
     top_p: float
-    calibration: float | None
+    calibration: float | Literal["auto"] | None
     ratio: float
 
 
-def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
+def engine(proposal: str, ahead: bool, calibration: float | Literal["auto"] | None, args: argparse.Namespace) -> LLM:
     """The embedded pair, its draft in turn with the target or ahead of it."""
     verify = "reject" if proposal == "sample" else "match"
     plan = Plan(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
@@ -76,6 +80,29 @@ def measure(args: argparse.Namespace) -> Iterator[Point]:
             yield Point(proposal, ahead, temperature, top_p, calibration, round(found, 3))
 
 
+def same_text(args: argparse.Namespace) -> None:
+    """Single rounds of coupled trees, in turn, from the same places of greedy and of sampled texts: each place once at
+    temperature 0, once at 1. Rounds of a whole text can only be compared with those of another."""
+    prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
+    llm = engine("coupled", False, None, args)
+    laws = {temperature: SamplingParams(temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True)
+            for temperature in (0.0, 1.0)}  # fmt: skip
+    for source, sampling in laws.items():
+        found: dict[float, list[int]] = {temperature: [] for temperature in laws}
+        for seed, prompt in enumerate(prompts):
+            text = llm.generate(prompt, replace(sampling, seed=seed)).token_ids
+            for at, temperature in product(range(4, len(text), 8), laws):
+                tokens = [*prompt, *text[:at]]
+                # a seed of its own, so that the text so far tells nothing of the noise to come
+                fresh = replace(laws[temperature], seed=len(prompts) + seed)
+                for role in (llm.drafter, llm.verifier):
+                    role.open(1, tokens, fresh, len(prompt))
+                found[temperature].append(len(next(decode(llm.drafter, llm.verifier)).tokens))
+        for temperature, counts in found.items():
+            error = stdev(counts) / len(counts) ** 0.5
+            print(f"text at T {source:g}, rounds at T {temperature:g}: {fmean(counts):.3f} +- {error:.3f} tokens")
+
+
 def plot(points: Sequence[Point], file: Path) -> None:
     """Tokens a round against temperature, a line for each proposal, dashed with top-p: an SVG without a library."""
     in_turn = [point for point in points if not point.ahead]
@@ -107,13 +134,17 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
+def calibrations(text: str) -> list[float | Literal["auto"]]:
+    return ["auto" if part == "auto" else float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Prints a row for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSALS))
     parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])
     parser.add_argument("--top-p", type=numbers, default=[1.0, 0.9])
-    parser.add_argument("--calibration", type=numbers, default=[None])
+    parser.add_argument("--calibration", type=calibrations, default=[None])
     parser.add_argument("--ahead", type=lambda text: [word == "yes" for word in text.split(",")], default=[False, True],
                         help="no, yes, or no,yes (the default)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=4, help="d in turn")
@@ -121,14 +152,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--same-text", action="store_true", help="single rounds at temperature 0 and 1 on both's texts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.same_text:
+        same_text(args)
+        return
     points = []
     for p in measure(args):
         points.append(p)
-        lane, constant = "ahead" if p.ahead else "serial", "" if p.calibration is None else f"  c {p.calibration:g}"
+        lane, constant = "ahead" if p.ahead else "serial", "" if p.calibration is None else f"  c {p.calibration}"
         print(f"{p.proposal:8} {lane:7} T {p.temperature:g}  top-p {p.top_p:g}{constant}  {p.ratio:.3f}", flush=True)
     if args.json:
         args.json.write_text(json.dumps([asdict(point) for point in points], indent=1) + "\n")

@@ -8,7 +8,7 @@ Letters: n rows of one forward, W the width of the mask window, S sequences in t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,7 @@ class VerifyResult:
     prefix_len: int
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # len(path) of them
+    overlaps: tuple[float, ...] = field(default=(), compare=False)  # see Judged.overlap; stays here: no drafter asks
 
     def pack(self) -> Words:
         """request, round, prefix_len, count, path, tokens."""

@@ -14,12 +14,13 @@ from swiftspec.worker.verifier import Verifier
 @dataclass(frozen=True, slots=True)
 class Round:
     """What one round gave: the target's tokens (accepted draft tokens, then the bonus) and the nodes verified for them,
-    the root not counted. Of a tree also its parents and the path that was accepted."""
+    the root not counted. Of a tree also its parents, the path that was accepted, and the result's overlaps."""
 
     tokens: tuple[int, ...]
     drafted: int
     parents: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
+    overlaps: tuple[float, ...] = ()
 
 
 def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
@@ -35,7 +36,7 @@ def decode(drafter: Drafter, verifier: Verifier) -> Iterator[Round]:
         result = pending.wait()
         drafter.observe(result)
         verifier.settle()
-        yield Round(result.tokens, len(proposal.tokens) - 1, proposal.parents, result.path)
+        yield Round(result.tokens, len(proposal.tokens) - 1, proposal.parents, result.path, result.overlaps)
         proposal = drafter.propose()
 
 

@@ -61,7 +61,7 @@ class Stats:
         self.rounds += 1
         self.drafted += round_.drafted
         self.accepted += len(round_.tokens) - 1
-        self.acceptance.count(round_.parents, round_.path)
+        self.acceptance.count(round_.parents, round_.path, round_.overlaps)
 
     def clock(self, round_: Round, began: float, opened: float, busy: Sequence[float]) -> None:
         """Takes the time after a round. `busy`: what target and draft have spent in forwards since the prefill."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 from swiftspec.errors import UserError
 
@@ -135,7 +136,7 @@ class Plan:
     draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
     verify: str = "match"  # by the target's own draws, or by rejection sampling
     proposal: str | None = None  # how the draft chooses children; None: as verify needs
-    calibration: float | None = None  # of the children's weights; None: see `calibrated`
+    calibration: float | Literal["auto"] | None = None  # of the children's weights; None: see `calibrated`
     catch_up: bool = True  # mode async: after a result expand on while that is worth its time; off: the paper's rule
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
@@ -169,7 +170,11 @@ class Plan:
             " none: take proposal sample, or verify match",
         )
         value = self.calibration
-        _check(value is None or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
+        _check(
+            value != "auto" or self.proposal != "sample",
+            "calibration auto fits how the draft ranks its children, and proposal sample draws them: give a number",
+        )
+        _check(value in (None, "auto") or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
@@ -179,11 +184,23 @@ class Plan:
             f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
         )
 
+    def mismatch(self, sampling: SamplingParams) -> str | None:
+        """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
+        if self.mode in ("ar", "smc") or sampling.greedy:
+            return None
+        if self.proposal == "top":
+            return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
+        if self.proposal == "sample" and self.verify == "match":
+            return (
+                "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
+            )
+        return None
+
     def calibrated(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
         temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
-        embedded pair (docs/log.md)."""
-        if self.calibration is not None:
+        embedded pair (docs/log.md); auto begins with them, in every request."""
+        if self.calibration is not None and self.calibration != "auto":
             return self.calibration
         return CALIBRATION["greedy" if greedy else str(self.proposal)]
 

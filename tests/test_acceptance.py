@@ -20,6 +20,10 @@ def test_one_round_by_hand() -> None:
     counts.count((-1,), (0,))  # a plain round: nothing was tried
     assert counts.histogram == [1, 0, 1]
     assert counts.tried_at_depth == [1, 1, 1]
+    assert counts.expected_rate is None
+    counts.count((-1, 0, 1), (0, 1), (0.5, 0.25))
+    counts.count((-1,), (0,))
+    assert counts.expected_rate == 0.375
 
 
 @given(st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swiftspec.decode import Round
 from swiftspec.engine import Stats
 from swiftspec.params import Plan
 from swiftspec.serve.answer import metrics
@@ -25,8 +26,18 @@ def test_the_self_switch_tells_what_it_measured_and_decided() -> None:
     assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
 
 
+def test_what_was_to_be_accepted_stands_beside_what_was() -> None:
+    stats = Stats()
+    stats.count(Round((3, 4), 2, (-1, 0, 0), (0, 1), (0.75,)))
+    stats.count(Round((5,), 1, (-1, 0), (0,), (0.25,)))
+    spec = metrics(Plan(), stats, 3)["speculative_decoding"]
+    assert spec["expected_first_child_acceptance_rate"] == 0.5
+    assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
+
+
 def test_what_was_not_measured_is_null() -> None:
     told = metrics(Plan(), Stats(switching=Switching(0, (), 0.003, None, None, None)), 0)
     assert told["self_switch"]["plain_round_ms"] is None and told["self_switch"]["tree_round_ms"] == 3.0
     assert told["speculative_decoding"]["break_even_acceptance_length"] is None
-    assert metrics(Plan(), Stats(), 0)["speculative_decoding"]["speedup_over_plain"] is None
+    spec = metrics(Plan(), Stats(), 0)["speculative_decoding"]
+    assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None

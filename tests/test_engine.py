@@ -233,6 +233,15 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
         SamplingParams(**values)
 
 
+def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
+    sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
+    assert "proposal coupled has more" in str(Plan(proposal="top").mismatch(sampled))
+    assert "verify reject, or proposal coupled" in str(Plan(proposal="sample").mismatch(sampled))
+    for plan in (Plan(), Plan(verify="reject"), Plan(mode="ar", proposal="top")):
+        assert plan.mismatch(sampled) is None
+    assert Plan(proposal="top").mismatch(greedy) is None
+
+
 @pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])
 def test_plans_that_make_no_tree_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(values))):

@@ -147,12 +147,22 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
 
 
 @pytest.mark.parametrize(
-    ("mode", "x", "y"), [("async", 1, 1), slow("async", 2, 1), slow("serial", 2, 2), slow("async", 2, 2)]
+    ("mode", "x", "y", "how"),
+    [
+        ("async", 1, 1, {"verify": "reject"}),
+        ("async", 1, 2, {"calibration": "auto"}),  # fitted on each rank
+        *(
+            slow(mode, x, y, {"verify": "reject"})
+            for mode, x, y in (("async", 2, 1), ("serial", 2, 2), ("async", 2, 2))
+        ),
+    ],
 )
-def test_drawn_proposals_are_the_same_in_groups(pool: Pool, pairs: Pairs, mode: str, x: int, y: int) -> None:
-    """The text of rejection sampling depends on the tree, and that, for a fixed d, on nothing else."""
+def test_rounds_are_the_same_in_groups(
+    pool: Pool, pairs: Pairs, mode: str, x: int, y: int, how: dict[str, Any]
+) -> None:
+    """The tree depends, for a fixed d, on nothing else; and so does the text of rejection sampling."""
     pair = pairs["llama"]
-    shape: dict[str, Any] = {"draft_steps": 3, "verify": "reject"}
+    shape: dict[str, Any] = {"draft_steps": 3, **how}
     alone = LLM(*pair, Plan(**shape), dtype=torch.float64)
     if mode == "async":
         assert isinstance(alone.drafter, LocalDrafter)

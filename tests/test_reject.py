@@ -42,17 +42,22 @@ def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
     return (p / p.sum()).tolist(), (q / q.sum()).tolist()
 
 
+def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
+    """The chance [r, 1] that child i passes once all before it have failed: where `judge` changes its mind."""
+    coins = torch.ones(places.shape, dtype=torch.float64)
+    low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
+    for _ in range(50):
+        coins[:, i : i + 1] = middle = (low + high) / 2
+        passes = judge(p, q, places, coins).accepted[:, None] == i
+        low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
+    return high
+
+
 def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
-    """The law [r, V] of the token after each of r nodes with these children [r, c]: the range of the coins is cut where
-    `judge` changes its mind."""
+    """The law [r, V] of the token after each of r nodes with these children [r, c]."""
     law, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
     for i in range(count):
-        coins = torch.ones(places.shape, dtype=torch.float64)
-        low, high = torch.zeros_like(mass), torch.ones_like(mass)  # child i passes, all before it having failed
-        for _ in range(50):
-            coins[:, i : i + 1] = middle = (low + high) / 2
-            passes = judge(p, q, places, coins).accepted[:, None] == i
-            low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
+        high = passing(p, q, places, i)
         law.scatter_add_(1, places[:, i : i + 1], mass * high)
         mass = mass * (1 - high)
     last = judge(p, q, places, torch.ones(places.shape, dtype=torch.float64))
@@ -70,9 +75,13 @@ def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: in
         ways = list(orders(q, count))
         drawn = torch.tensor([order for order, _ in ways])[:, : min(count, sum(x > 0 for x in q))]
         chances = torch.tensor([[chance] for _, chance in ways], dtype=torch.float64)
-        rows = [torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q)]
-        law = chances * judged_law(rows[0], rows[1], drawn)
+        ps, qs = (torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q))
+        law = chances * judged_law(ps, qs, drawn)
         torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
+        overlap = judge(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
+        first = (chances * passing(ps, qs, drawn, 0)).sum().expand(len(ways))
+        torch.testing.assert_close(overlap, first, atol=1e-12, rtol=0)
+        assert overlap[0] == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
 
 
 @given(st.sampled_from(KINDS), st.integers(3, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
@@ -111,7 +120,10 @@ PARAMS = [
 ]
 
 
-def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> list[int]:
+Found = tuple[list[int], list[float]]  # tokens, overlaps
+
+
+def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> Found:
     vocab = logits.shape[1]
     sampler = Sampler(sampling, [1, 2], vocab, "cpu", group)
     paths = [[], *([proposal.tokens[i]] for i in (1, 2)), *([proposal.tokens[1], proposal.tokens[i]] for i in (3, 4))]
@@ -120,9 +132,12 @@ def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, gro
         padded = torch.nn.functional.pad(logits, (0, width * group.size - vocab), value=1e9)
         logits = padded[:, group.rank * width :][:, :width]
     positions = torch.tensor([7, 8, 8, 9, 9])
-    path, tokens = Rejection(sampler, "cpu").walk(proposal, logits, paths if sampling.penalised else None, positions)
+    path, tokens, overlaps = Rejection(sampler, "cpu").walk(
+        proposal, logits, paths if sampling.penalised else None, positions
+    )
     assert [proposal.tokens[node] for node in path[1:]] == tokens[:-1]
-    return tokens
+    assert len(overlaps) == sum(node in (0, 1) for node in path)  # the nodes that have children
+    return tokens, overlaps
 
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
@@ -131,7 +146,23 @@ def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) ->
         proposal, rows = tree(8, seed)
         one = walk(proposal, torch.from_numpy(rows), sampling, None)
         every = on_ranks(size, lambda group: walk(proposal, torch.from_numpy(rows), sampling, group))  # noqa: B023
-        assert every == [one] * size
+        assert [tokens for tokens, _ in every] == [one[0]] * size
+        for _, overlaps in every:
+            assert overlaps == pytest.approx(one[1])
+
+
+def test_overlaps_are_those_of_the_shaped_laws() -> None:
+    seen = 0
+    for seed in range(12):
+        proposal, rows = tree(8, seed)
+        assert proposal.drawn is not None
+        overlaps = walk(proposal, torch.from_numpy(rows), SamplingParams(temperature=0.6), None)[1]
+        for row, overlap in enumerate(overlaps):
+            p = np.exp(rows[row] / 0.6) / np.exp(rows[row] / 0.6).sum()
+            q = dict(zip(proposal.drawn.tokens[row].tolist(), proposal.drawn.probs[row].tolist(), strict=True))
+            assert overlap == pytest.approx(sum(min(p[token], chance) for token, chance in q.items()))
+        seen += len(overlaps)
+    assert seen > 12
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -140,7 +171,7 @@ def test_forbidden_tokens_never_come_and_nothing_is_nan(dtype: torch.dtype) -> N
     proposal, rows = tree(6, 3)
     logits = torch.full(rows.shape, -math.inf, dtype=dtype)
     logits[:, 2] = 1
-    assert set(walk(proposal, logits, SamplingParams(), None)) == {2}
+    assert set(walk(proposal, logits, SamplingParams(), None)[0]) == {2}
 
 
 def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_refused() -> None:

@@ -55,3 +55,9 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str], flags: list[str]) -> N
     assert answer["guidance"]["negative_prompt_token_ids"] == [1, 0, 2]
     answer, err = ask(capsys, *flags, "--negative-prompt", "a")
     assert "a negative prompt does nothing at guidance scale 1" in err and "guidance" not in answer
+
+
+def test_a_draft_that_samples_otherwise_is_warned_of(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    drawn = [*flags, "--proposal", "top", "--temperature"]
+    assert ask(capsys, *drawn, "1")[1].startswith("swiftspec: warning: proposal top does not see the noise")
+    assert ask(capsys, *drawn, "0")[1] == ""

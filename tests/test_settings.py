@@ -47,6 +47,9 @@ def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.
     assert (settings.stop, settings.stop_token_ids) == (["x,y", "\n"], [1, 2, 9])
     monkeypatch.setenv("SWIFTSPEC_STOP", "123")
     assert parse([]).settings.stop == ["123"]
+    monkeypatch.setenv("SWIFTSPEC_CALIBRATION", "0.8")
+    assert parse([]).settings.calibration == 0.8
+    assert parse(["--calibration", "auto"]).settings.make_plan(True).calibration == "auto"
 
 
 BAD = [
@@ -60,6 +63,8 @@ BAD = [
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
     (["--max-tokens", "0"], "--max-tokens must be at least 1"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
+    (["--calibration", "much"], "--calibration must be a number or auto, not 'much'"),
+    (["--calibration", "0"], "--calibration must lie in 0.05..20, not 0"),
     (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
     (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
     (["--ess-threshold", "1.5"], "--ess-threshold must lie in 0..1, not 1.5"),

@@ -21,7 +21,7 @@ class LongestBranch(Rejection):
 
     def walk(
         self, proposal: Proposal, logits: Tensor, paths: list[list[int]] | None, positions: Tensor
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[float]]:
         """As `Rejection.walk`, on one rank, and not exact."""
         p = self._sampler.shape(logits, paths).softmax(-1)
         noise = np.random.default_rng([self._sampler.params.seed, proposal.prefix_len])
@@ -35,7 +35,7 @@ class LongestBranch(Rejection):
                 branches.append([*branch, node])
         path = max(branches, key=len)
         last = torch.from_numpy(noise.gumbel(size=p.shape[-1])).to(p.device) + p[path[-1]].log()
-        return path, [*(proposal.tokens[node] for node in path[1:]), int(last.argmax())]
+        return path, [*(proposal.tokens[node] for node in path[1:]), int(last.argmax())], []
 
 
 class BiasedVerifier(LocalVerifier):

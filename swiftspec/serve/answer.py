@@ -93,8 +93,9 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
     rejected.
 
     By depth (`per_pos`, vLLM's word, counted from 1) and by the rank of a child among its siblings: how many tokens
-    were accepted, and how many chances there were. What a round must give to be worth its time, and the speedup over
-    plain decoding that this means, are known once plain rounds were measured.
+    were accepted, and how many chances there were. Where children are drawn and verified by rejection, the first one's
+    share of its chances is to come to the mean of 1 - TV(p, q), which `expected` gives. What a round must give to be
+    worth its time, and the speedup over plain decoding that this means, are known once plain rounds were measured.
     """
     if plan.mode == "smc":
         return None
@@ -112,6 +113,7 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
         "num_chances_per_pos": _padded(seen.tried_at_depth, most),
         "num_accepted_tokens_per_child": _padded(seen.accepted_child, most),
         "num_chances_per_child": _padded(seen.tried_child, most),
+        "expected_first_child_acceptance_rate": seen.expected_rate,
         "break_even_acceptance_length": times and times.break_even,
         "speedup_over_plain": times and times.speedup,
     }

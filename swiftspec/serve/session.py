@@ -103,7 +103,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     """Finds, checks and loads the models that the settings name. Raises UserError on whatever does not fit."""
     found = Found.of(settings, 1 if world is None else world.size, phases)
     defaults = generation_defaults(found.target)
-    settings.sampling(defaults)  # nonsense shows before the weights are read
+    sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")
@@ -113,9 +113,9 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
-    note = settings.note()
-    if note is not None:
-        phases.warn(note)
+    for note in (settings.note(), found.plan.mismatch(sampling)):
+        if note is not None:
+            phases.warn(note)
     phases.begin("target weights")
     from swiftspec.engine import LLM
 

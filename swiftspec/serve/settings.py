@@ -122,8 +122,8 @@ class Settings(BaseSettings):
         description="How the draft chooses. top: the likeliest. coupled: those under the target's own noise."
         " sample: drawn from its distribution.",
     )
-    calibration: Annotated[float | None, Flag(TREE, "C", "what fits the embedded pair")] = Field(
-        None, description="How much the draft's confidence counts: below 1 its first choices count more."
+    calibration: Annotated[float | Literal["auto"] | None, Flag(TREE, "C|auto", "what fits the embedded pair")] = Field(
+        None, description="How much the draft's confidence counts: below 1 its first choices count more. auto: learned."
     )
     catch_up: Annotated[bool, Flag(TREE)] = Field(
         True, description="async: expand on after a result while that is worth its time; off: the paper's rule."
@@ -222,7 +222,7 @@ class Settings(BaseSettings):
 
     @field_validator("verify_batch", "draft_leaves", "draft_steps", "calibration")
     @classmethod
-    def _plan_value(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _plan_value(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
         one: dict[str, Any] = {str(info.field_name): value}
         _as_value_error(lambda: Plan(**one))
         return value
@@ -311,9 +311,9 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         message = str(context["error"])
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {
-        "float": "be a number", "int": "be a whole number", "bool": "be true or false", "string": "be text",
-        "dict": "be a JSON object from token id to number", "list": "be a list",
+        "float": "be a number or auto" if name == "calibration" else "be a number", "int": "be a whole number",
+        "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
+        "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
-        "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
     }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
     return f"{label(name)} must {wanted}, not {first['input']!r}"

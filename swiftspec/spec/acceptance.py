@@ -1,4 +1,4 @@
-"""What the target accepted, counted by depth and by the rank of a child among its siblings."""
+"""What the target accepted, by depth and by the rank of a child among its siblings, and what was to be expected."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ class Acceptance:
     A chance at depth j is a round whose accepted path came to depth j and had children proposed there, of which one
     may be the next. A chance of the child of rank r is a node on an accepted path with more than r children proposed:
     siblings stand in the draft's order, the likeliest first, so rank 0 is its first choice.
+
+    Where children are drawn and verified by rejection, the first is accepted with chance 1 - TV(p, q) before it is
+    drawn: `expected` sums that over the chances of rank 0, `judged` of them (Leviathan et al. 2023, theorem 3.5).
     """
 
     def __init__(self) -> None:
@@ -19,9 +22,19 @@ class Acceptance:
         self.accepted_at_depth: list[int] = []
         self.tried_child: list[int] = []
         self.accepted_child: list[int] = []
+        self.expected = 0.0
+        self.judged = 0
 
-    def count(self, parents: Sequence[int], path: Sequence[int]) -> None:
-        """Adds a round: a proposal's `parents`, and the nodes that were accepted, the root first."""
+    @property
+    def expected_rate(self) -> float | None:
+        """The mean of 1 - TV(p, q), which the first child's acceptance rate comes to. None where no q was told."""
+        return self.expected / self.judged if self.judged else None
+
+    def count(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
+        """Adds a round: a proposal's `parents`, the nodes that were accepted, the root first, and of those with drawn
+        children 1 - TV(p, q)."""
+        self.expected += sum(overlaps)
+        self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)
         for depth, node in enumerate(path):
             children = [child for child, parent in enumerate(parents) if parent == node]

@@ -37,6 +37,7 @@ class Judged:
     accepted: Tensor  # [r] int64, the child's number among its siblings; -1: none
     inside: Tensor  # [r, width] float64, of the tokens that q names
     outside: Tensor  # [r] float64, log of the factor that all other tokens of p have gained
+    overlap: Tensor  # [r] float64, 1 - TV(p, q): the chance, before anything is drawn, that the first child is accepted
 
 
 def judge(p: Tensor, q: Tensor, places: Tensor, coins: Tensor) -> Judged:
@@ -46,6 +47,7 @@ def judge(p: Tensor, q: Tensor, places: Tensor, coins: Tensor) -> Judged:
     [r, c]: where among them the children stand, in the order drawn, -1 where there is none; `coins` [r, c] uniform.
     """
     p = torch.where(q > 0, p, 0)
+    overlap = torch.minimum(p, q / q.sum(-1, keepdim=True).clamp_min(TINY)).sum(-1)
     out = (1 - p.sum(-1, keepdim=True)).clamp_min(0)
     outside = torch.zeros_like(out)
     accepted = torch.full_like(places[:, :1], -1)
@@ -62,7 +64,7 @@ def judge(p: Tensor, q: Tensor, places: Tensor, coins: Tensor) -> Judged:
         p, out = torch.where(failed, rest / whole, p), torch.where(failed, out / whole, out)
         outside = torch.where(failed, outside - whole.log(), outside)
         q = torch.where(failed, q.scatter(-1, own, 0), q)
-    return Judged(accepted.squeeze(-1), p, outside.squeeze(-1))
+    return Judged(accepted.squeeze(-1), p, outside.squeeze(-1), overlap)
 
 
 class Rejection:
@@ -76,15 +78,16 @@ class Rejection:
 
     def walk(
         self, proposal: Proposal, logits: Tensor, paths: list[list[int]] | None, positions: Tensor
-    ) -> tuple[list[int], list[int]]:
-        """The accepted path (nodes, the root first) and the tokens along it, as many: the last one is the target's.
+    ) -> tuple[list[int], list[int], list[float]]:
+        """The accepted path (nodes, the root first), the tokens along it, as many: the last one is the target's, and
+        the overlaps of the path's nodes that have children.
 
         `logits` raw, a row for each node; `paths` as `Sampler.shape` takes them; `positions` [n] of the nodes. Raises
         ValueError where the proposal does not tell what its nodes were drawn from.
         """
         shaped, shard = self._sampler.shape(logits, paths), self._sampler.shard(logits)
         families = _families(proposal)
-        path, tokens = [0], []
+        path, tokens, overlaps = [0], [], []
         scores = shaped[:1]
         if families:
             family = {node: row for row, node in enumerate(families)}
@@ -95,10 +98,12 @@ class Rejection:
                 path.append(families[path[-1]][accepted[row]])
                 tokens.append(proposal.tokens[path[-1]])
             scores = shaped[path[-1] :][:1] if row is None else residual(row)
+            chances = judged.overlap.tolist()
+            overlaps = [chances[family[node]] for node in path if node in family]
         block, rows = self._noise.rows(positions[path[-1:]] + 1, _columns(shard, scores), scores.dtype)
         noisy = scores + block[rows]
         last = noisy.argmax(-1) if shard is None else shard.argmax(noisy)
-        return path, [*tokens, int(last)]
+        return path, [*tokens, int(last)], overlaps
 
     def _judge(
         self, proposal: Proposal, families: Families, shaped: Tensor, positions: Tensor, shard: VocabShard | None

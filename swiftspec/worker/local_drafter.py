@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.spec.calibration import Fit
 from swiftspec.spec.drawn import Draws
 from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.native_tree import NativeTree
@@ -54,6 +56,7 @@ class LocalDrafter:
         guidance = Guidance.of(sampling, tokens, prompt_len) if self._plan.guide_draft else None
         self.runner.open(tokens, guidance)
         self._scoring = self._sampler.scoring(self.runner.rounds)
+        self.calibration = Fit(self._plan.calibrated(sampling.greedy))
         self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
         if self._draws is not None:
@@ -101,11 +104,9 @@ class LocalDrafter:
         if room < self._plan.draft_leaves:
             return
         if self._scoring is not None and self._draws is None and isinstance(self.tree, NativeTree):
-            k, greedy = min(self._plan.children, self._vocab), self._sampler.params.greedy
-            noise = self._plan.proposal == "coupled" and not greedy
-            self.runner.expand(
-                self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, noise, self._plan.calibrated(greedy)
-            )
+            k, tau = min(self._plan.children, self._vocab), self.calibration.constant
+            noise = self._plan.proposal == "coupled" and not self._sampler.params.greedy
+            self.runner.expand(self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, noise, tau)
             self.pending = []
         else:
             self._expand_in_steps()
@@ -127,7 +128,7 @@ class LocalDrafter:
         sampler, plan = self._sampler, self._plan
         paths = self.tree.path_tokens(leaves.nodes) if sampler.params.penalised else None
         positions = torch.from_numpy(leaves.depths + self._root_at).to(logits.device)
-        calibration = plan.calibrated(sampler.params.greedy)
+        calibration = self.calibration.constant
         if self._draws is not None:
             likeliest = sampler.children(logits, paths, positions, k=self._draws.width)
             return self._draws.children(int(self.tree.slot[leaves.nodes[0]]), *likeliest, plan.children, calibration)
@@ -146,6 +147,8 @@ class LocalDrafter:
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
         path = [0, *self.tree.walk(tokens)]
+        if self._plan.calibration == "auto":
+            self._calibrate(path, len(tokens))
         if len(path) > len(tokens) and (self._draws is None or self._draws.reroot()):  # all of them are nodes
             self._root = path[-1]
             return
@@ -157,6 +160,14 @@ class LocalDrafter:
         self.tree.reset(tokens[-1])
         if self._draws is not None:
             self._draws.keep([])
+
+    def _calibrate(self, path: list[int], count: int) -> None:
+        """Learns from the first `count` nodes of `path`: after each of them the target's token is known."""
+        for node, after in zip_longest(path[:count], path[1:]):
+            if self.tree.slot[node] < self.tree.slots:
+                children = self.tree.children(node)
+                taken = None if after is None else int(np.searchsorted(children, after))
+                self.calibration.see(self.tree.logprob[children] - self.tree.logprob[node], taken)
 
 
 class AheadDrafter(LocalDrafter):

@@ -92,15 +92,17 @@ class LocalVerifier:
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Forward, then sample at every node and walk, or judge drawn children. `settle` commits the accepted path."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
+        overlaps: list[float] = []
         if self._scoring is not None:
             path, tokens = self.runner.verify(proposal.tokens, proposal.parents, self._scoring)
         else:
-            path, tokens = self._verify_in_steps(proposal)
+            path, tokens, overlaps = self._verify_in_steps(proposal)
         self._accepted = path, tokens
-        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, tuple(path), tuple(tokens))
+        head = (proposal.request, proposal.round, proposal.prefix_len)
+        return VerifyResult(*head, tuple(path), tuple(tokens), tuple(overlaps))
 
-    def _verify_in_steps(self, proposal: Proposal) -> tuple[list[int], list[int]]:
-        """Where Python must see the logits."""
+    def _verify_in_steps(self, proposal: Proposal) -> tuple[list[int], list[int], list[float]]:
+        """Where Python must see the logits. As `Rejection.walk`; where nothing was drawn, no overlaps."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
@@ -109,7 +111,8 @@ class LocalVerifier:
         if self._rejection is not None:
             return self._rejection.walk(proposal, logits, paths, positions)
         sampled = self._sampler.draw(logits, paths, positions)
-        return verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        return path, tokens, []
 
 
 class Verifies(Protocol):
