@@ -42,7 +42,7 @@ std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64
   check_node(tree, root);
   Nodes nodes = tree.best_subtree(bs, root), tokens, parents;
   for (const int64_t node : nodes) {
-    const auto parent = std::lower_bound(nodes.begin(), nodes.end(), tree.parent[node]);
+    const auto parent = std::find(nodes.begin(), nodes.end(), tree.parent[node]);
     tokens.push_back(tree.token[node]);
     parents.push_back(node == root ? -1 : parent - nodes.begin());
   }

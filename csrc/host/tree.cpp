@@ -71,7 +71,9 @@ bool Tree::below(int64_t node, int64_t root) const {
 
 Nodes Tree::best_subtree(int64_t bs, int64_t root) const {
   constexpr double kNone = -std::numeric_limits<double>::infinity();
-  return best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+  Nodes nodes = best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+  std::stable_sort(nodes.begin(), nodes.end(), [&](int64_t a, int64_t b) { return logprob[a] > logprob[b]; });
+  return nodes;
 }
 
 std::pair<double, double> Tree::prospects(int64_t bs, int64_t w, int64_t root) const {

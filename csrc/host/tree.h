@@ -30,7 +30,7 @@ struct Tree {
   // Hangs k tokens under each of `under`, with their log-probabilities.
   void add_children(const Nodes& under, int64_t k, const int64_t* tokens, const float* logprobs);
 
-  // The likeliest `bs` nodes from `root` down, in the order of the nodes.
+  // The likeliest `bs` nodes from `root` down, the likeliest first; of equal ones the earlier, so parents come first.
   Nodes best_subtree(int64_t bs, int64_t root) const;
 
   // The summed probabilities, from `root` down and relative to it, of the bs likeliest nodes and of the w likeliest

@@ -19,11 +19,10 @@ from swiftspec.batch import Opening, Proposal, VerifyResult, Words
 from swiftspec.errors import RankLost
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.remote.channel import Channel
-from swiftspec.worker.drafter import FAILURES
+from swiftspec.worker.drafter import FAILURES, SteppedDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC, Answer, Report
-from swiftspec.worker.trace import SteppedDrafter
 from swiftspec.worker.verifier import LocalPending, LocalVerifier
 
 T = TypeVar("T")

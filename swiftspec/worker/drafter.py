@@ -44,10 +44,21 @@ class Drafter(Protocol):
         ...
 
 
+class SteppedDrafter(Drafter, Protocol):
+    """A drafter whose d, the expansions of a round, may be set between two rounds; 0 where it has none."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @steps.setter
+    def steps(self, steps: int, /) -> None: ...
+
+
 class NoDrafter:
     """Proposes nothing but the root: plain decoding."""
 
     busy = 0.0
+    steps = 0
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         self._next = Proposal.root_only(request, 0, len(tokens) - 1, tokens[-1])
