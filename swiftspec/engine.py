@@ -20,10 +20,11 @@ from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.rank import Rank
 from swiftspec.remote.world import START_TIMEOUT, World, run_on
 from swiftspec.spec.acceptance import Acceptance
-from swiftspec.worker.drafter import Drafter, Expendable, NoDrafter
-from swiftspec.worker.policy import Pace, SelfSwitch, Switching
+from swiftspec.worker.drafter import Expendable, NoDrafter, SteppedDrafter
+from swiftspec.worker.policy import Pace
 from swiftspec.worker.roles import Models, Options
 from swiftspec.worker.smc import Answer, Population, check_sampling
+from swiftspec.worker.steered import Steered, Steering
 from swiftspec.worker.trace import LaneDrafter, TracedDrafter, TracedPopulation, TracedVerifier, TraceLog
 from swiftspec.worker.verifier import Verifier
 
@@ -53,7 +54,7 @@ class Stats:
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
-    switching: Switching | None = None  # at the end, where the plan lets the engine go on plainly
+    steering: Steering | None = None  # at the end, where the plan leaves something to measurements
     population: Answer | None = None  # mode smc, at the end of the request
 
     def count(self, round_: Round) -> None:
@@ -138,7 +139,7 @@ class LLM:
         self._rank: Rank | None = None
         self._log, self._traced_smc = log, None
         self.verifier: Verifier
-        self.drafter: Drafter = NoDrafter()
+        self.drafter: SteppedDrafter = NoDrafter()
         self.smc: Population | None = None
         if world is not None:
             self._rank = Rank(world, self.plan, models, progress)
@@ -220,8 +221,8 @@ class LLM:
         request = self._requests
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         budget, stops = self._ends(prompt, sampling)
-        switch = self._switch(sampling)
-        drafter = Expendable(switch or self.drafter)
+        steered = self._steered(sampling)
+        drafter = Expendable(steered or self.drafter)
         began = time.perf_counter()
         try:
             drafter.open(request, prompt, sampling, len(prompt))  # first: elsewhere it reads the prompt meanwhile
@@ -240,17 +241,16 @@ class LLM:
                     return
                 self._still(request)
         finally:
-            stats.switching = None if switch is None else switch.report()
+            stats.steering = None if steered is None else steered.report()
             if self._requests == request:  # else the caches are a later request's
                 drafter.close()
                 self.verifier.close()
 
-    def _switch(self, sampling: SamplingParams) -> SelfSwitch | None:
-        """What turns speculation off and on in a request, if the plan wants that."""
-        if self.plan.mode == "ar" or not self.plan.self_switch:
+    def _steered(self, sampling: SamplingParams) -> Steered | None:
+        """What has the rounds of a request follow measurements, if the plan wants that."""
+        if self.plan.mode == "ar" or not (self.plan.self_switch or self.plan.adapts):
             return None
-        pace = self._paces.setdefault(sampling.guided, Pace(self.plan.steps, self.plan.verify_batch))
-        return SelfSwitch(self.drafter, pace)
+        return Steered(self.drafter, self._paces.setdefault(sampling.guided, Pace.of(self.plan)))
 
     def _stream_smc(self, smc: Population, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""

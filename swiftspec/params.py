@@ -139,6 +139,8 @@ class Plan:
     calibration: float | Literal["auto"] | None = None  # of the children's weights; None: see `calibrated`
     catch_up: bool = True  # mode async: after a result expand on while that is worth its time; off: the paper's rule
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
+    adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
+    adapt_batch: bool = False  # so does bs, never above verify_batch
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     target_tp: int = 1
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
@@ -168,6 +170,10 @@ class Plan:
             self.verify == "match" or self.proposal == "sample",
             f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
             " none: take proposal sample, or verify match",
+        )
+        _check(
+            self.verify == "match" or not self.adapts,
+            "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
         )
         value = self.calibration
         _check(
@@ -203,6 +209,11 @@ class Plan:
         if self.calibration is not None and self.calibration != "auto":
             return self.calibration
         return CALIBRATION["greedy" if greedy else str(self.proposal)]
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the shape of a round follows measurements."""
+        return self.adapt_steps or self.adapt_batch
 
     @property
     def children(self) -> int:

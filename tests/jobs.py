@@ -92,11 +92,13 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
 
 @contextmanager
 def switched_by_dice(chance: float | None) -> Iterator[None]:
-    """The self-switch changes its mind with that chance in every round, the clock unheard."""
+    """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
     decide, draw = policy.decide, random.Random(3)
 
     def by_dice(pace: Pace) -> Decision:
-        return Decision(pace.steps, pace.nodes, pace.speculating ^ (draw.random() < (chance or 0)))
+        if draw.random() >= (chance or 0):
+            return Decision(pace.steps, pace.nodes, pace.speculating)
+        return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not pace.speculating or draw.random() < 0.3)
 
     policy.decide = decide if chance is None else by_dice
     try:
@@ -113,7 +115,7 @@ def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
         "reason": answer.finish_reason,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
-        "plain_rounds": stats.switching and stats.switching.plain_rounds,
+        "plain_rounds": stats.steering and stats.steering.plain_rounds,
         "busy": stats.target_busy_time / stats.decode_time,
         "draft_busy": stats.draft_busy_time,
         "steps": llm.plan.draft_steps,

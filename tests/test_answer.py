@@ -1,4 +1,4 @@
-"""What the JSON of an answer says of the self-switch and of the speedup."""
+"""What the JSON of an answer says of the policy and of the speedup."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from swiftspec.decode import Round
 from swiftspec.engine import Stats
 from swiftspec.params import Plan
 from swiftspec.serve.answer import metrics
-from swiftspec.worker.policy import Decision, Switching
+from swiftspec.worker.policy import Decision
+from swiftspec.worker.steered import Steering
 
 
-def test_the_self_switch_tells_what_it_measured_and_decided() -> None:
+def test_the_policy_tells_what_it_measured_and_decided() -> None:
     changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
-    stats = Stats(switching=Switching(6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0))
+    stats = Stats(steering=Steering(3, 8, 6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0))
     told = metrics(Plan(), stats, 0)
-    assert told["self_switch"] == {
+    assert told["policy"] == {
+        "draft_steps": 3,
+        "verify_batch": 8,
         "plain_rounds": 6,
         "changes": [
             {"round": 18, "draft_steps": 0, "verify_batch": 1},
@@ -36,8 +39,8 @@ def test_what_was_to_be_accepted_stands_beside_what_was() -> None:
 
 
 def test_what_was_not_measured_is_null() -> None:
-    told = metrics(Plan(), Stats(switching=Switching(0, (), 0.003, None, None, None)), 0)
-    assert told["self_switch"]["plain_round_ms"] is None and told["self_switch"]["tree_round_ms"] == 3.0
+    told = metrics(Plan(), Stats(steering=Steering(3, 8, 0, (), 0.003, None, None, None)), 0)
+    assert told["policy"]["plain_round_ms"] is None and told["policy"]["tree_round_ms"] == 3.0
     assert told["speculative_decoding"]["break_even_acceptance_length"] is None
     spec = metrics(Plan(), Stats(), 0)["speculative_decoding"]
     assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None

@@ -65,7 +65,7 @@ def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
     draft = FakeDraft()
     service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([]))).run)  # type: ignore[arg-type]
     service.start()
-    drafter = GroupDrafter(here, answer_timeout=0.3, open_timeout=0.6)
+    drafter = GroupDrafter(here, 3, answer_timeout=0.3, open_timeout=0.6)
     yield drafter, draft, there
     with contextlib.suppress(ConnectionError):
         here.send(Call.LEAVE)
@@ -79,7 +79,7 @@ def result(request: int, round_: int, at: int) -> VerifyResult:
 
 def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
     drafter, draft, _ = bridge
-    drafter.set_steps(5)
+    drafter.steps = 5
     drafter.open(1, [4, 5], GREEDY, 2)
     assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
     for round_ in range(3):
@@ -150,7 +150,7 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     here, there = connect(None)
     service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([]))).run)
     service.start()
-    drafter, heard = GroupDrafter(here), []
+    drafter, heard = GroupDrafter(here, 3), []
     try:
         for each in (drafter, ours):
             each.open(1, prompt, GREEDY, len(prompt))

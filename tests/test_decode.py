@@ -139,7 +139,7 @@ class Failing:
 
     def __init__(self, inner: Drafter, calls: int) -> None:
         self.inner, self.calls = inner, calls
-        self.busy = 0.0
+        self.busy, self.steps = 0.0, 0
 
     def _count(self) -> None:
         self.calls -= 1

@@ -115,8 +115,8 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
     assert serial["metrics"]["mode"] == "serial"
     assert serial["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
     assert serial["metrics"]["drafter_lost"] is None
-    assert serial["metrics"]["self_switch"]["plain_rounds"] >= 0
-    assert command.json(*flags, "--no-self-switch")["metrics"]["self_switch"] is None
+    assert serial["metrics"]["policy"]["plain_rounds"] >= 0
+    assert command.json(*flags, "--no-self-switch", "--no-adapt")["metrics"]["policy"] is None
     assert serial["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # this draft is good
     plain = command.json(*flags, "--mode", "ar")
     check_invariants(plain, bs=1)

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,11 +159,22 @@ def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
 
 
 def test_the_mode_follows_the_draft() -> None:
-    assert load({"self_switch": False}).make_plan(has_draft=True) == Plan("serial")
+    assert load({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == Plan("serial")
     assert load({}).make_plan(has_draft=False).mode == "ar"
     assert load({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
     with pytest.raises(UserError, match="--mode serial needs a draft model"):
         load({"mode": "serial"}).make_plan(has_draft=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "batch"),
+    [({}, True, True), ({"draft_steps": 3}, False, True), ({"verify_batch": 8}, True, False),
+     ({"mode": "async"}, True, True), ({"adapt": False}, False, False), ({"mode": "ar"}, False, False),
+     ({"verify": "reject"}, False, False)],
+)  # fmt: skip
+def test_what_the_user_fixes_is_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
+    plan = load(given).make_plan(has_draft=True, ranks=2)
+    assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
 
 
 def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:

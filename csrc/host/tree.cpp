@@ -73,10 +73,11 @@ SubTree Tree::best_subtree(int64_t bs, int64_t root) const {
   constexpr double kNone = -std::numeric_limits<double>::infinity();
   SubTree found;
   found.nodes = best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
-  const Nodes& all = found.nodes;
+  Nodes& all = found.nodes;
+  std::stable_sort(all.begin(), all.end(), [&](int64_t a, int64_t b) { return logprob[a] > logprob[b]; });
   for (const int64_t node : all) {
     found.tokens.push_back(token[node]);
-    found.parents.push_back(node == root ? -1 : std::lower_bound(all.begin(), all.end(), parent[node]) - all.begin());
+    found.parents.push_back(node == root ? -1 : std::find(all.begin(), all.end(), parent[node]) - all.begin());
   }
   return found;
 }

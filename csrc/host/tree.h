@@ -9,7 +9,7 @@ namespace swiftspec::host {
 
 using Nodes = std::vector<int64_t>;
 
-// Nodes of a tree in their order, their tokens, and their parents by place among them; the first one's is -1.
+// Some nodes of a tree, their tokens, and their parents by place among them; the first one's is -1.
 struct SubTree {
   Nodes nodes, tokens, parents;
 };
@@ -35,7 +35,7 @@ struct Tree {
   // Hangs k tokens under each of `under`, with their log-probabilities.
   void add_children(const Nodes& under, int64_t k, const int64_t* tokens, const float* logprobs);
 
-  // The likeliest `bs` nodes from `root` down.
+  // The likeliest `bs` nodes from `root` down, the likeliest first; of equal ones the earlier, so parents come first.
   SubTree best_subtree(int64_t bs, int64_t root) const;
 
   // The summed probabilities, from `root` down and relative to it, of the bs likeliest nodes and of the w likeliest

@@ -12,9 +12,7 @@ from swiftspec.engine import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.profile import timeline
 from swiftspec.profile.timeline import Trace
-from swiftspec.remote.calls import LeadingDrafter
 from swiftspec.remote.group import GroupDrafter
-from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import GREEDY, TEXT, verification_time
 from swiftspec.worker.verifier import Verifier
 
@@ -62,16 +60,6 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
         run.busy += stats.target_busy_time
         run.answers.append(answer)
     return run
-
-
-def set_steps(llm: LLM, steps: int) -> None:
-    """Sets d of an engine for the requests to come."""
-    drafter = llm.drafter
-    if isinstance(drafter, GroupDrafter):
-        drafter.set_steps(steps)
-    else:
-        assert isinstance(drafter, LeadingDrafter | LocalDrafter)
-        drafter.steps = steps
 
 
 def lane_times(llm: LLM) -> tuple[float, float]:

@@ -155,7 +155,7 @@ class Sweep:
                 measure.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
                 for d in steps:
                     if d is not None:
-                        measure.set_steps(llm, d)
+                        llm.drafter.steps = d
                     run = measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
         except UserError as error:

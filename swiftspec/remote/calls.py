@@ -17,11 +17,10 @@ from swiftspec.batch import Opening, Proposal, VerifyResult, Words, bytes_to_wor
 from swiftspec.errors import RankLost
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.remote.channel import Channel
-from swiftspec.worker.drafter import FAILURES
+from swiftspec.worker.drafter import FAILURES, NearDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC, Answer, Report
-from swiftspec.worker.trace import SteppedDrafter
 from swiftspec.worker.verifier import LocalPending, LocalVerifier
 
 T = TypeVar("T")
@@ -143,7 +142,7 @@ class LeadingVerifier:
 class LeadingDrafter:
     """The drafter of a group's leader."""
 
-    def __init__(self, drafter: SteppedDrafter, team: Team) -> None:
+    def __init__(self, drafter: NearDrafter, team: Team) -> None:
         self._drafter = drafter
         self._team = team
 
@@ -172,7 +171,7 @@ class LeadingDrafter:
         self._team.call(Call.GROW, None, self._drafter.grow)
 
     def offer(self) -> Any:
-        """As `LocalDrafter.offer`. It takes no forward, so the followers need not know."""
+        """As `NearDrafter.offer`. It takes no forward, so the followers need not know."""
         return self._drafter.offer()
 
     def observe(self, result: VerifyResult) -> None:

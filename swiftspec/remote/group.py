@@ -26,9 +26,15 @@ class GroupDrafter:
     """Stands for the draft group on the target's leader. Every call may raise DrafterLost."""
 
     def __init__(
-        self, bridge: Channel, *, answer_timeout: float = ANSWER_TIMEOUT, open_timeout: float = OPEN_TIMEOUT
+        self,
+        bridge: Channel,
+        steps: int,
+        *,
+        answer_timeout: float = ANSWER_TIMEOUT,
+        open_timeout: float = OPEN_TIMEOUT,
     ) -> None:
         self.busy = 0.0
+        self._steps = steps
         self._request, self._round, self._prefix_len = 0, 0, 0
         self._bridge = bridge
         self._answer_timeout, self._open_timeout = answer_timeout, open_timeout
@@ -71,9 +77,16 @@ class GroupDrafter:
         turn, expansion = self._answer(Call.TIME, time.monotonic() + self._open_timeout)
         return DraftTimes(turn * 1e-6, expansion * 1e-6)
 
-    def set_steps(self, steps: int) -> None:
-        """Sets d for the requests to come."""
+    @property
+    def steps(self) -> int:
+        """d, the expansions of a round."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        """Holds from the draft's next growing on."""
         self._send(Call.STEPS, [steps])
+        self._steps = steps
 
     def _send(self, call: Call, words: Sequence[int] = ()) -> None:
         try:

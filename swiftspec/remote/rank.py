@@ -16,7 +16,7 @@ from swiftspec.remote.channel import Channel
 from swiftspec.remote.group import DraftService, GroupDrafter
 from swiftspec.remote.lane import TracedBridge, teller
 from swiftspec.remote.world import Links, Place, World, run_on
-from swiftspec.worker.drafter import FAILURES, Drafter, NoDrafter
+from swiftspec.worker.drafter import FAILURES, NoDrafter, SteppedDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.pace import steps_for, verification_time
 from swiftspec.worker.roles import Models, Progress, fingerprint
@@ -65,14 +65,14 @@ class Rank:
             self.leave()
             raise
 
-    def lead(self, plan: Plan, log: TraceLog | None = None) -> tuple[LeadingVerifier, Drafter, Plan]:
+    def lead(self, plan: Plan, log: TraceLog | None = None) -> tuple[LeadingVerifier, SteppedDrafter, Plan]:
         """The roles of rank 0, the draft's lane to the log where there is one, and the plan with d filled in."""
         assert self._verifier is not None
         team = Team(self._links.followers)
         verifier = LeadingVerifier(self._verifier, team)
         if self._links.drafts is not None:
             bridge = self._links.drafts if log is None else TracedBridge(self._links.drafts, log)
-            drafter = GroupDrafter(bridge)
+            drafter = GroupDrafter(bridge, plan.steps)
             if plan.draft_steps is None:
                 plan = replace(plan, draft_steps=self._measured(plan, verifier, drafter))
             return verifier, drafter, plan
@@ -94,7 +94,7 @@ class Rank:
             drafter.measure(room)
             target = verification_time(verifier, plan.verify_batch, room)
             steps = steps_for(target, drafter.times())
-            drafter.set_steps(steps)
+            drafter.steps = steps
         except DrafterLost:
             return plan.steps
         return steps

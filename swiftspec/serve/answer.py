@@ -84,7 +84,7 @@ def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
         "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
-        "self_switch": self_switch(stats),
+        "policy": policy(stats),
     }
 
 
@@ -100,7 +100,7 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
     if plan.mode == "smc":
         return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
-    seen, times = stats.acceptance, stats.switching
+    seen, times = stats.acceptance, stats.steering
     return {
         "mean_acceptance_length": mean_acceptance_length(stats),
         "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
@@ -119,14 +119,16 @@ def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
     }
 
 
-def self_switch(stats: Stats) -> Json | None:
-    """From which round on how many expansions and nodes were decided for, where the self-switch changed its mind."""
-    if stats.switching is None:
+def policy(stats: Stats) -> Json | None:
+    """d and bs in use at the end, and from which round on how many expansions and nodes were decided for."""
+    found = stats.steering
+    if found is None:
         return None
-    changes = [{"round": at, "draft_steps": d.steps, "verify_batch": d.nodes} for at, d in stats.switching.changes]
-    times = {"tree_round_ms": stats.switching.tree_round, "plain_round_ms": stats.switching.plain_round}
+    changes = [{"round": at, "draft_steps": d.steps, "verify_batch": d.nodes} for at, d in found.changes]
+    times = {"tree_round_ms": found.tree_round, "plain_round_ms": found.plain_round}
     shown = {name: None if seconds is None else _ms(seconds) for name, seconds in times.items()}
-    return {"plain_rounds": stats.switching.plain_rounds, "changes": changes, **shown}
+    shape = {"draft_steps": found.steps, "verify_batch": found.nodes}
+    return {**shape, "plain_rounds": found.plain_rounds, "changes": changes, **shown}
 
 
 def mean_acceptance_length(stats: Stats) -> float:
@@ -145,6 +147,8 @@ def footer(stats: Stats, tokens: int) -> str:
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
+    if stats.steering is not None and stats.steering.changes:
+        parts.append(f"now d {stats.steering.steps}, bs {stats.steering.nodes}")
     if stats.population is not None:
         parts.append("approximate")
         if stats.population.full:

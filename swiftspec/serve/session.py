@@ -194,7 +194,9 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     open_ = {name: run["plan"][name] for name in own if name not in fixed}
     if run["plan"]["mode"] != "async":
         open_.pop("draft_tp", None)
-    return settings.model_copy(update=open_)
+    filled = settings.model_copy(update=open_)
+    filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
+    return filled
 
 
 class _Weights:

@@ -21,7 +21,11 @@ MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length 
 PARTICLES = "mode smc: a population of particles, approximate"
 TREE_ONLY = (
     "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "guide_draft",
-    "self_switch",
+    "self_switch", "adapt",
+)  # fmt: skip
+NUMBERS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "guidance_scale", "seed", "max_tokens",
 )  # fmt: skip
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
@@ -131,6 +135,9 @@ class Settings(BaseSettings):
     self_switch: Annotated[bool, Flag(TREE)] = Field(
         True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
     )
+    adapt: Annotated[bool, Flag(TREE)] = Field(
+        True, description="While serving, let d, and in mode serial bs, follow what is measured, where not given here."
+    )
     guide_draft: Annotated[bool, Flag(TREE)] = Field(
         False, description="Guide the draft too where --guidance-scale is not 1: dearer, and closer to the target."
     )
@@ -209,10 +216,7 @@ class Settings(BaseSettings):
             return decoded
         return [value] if info.field_name == "stop" else value.split(",")
 
-    @field_validator(
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "logit_bias", "guidance_scale", "seed", "max_tokens", "stop",
-    )  # fmt: skip
+    @field_validator(*NUMBERS, "logit_bias", "stop")
     @classmethod
     def _sampling_value(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
@@ -248,10 +252,12 @@ class Settings(BaseSettings):
                 raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
+            adapts = self.adapt and mode in ("serial", "async") and self.verify == "match"
             return Plan(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
                 self.calibration, catch_up=self.catch_up, self_switch=self.self_switch, guide_draft=self.guide_draft,
-                target_tp=target_tp, draft_tp=draft_tp,
+                adapt_steps=adapts and "draft_steps" not in self.model_fields_set, target_tp=target_tp,
+                adapt_batch=adapts and "verify_batch" not in self.model_fields_set, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip
         except UserError as error:
@@ -268,18 +274,13 @@ class Settings(BaseSettings):
     def sampling(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
         """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads);
         `negative`: the tokens of the negative prompt."""
-        holes = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
-        values = {name: getattr(self, name) for name in holes if getattr(self, name) is not None}
+        values = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) is not None}
         return SamplingParams(
             **{**model_defaults, **values},
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
             logit_bias=dict(self.logit_bias),
-            seed=self.seed,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            guidance_scale=self.guidance_scale,
             negative_prompt_ids=tuple(negative),
         )
 

@@ -94,10 +94,11 @@ class DraftTree:
         self.sizes[0] += rows * k
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
-        """The bs likeliest nodes from `root` down: (nodes, tokens, parents), in topological order, parents by position.
+        """The bs likeliest nodes from `root` down: (nodes, tokens, parents), the likeliest first, parents by position.
         The `first` oldest nodes come before all others.
 
-        Connected because of equal weights the earlier node, hence the parent, comes first.
+        Connected and in topological order because of equal weights the earlier node, hence the parent, comes first; so
+        any number of leading nodes is the best sub-tree of that size.
         """
         weights = self.logprob[: self.count]
         if root != 0:
@@ -106,7 +107,7 @@ class DraftTree:
             old = (np.arange(self.count) < first) & (weights > NEG_INF)
             weights = np.where(old, 1.0, weights)
         order = np.argsort(-weights, kind="stable")[:bs]
-        nodes = np.sort(order[weights[order] > NEG_INF])
+        nodes = order[weights[order] > NEG_INF]
         place = {node: i for i, node in enumerate(nodes.tolist())}
         parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
         return list(place), self.token[nodes].tolist(), [-1, *parents]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.errors import DrafterLost
@@ -44,10 +44,29 @@ class Drafter(Protocol):
         ...
 
 
+class SteppedDrafter(Drafter, Protocol):
+    """A drafter whose d, the expansions of a round, may be set between two rounds; 0 where it has none."""
+
+    @property
+    def steps(self) -> int: ...
+
+    @steps.setter
+    def steps(self, steps: int, /) -> None: ...
+
+
+class NearDrafter(SteppedDrafter, Protocol):
+    """A drafter in this process, which may be ready for a result."""
+
+    def offer(self) -> Any:
+        """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
+        ...
+
+
 class NoDrafter:
     """Proposes nothing but the root: plain decoding."""
 
     busy = 0.0
+    steps = 0
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         self._root = request, 0, len(tokens) - 1, tokens[-1]

@@ -72,7 +72,6 @@ class LocalDrafter:
         pass  # in turn: the tree grows after the result
 
     def offer(self) -> Any:
-        """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
         return None
 
     def observe(self, result: VerifyResult) -> None:

@@ -7,24 +7,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.worker.drafter import Drafter
+from swiftspec.worker.drafter import SteppedDrafter
 from swiftspec.worker.verifier import Verifier
 
 TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
 MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
-
-
-class SteppedDrafter(Drafter, Protocol):
-    """A drafter that says how often it expands in a round."""
-
-    @property
-    def steps(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

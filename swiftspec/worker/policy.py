@@ -1,30 +1,40 @@
-"""Whether to speculate at all: the self-switch, which measures and never changes a token.
+"""How the next round is to be: how many expansions, how many nodes, and whether to speculate at all.
 
-Speculation pays where a round's tokens outweigh its time: with n tokens a round, t the time of a round and t_1 that of
-plain decoding's, the speedup is n t_1 / t, and n = t / t_1 is the break-even (seed 003). Both times are measured on the
-request itself.
+`decide` is a pure function of a `Pace`, which holds what was measured on the request itself. Nothing that it decides
+changes a token. With n tokens a round, t the time of a round and t_1 that of a plain one, the speedup of speculation is
+n t_1 / t, and n = t / t_1 is the break-even (seed 003).
 """
 
 from __future__ import annotations
 
-import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
-from swiftspec.batch import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
-from swiftspec.worker.drafter import Drafter, NoDrafter
+from swiftspec.params import Plan
+from swiftspec.worker.pace import MOST_STEPS, DraftTimes, steps_for
+from swiftspec.worker.paced import StepTimes
 
 SKIP = 2  # rounds after a change that are not measured: caches, and a draft that has to catch up
 WINDOW = 16  # speculative rounds that are judged
+HISTORY = 24  # and at most
 PROBE = 4  # plain rounds that tell their time
 REFRESH = 512  # rounds after which that is measured anew
-PATIENCE = 64  # plain rounds before speculation is tried again; twice as many after each refusal
+PATIENCE = 64  # rounds before what was given up is tried again; twice as many after each refusal
 DOUBLINGS = 4
+EVERY = 8  # rounds after which all this is thought of again, which takes a tenth of a millisecond
 MARGIN = 1.05  # speculation may seem so much slower before it is given up
+GAIN = 1.04  # another shape must promise so much before it is taken
+BAND = 1.05  # and the ratio of step times leave d by so much
+REACH = 2  # d moves by so much at a time: beyond that its effect is a guess
+
+# What another d changes, on the embedded pair (docs/log.md): a depth not seen yet holds the text with this share of the
+# chance of the depth above, and each depth less leaves the others' places for so much more.
+DEEPER, SHALLOWER = 0.75, 0.06
 
 
 class Decision(NamedTuple):
@@ -35,23 +45,53 @@ class Decision(NamedTuple):
     speculate: bool
 
 
+class Seen(NamedTuple):
+    """A round as it went. Times in seconds."""
+
+    seconds: float  # without the consumer's
+    tokens: int
+    target: float = 0.0  # from the proposal to the result
+    draft: float = 0.0  # in the draft's forwards
+    wait: float = 0.0  # for the proposal
+    hits: tuple[int, ...] = ()  # the nodes that the text went through, by their place in what the draft proposed
+
+
 @dataclass(slots=True)
 class Pace:
-    """What was measured, in seconds; medians, since a machine has hiccups."""
+    """What was measured, in seconds; medians, since a machine has hiccups. And what may be decided."""
 
     steps: int  # d and bs of a speculative round
     nodes: int
+    deepest: int | None = None  # d lies in 1..deepest; None: it is fixed
+    batches: tuple[int, ...] = ()  # the values of bs; empty: it is fixed
+    ahead: bool = False  # the draft grows while the target verifies
+    switches: bool = True  # rounds may be plain
     speculating: bool = True
     rounds: int = 0  # since the last change
     refusals: int = 0  # in a row
     age: int = 0  # rounds since a plain one was measured
-    trees: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))  # seconds, tokens
+    count: int = 0  # rounds in all
+    unseen: int = 0  # rounds of a request that has just begun, which are not measured
+    stale: bool = False  # the trees are of before the last change
+    before: tuple[int, int] | None = None  # the shape that was left for this one
+    shunned: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)  # until which round, how often so far
+    targets: dict[int, float] = field(default_factory=dict)  # verifications by their rows, of shapes that were left
+    trees: deque[Seen] = field(default_factory=lambda: deque(maxlen=HISTORY))
     plains: deque[float] = field(default_factory=lambda: deque(maxlen=2 * PROBE))  # a round is a token
+
+    @staticmethod
+    def of(plan: Plan) -> Pace:
+        """What a plan leaves open. Growing ahead, bs stays: there a larger one costs the target what it gains d."""
+        ahead = plan.mode == "async"
+        halves = takewhile(lambda bs: bs > 1, (plan.verify_batch >> i for i in range(plan.verify_batch)))
+        batches = tuple(halves) if plan.adapt_batch and not ahead else ()
+        deepest = max(MOST_STEPS, plan.steps) if plan.adapt_steps else None
+        return Pace(plan.steps, plan.verify_batch, deepest, batches, ahead, plan.self_switch)
 
     @property
     def tree_round(self) -> float | None:
         """Seconds of a speculative round."""
-        return median(seconds for seconds, _ in self.trees) if self.trees else None
+        return median(seen.seconds for seen in self.trees) if self.trees else None
 
     @property
     def plain_round(self) -> float | None:
@@ -68,134 +108,165 @@ class Pace:
     def speedup(self) -> float | None:
         """Of speculation over plain decoding, lately."""
         need = self.break_even
-        return sum(tokens for _, tokens in self.trees) / len(self.trees) / need if need else None
+        return sum(seen.tokens for seen in self.trees) / len(self.trees) / need if need else None
 
     def begin(self) -> None:
-        """A request begins: speculating, whatever the one before came to. What plain rounds took still holds."""
-        self.speculating, self.rounds, self.refusals = True, 0, 0
-        self.trees.clear()
+        """A request begins: speculating, in the shape of the one before. What was seen of that still holds, unless it
+        ended plainly; what plain rounds took holds anyway."""
+        if not self.speculating:
+            self.speculating, self.stale, self.rounds = True, False, 0
+            self.trees.clear()
+        self.refusals, self.unseen = 0, SKIP
 
-    def see(self, seconds: float, tokens: int) -> None:
+    def see(self, seen: Seen) -> None:
         """Takes in a round."""
         self.rounds += 1
         self.age += 1
-        if self.rounds <= SKIP:
+        self.count += 1
+        self.unseen -= 1
+        if self.rounds <= SKIP or self.unseen >= 0:
             return
-        if self.rounds == SKIP + 1 and self.speculating:
-            self.trees.clear()  # not before: until then the rounds before the change are the latest news
         if self.speculating:
-            self.trees.append((seconds, tokens))
+            if self.stale:
+                self.trees.clear()  # not before: until now the rounds before the change were the latest news
+            self.stale = False
+            self.trees.append(seen)
         else:
-            self.plains.append(seconds)
+            self.plains.append(seen.seconds)
             self.age = 0
 
-    def turn(self, speculate: bool) -> None:
-        """The next round is of the other kind."""
-        if not speculate:
-            if self.rounds > 2 * (SKIP + WINDOW):  # more than a trial
+    def turn(self, decision: Decision) -> None:
+        """The next round is of another kind, or of another shape."""
+        long = self.rounds > 2 * (SKIP + WINDOW)  # more than a trial
+        if not decision.speculate:
+            if long:
                 self.refusals = 0
             if self.age > REFRESH:
                 self.plains.clear()
         else:
-            self.refusals = 0 if _pays(self) else self.refusals + 1
-        self.speculating, self.rounds = speculate, 0
+            if not self.speculating:
+                self.refusals = 0 if _pays(self) else self.refusals + 1
+            self._reshape(decision.steps, decision.nodes, long)
+        self.speculating, self.stale, self.rounds = decision.speculate, True, 0
+
+    def _reshape(self, steps: int, nodes: int, long: bool) -> None:
+        """What was tried and left at once for what it had replaced is not tried again soon."""
+        shape = self.steps, self.nodes
+        if shape == (steps, nodes):
+            return
+        if (steps, nodes) == self.before and not long:
+            times = self.shunned.get(shape, (0, 0))[1]
+            self.shunned[shape] = self.count + (PATIENCE << min(times, DOUBLINGS)), times + 1
+        if self.trees:
+            self.targets[self.nodes] = median(seen.target for seen in self.trees)
+        self.steps, self.nodes, self.before = steps, nodes, shape
 
 
 def decide(pace: Pace) -> Decision:
-    """The next round, by the measured times of those before.
+    """The next round, by what those before have shown.
 
-    Speculation goes on while it pays. Plain rounds come in when their time is not known, or long ago, and then for a
-    moment only; when it does not pay, for a stretch, after which it is tried again.
+    Speculation goes on while it pays, in the shape that promises most. Plain rounds come in when their time is not
+    known, or long ago, and then for a moment only; when it does not pay, for a stretch, after which it is tried again.
     """
-    if pace.speculating:
-        judged = pace.rounds >= SKIP + WINDOW
-        speculate = not judged or (pace.plain_round is not None and pace.age <= REFRESH and _pays(pace))
-    elif pace.rounds < SKIP + PROBE:
-        speculate = False
+    judged = pace.rounds - SKIP - (WINDOW if pace.speculating else PROBE)
+    if judged < 0 or (pace.speculating and judged % EVERY != 0):
+        return Decision(pace.steps, pace.nodes, True) if pace.speculating else Decision(0, 1, False)
+    steps, nodes, gain = _shape(pace) if judged % EVERY == 0 else (pace.steps, pace.nodes, 1.0)
+    if not pace.switches:
+        speculate = True
+    elif pace.speculating:
+        speculate = pace.plain_round is not None and pace.age <= REFRESH and _pays(pace, gain)
     else:
-        speculate = _pays(pace) or pace.rounds >= PATIENCE << min(pace.refusals, DOUBLINGS)
-    return Decision(pace.steps, pace.nodes, True) if speculate else Decision(0, 1, False)
+        speculate = _pays(pace, gain) or pace.rounds >= PATIENCE << min(pace.refusals, DOUBLINGS)
+    return Decision(steps, nodes, True) if speculate else Decision(0, 1, False)
 
 
-def _pays(pace: Pace) -> bool:
+def _pays(pace: Pace, gain: float = 1.0) -> bool:
     speedup = pace.speedup
-    return speedup is None or speedup * MARGIN >= 1
+    return speedup is None or speedup * gain * MARGIN >= 1
 
 
-@dataclass(frozen=True, slots=True)
-class Switching:
-    """What the self-switch did in one request, and its latest measurements. Times in seconds."""
+def _shape(pace: Pace) -> tuple[int, int, float]:
+    """(d, bs, how much faster than now)."""
+    if len(pace.trees) < WINDOW or not (pace.deepest or pace.batches):
+        return pace.steps, pace.nodes, 1.0
+    if pace.ahead:
+        return (_in_step(pace) if pace.deepest else pace.steps), pace.nodes, 1.0
+    low, high = (1, pace.deepest) if pace.deepest else (pace.steps, pace.steps)
+    depths = range(max(low, pace.steps - REACH), min(high, pace.steps + REACH) + 1)
+    shapes = [(d, bs) for d in depths for bs in pace.batches or (pace.nodes,)]
+    forecast = Forecast(pace)
+    now = forecast.speed(pace.steps, pace.nodes)
+    gains = {shape: forecast.speed(*shape) / now for shape in shapes if not _shuns(pace, shape)}
+    best = max(gains, key=gains.__getitem__, default=(pace.steps, pace.nodes))
+    return (*best, gains[best]) if gains.get(best, 0.0) > GAIN else (pace.steps, pace.nodes, 1.0)
 
-    plain_rounds: int
-    changes: tuple[tuple[int, Decision], ...]  # from which round on what was decided
-    tree_round: float | None
-    plain_round: float | None
-    break_even: float | None
-    speedup: float | None
+
+def _shuns(pace: Pace, shape: tuple[int, int]) -> bool:
+    return pace.count < pace.shunned.get(shape, (0, 0))[0]
 
 
-class SelfSwitch:
-    """Stands for a drafter, and in plain rounds for none; the drafter then sleeps, and catches up in one step.
+def _in_step(pace: Pace) -> int:
+    """d for a draft that grows ahead (paper, section 3.1): as many expansions as fit into a verification beside the
+    draft's turn. It stays while the ratio is no further from it than the band.
 
-    It runs on rank 0, which alone has a clock; its decision travels as the proposal, root-only or not.
+    An answer counts expansions that its round had to have besides; a quartile is of a round without.
     """
+    target = min(seen.target for seen in pace.trees)
+    expansion = _quartile([seen.draft for seen in pace.trees]) / pace.steps
+    if expansion <= 0:
+        return pace.steps
+    late = max(pace.steps * expansion - target, 0.0)
+    draft = DraftTimes(max(_quartile([seen.wait for seen in pace.trees]) - late, 0.0), expansion)
+    least, most = steps_for(target / BAND, draft), steps_for(target * BAND, draft)
+    return min(max(pace.steps, least), most)
 
-    def __init__(self, drafter: Drafter, pace: Pace, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._drafter, self._none = drafter, NoDrafter()
-        self._clock = clock
-        self.pace = pace
-        self._plain_rounds = 0
-        self._changes: list[tuple[int, Decision]] = []
-        self._missed: list[VerifyResult] = []
-        self._began = 0.0
 
-    @property
-    def busy(self) -> float:
-        return self._drafter.busy
+class Forecast:
+    """What other shapes would give in turn with the target, by the rounds of this one."""
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self.pace.begin()
-        self._none.open(request, tokens, sampling, prompt_len)
-        self._drafter.open(request, tokens, sampling, prompt_len)
+    def __init__(self, pace: Pace) -> None:
+        seen = list(pace.trees)
+        target, draft = median(s.target for s in seen), median(s.draft for s in seen)
+        shapes = pace.batches or (pace.nodes,)
+        self._reached = {bs: _reached([s.hits for s in seen], bs) for bs in {*shapes, pace.nodes}}
+        self._steps = pace.steps
+        self._expansion = draft / pace.steps
+        self._rest = max(median(s.seconds for s in seen) - target - draft, 0.0)
+        known = pace.targets | {pace.nodes: target} | ({1: median(pace.plains)} if pace.plains else {})
+        self._targets = StepTimes(tuple((1, rows, seconds) for rows, seconds in known.items()))
 
-    def propose(self) -> Proposal:
-        self._began = self._clock()
-        if not self.pace.speculating:
-            return self._none.propose()
-        self._catch_up()
-        return self._drafter.propose()
+    def speed(self, steps: int, nodes: int) -> float:
+        """Tokens a second."""
+        seconds = self._rest + self._targets.at(1, nodes) + steps * self._expansion
+        return self.tokens(steps, nodes) / seconds if seconds > 0 else 0.0
 
-    def grow(self) -> None:
-        if self.pace.speculating:
-            self._drafter.grow()
+    def tokens(self, steps: int, nodes: int) -> float:
+        """Of a round. Fewer of the likeliest nodes: counted. Another d: the depths that it leaves out, or would add."""
+        reached = self._reached[nodes]
+        if steps >= self._steps:
+            further = _deeper(reached[: self._steps], steps - self._steps) if len(reached) >= self._steps else []
+            return 1 + sum(reached) + sum(further)
+        return 1 + min(sum(reached[:steps]) * (1 + SHALLOWER * (self._steps - steps)), steps)
 
-    def observe(self, result: VerifyResult) -> None:
-        if self.pace.speculating:
-            self._drafter.observe(result)
-        else:
-            self._missed.append(result)
-            self._plain_rounds += 1
-        self._none.observe(result)
-        self.pace.see(self._clock() - self._began, len(result.tokens))
-        decision = decide(self.pace)
-        if decision.speculate != self.pace.speculating:
-            self.pace.turn(decision.speculate)
-            self._changes.append((result.round + 1, decision))
 
-    def close(self) -> None:
-        self._drafter.close()
+def _reached(hits: Sequence[tuple[int, ...]], nodes: int) -> list[float]:
+    """By depth, the share of rounds whose text came that far among so many nodes."""
+    lengths = [bisect_left(places, nodes) for places in hits]
+    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(max(lengths))]
 
-    def report(self) -> Switching:
-        """So far."""
-        p = self.pace
-        times = p.tree_round, p.plain_round, p.break_even, p.speedup
-        return Switching(self._plain_rounds, tuple(self._changes), *times)
 
-    def _catch_up(self) -> None:
-        """Tells the drafter what it missed, as the result of one long round."""
-        if self._missed:
-            tokens = tuple(token for result in self._missed for token in result.tokens)
-            first, last = self._missed[0], self._missed[-1]
-            path = tuple(range(len(tokens)))
-            self._drafter.observe(VerifyResult(last.request, last.round, first.prefix_len, path, tokens))
-            self._missed.clear()
+def _deeper(reached: Sequence[float], depths: int) -> list[float]:
+    """The shares of further depths."""
+    last = reached[-1]
+    chance = last / reached[-2] if len(reached) > 1 else last
+    found = []
+    for _ in range(depths):
+        chance *= DEEPER
+        last *= chance
+        found.append(last)
+    return found
+
+
+def _quartile(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 4]

@@ -153,8 +153,8 @@ class Models:
 
     def drafter(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        measured = plan.mode == "async" and plan.draft_steps is None
-        steps = MOST_STEPS if measured else plan.steps
+        measured = plan.adapt_steps or (plan.mode == "async" and plan.draft_steps is None)
+        steps = max(MOST_STEPS, plan.steps) if measured else plan.steps
         slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
         if plan.proposal == "sample":
             slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life

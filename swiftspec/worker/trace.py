@@ -18,13 +18,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.worker.around import AroundModel, T
-from swiftspec.worker.drafter import Drafter
+from swiftspec.worker.drafter import SteppedDrafter
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.runner import Model, Runner
 from swiftspec.worker.verifier import Pending, Verifier
@@ -158,13 +158,22 @@ class TracedPending:
 class TracedDrafter:
     """Rank 0's drafter: notes how long a proposal is waited for."""
 
-    def __init__(self, drafter: Drafter, log: TraceLog) -> None:
+    def __init__(self, drafter: SteppedDrafter, log: TraceLog) -> None:
         self._drafter, self._log = drafter, log
         self._round = 0
 
     @property
     def busy(self) -> float:
         return self._drafter.busy
+
+    @property
+    def steps(self) -> int:
+        """d, the expansions of a round."""
+        return self._drafter.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._drafter.steps = steps
 
     def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
         self._log.begin(request)
@@ -214,18 +223,6 @@ class TracedPopulation:
     def end(self) -> None:
         """Ends the request."""
         self._log.end()
-
-
-class SteppedDrafter(Drafter, Protocol):
-    """A drafter whose d may be set, and that may be ready to answer a result."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @steps.setter
-    def steps(self, steps: int, /) -> None: ...
-
-    def offer(self) -> Any: ...
 
 
 class LaneDrafter:
