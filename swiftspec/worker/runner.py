@@ -14,6 +14,7 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.parallel import Group
+from swiftspec.model.peers import PeerParallel
 from swiftspec.ops.fused import Fused
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
@@ -165,18 +166,29 @@ class Runner:
             kv_len=np.array(self.cache.kv_len()),
         )
         began = time.perf_counter()
-        if head and self._graphs is not None and self._graphs.take(tokens.shape[0]):
-            logits = self._graphs(batch)
-        else:
-            logits = self.model.forward(batch.to(self.model.device), self.cache, head=head)
-        if self.model.device.type == "cuda":
-            # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
-            torch.cuda.synchronize(self.model.device)
+        try:
+            logits = self._run(batch, head)
+        except RuntimeError:  # of the device too
+            group = self.model.group
+            if isinstance(group, PeerParallel) and (lost := group.lost()) is not None:
+                raise lost from None
+            raise
         self.busy += time.perf_counter() - began
         if logits is None or not several:
             return logits
         assert self._guidance is not None and logits.shape[0] == 2 * count
         return self._guidance.combine(logits)
+
+    def _run(self, batch: HostBatch, head: bool) -> Tensor | None:
+        device = self.model.device
+        if head and self._graphs is not None and self._graphs.take(batch.tokens.shape[0]):
+            logits = self._graphs(batch)
+        else:
+            logits = self.model.forward(batch.to(device), self.cache, head=head)
+        if device.type == "cuda":
+            # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
+            torch.cuda.synchronize(device)
+        return logits
 
     def _rows(
         self, sequence: int, start: int, tokens: Ints, places: Ints | None, first: int
