@@ -1,9 +1,11 @@
 """Rejection of chains in a batch against the loop over rows that it replaces: time and memory, in one run.
 
-    python -m bench.verify [--batch 64] [--steps 5] [--vocab 128256] [--repeats 3]
+    python -m bench.verify [--batch 64] [--steps 5] [--vocab 128256] [--repeats 3] [--gpu]
 
 Both get logits that are shaped already and give the same law; the loop is the textbook one, on probabilities of
 everything. Times are this thread's CPU time; memory is what the operators allocate beyond their input at their peak.
+With --gpu, instead, the CUDA operator and the batched form in torch, microseconds a call within a graph, and what the
+bytes alone take at the speed of a copy; few requests' logits stay in the L2, as after a forward. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from bench.kernels_cuda import copy_speed, graph_timer
 from swiftspec.spec import verify
 
 
@@ -55,6 +58,33 @@ def measure(act: Callable[[], object], repeats: int) -> tuple[float, float]:
     return best, peak / 2**20
 
 
+def on_gpu(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, gumbel: Tensor) -> None:
+    """Prints what a call takes on a GPU, by `reject` and by `match`."""
+    from swiftspec.ops.cuda_verify import ChainVerifier
+
+    target, draft, tokens, coins, gumbel = (x.cuda() for x in (target, draft, tokens, coins, gumbel))
+    batch, steps = tokens.shape
+    chains = ChainVerifier(batch, steps, "cuda")
+    keys = torch.randint(-(2**31), 2**31, (batch, steps + 1), dtype=torch.int32, device="cuda")
+    copy, both = copy_speed("cuda"), target.nbytes + draft.nbytes
+    for name, moved, ours, theirs in (
+        (
+            "reject",
+            both,
+            lambda: chains.reject(target, draft, tokens, coins, keys),
+            lambda: verify.reject(target, draft, tokens, coins, gumbel),
+        ),
+        (
+            "match",
+            target.nbytes,
+            lambda: chains.match(target, tokens, keys),
+            lambda: verify.match(target, tokens, gumbel[:, None]),
+        ),
+    ):
+        floor, took = moved / (1e3 * copy), [graph_timer([act]) for act in (ours, theirs)]
+        print(f"{name:8} {took[0]:9.1f} us, in torch {took[1]:9.1f} us; {moved / 1e6:.0f} MB take {floor:.1f} us")
+
+
 def main() -> None:
     """Prints both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -62,6 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--gpu", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     noise = torch.Generator().manual_seed(1)
@@ -70,6 +101,9 @@ def main() -> None:
     tokens = torch.stack([torch.multinomial(rows.softmax(-1), 1, generator=noise) for rows in draft])[..., 0]
     coins = torch.rand(args.batch, args.steps, generator=noise)
     gumbel = -torch.rand(args.batch, args.vocab, generator=noise).clamp_min_(1e-30).log().neg().log()
+    if args.gpu:
+        on_gpu(target, draft, tokens, coins, gumbel)
+        return
     ours = verify.reject(target, draft, tokens, coins, gumbel).count
     assert (ours == loop(target, draft, tokens, coins)[0]).double().mean() > 0.95  # but for rounding at a coin's edge
     batched = measure(lambda: verify.reject(target, draft, tokens, coins, gumbel), args.repeats)

@@ -267,5 +267,6 @@ PYBIND11_MODULE(_C, m) {
         "noise_bits on device memory, on a CUDA stream (0: the default stream) of the current device.");
   swiftspec::binding::bind_linear(m);
   swiftspec::binding::bind_cuda_attention(m);
+  swiftspec::binding::bind_peers(m);
 #endif
 }

@@ -50,5 +50,6 @@ void define_rounds(py::module_& m);
 // Where CUDA is built, in the files of these names.
 void bind_linear(py::module_& m);          // bindings_cuda.cpp
 void bind_cuda_attention(py::module_& m);  // bindings_cuda_attention.cpp
+void bind_peers(py::module_& m);           // bindings_cuda_peers.cpp
 
 }  // namespace swiftspec::binding

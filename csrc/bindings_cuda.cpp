@@ -131,10 +131,11 @@ void bind_linear(py::module_& m) {
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
            py::arg("done"), py::arg("trouble"), py::arg("patience"));
   py::class_<Weights>(m, "CudaWeights", "A projection's tiles on the current device; see cuda::Weights in kernels.h.")
-      .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"))
-      .def("lines", [](const Weights& w, int64_t rows) { return cuda::tiles::ll_lines(w.plan, rows); });
+      .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"));
   m.def("cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return plan_of(k, n, group).bytes(); },
         py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
+  m.def("cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(plan_of(8, n, 0), rows); },
+        py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"), "Bytes that a rank reads in, zero at first.");
   m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
   m.def("repack_int4_cuda", &repack_int4, py::arg("k"), py::arg("n"), py::arg("group"), py::arg("codes"),

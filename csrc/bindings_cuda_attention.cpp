@@ -2,9 +2,12 @@
 // their sizes and alignment can be checked here.
 #include "bindings.h"
 
+#include <pybind11/stl.h>
+
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "kernels.h"
 
@@ -104,6 +107,34 @@ void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_
   cuda::children(args, k, at<int64_t>("tokens", tokens), at<float>("values", values, true), stream_at(stream));
 }
 
+void verify(uintptr_t target, uintptr_t draft, uintptr_t tokens, uintptr_t coins, uintptr_t keys, uintptr_t marks,
+            uintptr_t arrived, uintptr_t accepted, uintptr_t count, uintptr_t bonus, int64_t batch, int64_t steps,
+            int64_t vocab, const std::pair<int64_t, int64_t>& target_strides,
+            const std::pair<int64_t, int64_t>& draft_strides, bool wide, uintptr_t stream) {
+  check(batch >= 1 && batch < 65536 && steps >= 0 && steps < 65535, "between 1 and 65535 requests and positions");
+  check(vocab >= 1 && int32_sized(vocab), "the vocabulary is empty or too large");
+  check(steps == 0 || (draft != 0) == (coins != 0), "a draft and coins come together");
+  const auto logits = [wide](const char* name, uintptr_t address, const std::pair<int64_t, int64_t>& strides) {
+    return cuda::Logits{swiftspec::binding::type_arg(name, address, wide, 0), strides.first, strides.second};
+  };
+  check(target != 0, "target is null");
+  const cuda::VerifyArgs args{logits("target", target, target_strides),
+                              logits("draft", draft, draft_strides),
+                              at<const int64_t>("tokens", tokens, steps == 0),
+                              at<const float>("coins", coins, true),
+                              at<const uint32_t>("keys", keys, true),
+                              static_cast<cuda::PositionMark*>(at16("marks", marks)),
+                              at<uint32_t>("arrived", arrived),
+                              at<uint8_t>("accepted", accepted, steps == 0),
+                              at<int64_t>("count", count),
+                              at<int64_t>("bonus", bonus),
+                              batch,
+                              steps,
+                              vocab,
+                              wide};
+  cuda::verify(args, stream_at(stream));
+}
+
 void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t layers, int64_t kv_heads, int64_t capacity,
              int64_t slot_bytes, uintptr_t source, int64_t count, int64_t start, uintptr_t stream) {
   check(layers >= 1 && layers < 65536 && kv_heads >= 1, "between 1 and 65535 layers");
@@ -184,6 +215,11 @@ void swiftspec::binding::bind_cuda_attention(py::module_& m) {
   m.def("children_cuda", &children, py::arg("logits"), py::arg("bias"), py::arg("noise"), py::arg("rows_of_noise"),
         py::arg("temperature"), py::arg("tau"), py::arg("rows"), py::arg("vocab"), py::arg("stride"), py::arg("k"),
         py::arg("tokens"), py::arg("values"), py::arg("stream"), "Without values: the token drawn.");
+  m.def("verify_cuda", &verify, py::kw_only(), py::arg("target"), py::arg("draft"), py::arg("tokens"),
+        py::arg("coins"), py::arg("keys"), py::arg("marks"), py::arg("arrived"), py::arg("accepted"),
+        py::arg("count"), py::arg("bonus"), py::arg("batch"), py::arg("steps"), py::arg("vocab"),
+        py::arg("target_strides"), py::arg("draft_strides"), py::arg("wide"), py::arg("stream"),
+        "Chains against the target in one launch; see VerifyArgs in kernels.h. 0 is null.");
   m.def("move_kv_cuda", &move_kv, py::arg("keys"), py::arg("values"), py::arg("layer_stride"), py::arg("layers"),
         py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"),
         py::arg("start"), py::arg("stream"));

@@ -29,6 +29,33 @@ SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
   return {top, a.total * expf(a.top - top) + b.total * expf(b.top - top)};
 }
 
+// A lane's sum of exponentials and those of more scores.
+SWIFTSPEC_HD void take(LogSum& sum, const warp::Regs<kAhead, float>& x) {
+  float top = sum.top;
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kAhead; ++i) top = fmaxf(top, x.r[i]);
+  if (top == -INFINITY) return;
+  float total = sum.total * expf(sum.top - top);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kAhead; ++i) total += expf(x.r[i] - top);
+  sum = {top, total};
+}
+
+// Over all lanes, joined by name: `add` of two lanes is the same either way round.
+SWIFTSPEC_HD warp::PerLane<LogSum> joined(warp::PerLane<LogSum> sum) {
+  for (int step = 16; step > 0; step /= 2) {
+    warp::PerLane<float> top, total;
+    SWIFTSPEC_EACH_LANE(lane) {
+      top(lane) = sum(lane).top;
+      total(lane) = sum(lane).total;
+    }
+    top = warp::exchanged(top, step);
+    total = warp::exchanged(total, step);
+    SWIFTSPEC_EACH_LANE(lane) { sum(lane) = add(sum(lane), {top(lane), total(lane)}); }
+  }
+  return sum;
+}
+
 // What a block has found of its columns; `warps` is used before the block's own.
 struct Found {
   Entry<float> warps[kWarps][best::kMost];
@@ -54,20 +81,12 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
   for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
     warp::PerLane<warp::Regs<kAhead, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
-      float top = sum(lane).top;
       SWIFTSPEC_UNROLL
       for (int i = 0; i < kAhead; ++i) {
         const int64_t column = base + 32 * i + lane;
         x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
       }
-      SWIFTSPEC_UNROLL
-      for (int i = 0; i < kAhead; ++i) top = fmaxf(top, x(lane).r[i]);
-      if (sums && top > -INFINITY) {
-        float total = sum(lane).total * expf(sum(lane).top - top);
-        SWIFTSPEC_UNROLL
-        for (int i = 0; i < kAhead; ++i) total += expf(x(lane).r[i] - top);
-        sum(lane) = {top, total};
-      }
+      if (sums) take(sum(lane), x(lane));
     }
     SWIFTSPEC_UNROLL
     for (int i = 0; i < kAhead; ++i) {
@@ -82,16 +101,7 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
     }
   }
   best.put_down(found.warps[warp_index]);
-  for (int step = 16; step > 0 && sums; step /= 2) {  // joined by name: `add` of two lanes is the same either way round
-    warp::PerLane<float> top, total;
-    SWIFTSPEC_EACH_LANE(lane) {
-      top(lane) = sum(lane).top;
-      total(lane) = sum(lane).total;
-    }
-    top = warp::exchanged(top, step);
-    total = warp::exchanged(total, step);
-    SWIFTSPEC_EACH_LANE(lane) { sum(lane) = add(sum(lane), {top(lane), total(lane)}); }
-  }
+  if (sums) sum = joined(sum);
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) found.warp_sums[warp_index] = sum(lane);
   }

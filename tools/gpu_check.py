@@ -74,6 +74,8 @@ def plan(kernels: Path, scratch: Path) -> list[Step]:
         Step("kernels", measured, 100, kernels),
         decode("Llama-3-70B,Llama-3.2-3B", 90),
         decode("Llama-3-8B,Llama-3.2-1B", 60),
+        Step("verify 1 x 8", (python, "-m", "bench.verify", "--gpu", "--batch", "1", "--steps", "8"), 30),
+        Step("verify 16 x 5", (python, "-m", "bench.verify", "--gpu", "--batch", "16", "--steps", "5"), 30),
         sanitize("memcheck"),
         sanitize("racecheck"),
         decode("Llama-3-70B,Llama-3.2-3B", 90, "unfused"),  # what the paper's Figure 8 calls the base

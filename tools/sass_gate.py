@@ -33,6 +33,7 @@ REQUIRED = {
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared",
                          "mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
     "children_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
+    "verify_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
 }  # fmt: skip
 # Instructions that are counted, by the beginning of their names.
 COUNTED = ("HMMA", "UBLKCP", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")

@@ -19,6 +19,7 @@ from swiftspec.ops.cuda_attention import HEAD_DIMS, MOST_HEADS, prepare, tree_at
 from swiftspec.ops.cuda_checks import check, current_stream
 from swiftspec.ops.cuda_linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
 from swiftspec.ops.cuda_sampling import children, draw, gumbel_rows, log_top_k
+from swiftspec.ops.cuda_tree import DeviceTree
 from swiftspec.ops.reference import PLAIN, Scores, fuse, rope_tables
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPTURES",
     "PLAIN",
+    "DeviceTree",
     "Scores",
     "children",
     "draw",

@@ -146,14 +146,26 @@ class Communicator:
         return f"GPU rank {rank} waited too long for rank {source} (slot {slot}, epoch {epoch})"
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """How a group of GPUs sums its products: few rows in the kernel that computes them, more by a library."""
+
+    few: Communicator  # up to MAX_ROWS
+    many: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """For operators without such kernels."""
+        return self.many(x)
+
+
 def inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
-    """The memory that one rank of a group reads, empty; `lines` is the longest product's, see `lines_for`."""
+    """The memory that one rank of a group reads, empty; `lines` is the longest product's, see `lines_of`."""
     return torch.zeros(_C.cuda_inbox_bytes(ranks, lines), dtype=torch.uint8, device=device)
 
 
-def lines_for(packed: Packed, rows: int = MAX_ROWS) -> int:
-    """LL lines of a product of so many rows."""
-    return packed.native.lines(rows)
+def lines_of(outputs: int) -> int:
+    """LL lines of the longest product that is summed in one launch."""
+    return _C.cuda_lines(outputs, MAX_ROWS)
 
 
 def _linear(
@@ -226,9 +238,11 @@ def linear_residual(
 ) -> Tensor:
     """Projection, all-reduce over a group's ranks, residual added (O, down): [n, K] and [n, D] -> [n, D].
 
-    A Communicator sums in the projection's own kernel, anything else after it.
+    A Communicator sums in the projection's own kernel, anything else after it; `Sums` goes by the rows.
     """
     out = torch.empty_like(residual)
+    if isinstance(reduce, Sums):
+        reduce = reduce.few if x.shape[0] <= MAX_ROWS else reduce.many
     if reduce is None or isinstance(reduce, Communicator):
         return _linear(x, packed, out, residual=residual, channel=reduce)
     return reduce(_linear(x, packed, out)).add_(residual)

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.ops.cuda_checks import check, current_stream
 
 MOST_LEAVES = 64
+
+
+LEAF = -1  # the slot of a node that has none
+
+
+class HostTree(Protocol):
+    """The arrays of spec.tree.DraftTree: nodes in order of creation, mask rows by tree slot; how many are in use."""
+
+    token: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    slot: NDArray[np.int64]  # `slots` of leaves
+    logprob: NDArray[np.float64]
+    visible: NDArray[np.bool_]
+    sizes: NDArray[np.int64]  # nodes, tree slots
+    slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +50,35 @@ class DeviceTree:
     equal weights the earlier node; where there are fewer, the last rows belong to no node, and nobody sees them.
     """
 
+    token: Tensor  # [nodes] int64
+    logprob: Tensor  # [nodes] float64, summed from the root
+    parent: Tensor  # [nodes] int32
+    slot: Tensor  # [nodes] int32
+    used: Tensor  # [2] int32: nodes, tree slots
+    visible: Tensor  # [slots, slots] bool
+
     def __init__(self, slots: int, children: int, w: int, device: torch.device | str) -> None:
         if not 1 <= w <= min(MOST_LEAVES, slots):
             raise ValueError(f"w must lie in 1..{min(MOST_LEAVES, slots)}, not {w}")
         nodes = 1 + slots * children
+        fields = {
+            "token": (torch.int64, (nodes,)),
+            "logprob": (torch.float64, (nodes,)),
+            "parent": (torch.int32, (nodes,)),
+            "slot": (torch.int32, (nodes,)),
+            "used": (torch.int32, (2,)),  # nodes, tree slots
+            "visible": (torch.bool, (slots, slots)),
+        }  # the wide ones first, so that all are aligned
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
+        self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
+        for name, part in _parts(self.state, fields).items():
+            setattr(self, name, part)
+        self._host = {name: part.numpy() for name, part in _parts(self._staged, fields).items()}
 
         def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.token, self.parent = zeros(nodes, dtype=torch.int64), zeros(nodes, dtype=torch.int32)
-        self.slot, self.logprob = zeros(nodes, dtype=torch.int32), zeros(nodes, dtype=torch.float64)
-        self.visible = zeros(slots, slots, dtype=torch.bool)
-        self.used = zeros(2, dtype=torch.int32)  # nodes, tree slots
         self.rows = Expansion(
             zeros(w, dtype=torch.int32),
             zeros(w, dtype=torch.int64),
@@ -70,6 +106,31 @@ class DeviceTree:
         self.logprob[:1].zero_()
         self.token[:1].copy_(token)
         self.room = self.visible.shape[0] // len(self.rows.nodes)  # expansions
+
+    def put(self, tree: HostTree) -> None:
+        """Sends a tree of the same size to the device; `restore` makes it this one."""
+        nodes, slots = tree.sizes.tolist()
+        host = self._host
+        host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
+        host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, LEAF, tree.slot[:nodes])
+        host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
+        host["used"][:] = nodes, slots
+        self._start.copy_(self._staged, non_blocking=True)
+
+    def restore(self) -> None:
+        """Back to the tree that was `put` last, on the device alone: a graph may begin with it."""
+        self.state.copy_(self._start)
+        self.room = self.visible.shape[0] // len(self.rows.nodes)
+
+    def take(self, tree: HostTree) -> None:
+        """Reads the tree from the device, when all that came before is done, into the one that was `put`."""
+        self._staged.copy_(self.state)
+        host = self._host
+        nodes, slots = host["used"].tolist()
+        tree.token[:nodes], tree.parent[:nodes] = host["token"][:nodes], host["parent"][:nodes]
+        tree.slot[:nodes] = np.where(host["slot"][:nodes] == LEAF, tree.slots, host["slot"][:nodes])
+        tree.logprob[:nodes], tree.visible[:slots] = host["logprob"][:nodes], host["visible"][:slots]
+        tree.sizes[:] = nodes, slots
 
     def best_leaves(self, prefix: Tensor) -> Expansion:
         """Hands the best leaves the next tree slots. `prefix` [1] int64: slots before the tree's, and the root's
@@ -101,3 +162,14 @@ class DeviceTree:
             check("logprobs", logprobs, torch.float32, shape, self.token.device),
             current_stream(),
         )
+
+
+def _parts(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """The fields of a buffer of bytes, one after the other."""
+    parts: dict[str, Tensor] = {}
+    at = 0
+    for name, (dtype, shape) in fields.items():
+        end = at + dtype.itemsize * math.prod(shape)
+        parts[name] = buffer[at:end].view(dtype).view(shape)
+        at = end
+    return parts

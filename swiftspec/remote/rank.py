@@ -8,7 +8,9 @@ from datetime import timedelta
 import torch
 
 from swiftspec.errors import DrafterLost, UserError
+from swiftspec.model import peers
 from swiftspec.model.parallel import TensorParallel
+from swiftspec.model.peers import PeerParallel
 from swiftspec.model.shared import SharedParallel
 from swiftspec.params import Plan
 from swiftspec.remote.calls import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
@@ -41,11 +43,11 @@ class Rank:
         self._verifier: LocalVerifier | None = None
         self._drafter: LocalDrafter | None = None
         self._smc: SMC | None = None
-        self._group: TensorParallel | SharedParallel | None = None
+        self._group: TensorParallel | PeerParallel | SharedParallel | None = None
         error: str | None = None
         try:
             if here.size > 1:
-                self._group = _join(world, here, models)
+                self._group = _join(world, here, plan, models)
             if plan.mode == "smc":
                 self._smc = models.population(plan, self._group, progress)
             elif here.side == "target":
@@ -132,12 +134,17 @@ class Rank:
             self._group = None
 
 
-def _join(world: World, here: Place, models: Models) -> TensorParallel | SharedParallel:
+def _join(world: World, here: Place, plan: Plan, models: Models) -> TensorParallel | PeerParallel | SharedParallel:
     """The group of this rank, over the fastest wire there is."""
     store, name, timeout = world.store, here.side, COLLECTIVE_TIMEOUT
     if world.one_machine and models.device.type == "cpu":
         return SharedParallel.join(store, name, here.rank, here.size, spin=world.spin, timeout=timeout)
     device, share = models.device, models.share_device
-    if device.type == "cuda":
+    if device.type == "cuda" and not share:
         torch.cuda.set_device(device)  # what NCCL goes by
+        drafts = here.side == "draft" or plan.mode in ("serial", "smc")
+        width = models.kernel_sums(target=here.side == "target", draft=drafts) if world.one_machine else 0
+        return peers.join(store, name, here.rank, here.size, device=device, timeout=timeout, width=width)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     return TensorParallel.join(store, name, here.rank, here.size, device=device, timeout=timeout, share_device=share)

@@ -88,6 +88,12 @@ class Sampler:
         if self.history is not None:
             self.history.extend(tokens)
 
+    @property
+    def plain(self) -> bool:
+        """Whether all that shapes logits is a temperature, the same for every token and every path."""
+        p = self.params
+        return self.history is None and self._bias is None and (p.greedy or not filters.active(p))
+
     def scoring(self, rounds: Rounds | None) -> Any:
         """This request's parameters as `rounds` takes them; None where Python must see the logits: for penalties and
         filters."""

@@ -19,6 +19,7 @@ from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.native_tree import NativeTree
 from swiftspec.spec.sampler import Sampler
 from swiftspec.spec.tree import DraftTree, Ints, Leaves
+from swiftspec.worker.draft_rounds import DraftRounds
 from swiftspec.worker.runner import Runner
 
 
@@ -43,6 +44,8 @@ class LocalDrafter:
         self._root = 0  # node that is the root by now; `settle` makes it node 0
         self._draws = Draws(runner.tree_slots, vocab) if plan.proposal == "sample" else None
         self.steps = plan.steps
+        drawn = plan.proposal == "sample"
+        self._on_device = None if drawn else DraftRounds.of(runner, plan.draft_leaves, plan.children, vocab)
 
     @property
     def busy(self) -> float:
@@ -64,8 +67,7 @@ class LocalDrafter:
         self.tree.reset(tokens[-1])
 
     def propose(self) -> Proposal:
-        for _ in range(self.steps):
-            self.expand()
+        self._expand(self.steps)
         return self._best()
 
     def grow(self) -> None:
@@ -109,6 +111,23 @@ class LocalDrafter:
             self.pending = []
         else:
             self._expand_in_steps()
+
+    def _expand(self, count: int) -> None:
+        """`count` expansions: the root's, then all others in one go where the device needs no host in between."""
+        if self._on_device is not None and self._sampler.plain and len(self.runner.cache.prefix_len) == 1:
+            self.settle()
+            if self.tree.expanded == 0:
+                self.expand()
+                count -= 1
+            if self.tree.expanded > 0 and 1 < count <= self._on_device.room(self.tree):
+                params = self._sampler.params
+                temperature = 1.0 if params.greedy else params.temperature
+                noise = self._sampler.noise if self._plan.proposal == "coupled" and not params.greedy else None
+                tau = self._plan.calibrated(params.greedy)
+                self._on_device.grow(self.tree, count, temperature=temperature, tau=tau, noise=noise)
+                return
+        for _ in range(count):
+            self.expand()
 
     def _expand_in_steps(self) -> None:
         """Where Python must see the logits."""
@@ -215,5 +234,4 @@ class AheadDrafter(LocalDrafter):
         return self.YIELD * leaves > tokens / self.steps
 
     def grow(self) -> None:
-        for _ in range(self.steps):
-            self.expand()
+        self._expand(self.steps)

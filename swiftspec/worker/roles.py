@@ -15,6 +15,7 @@ from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.parallel import Group
+from swiftspec.model.peers import PeerParallel
 from swiftspec.model.transformer import Transformer
 from swiftspec.ops import cuda, host, reference, unfused
 from swiftspec.params import Plan
@@ -134,17 +135,33 @@ class Models:
         assert path is not None
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
         config = ModelConfig.from_dir(path)
-        kind = self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+        kind = self._kind(config)
         ops = operators(self.ops, config, kind, self.device)
         positions = context + tree_slots
         model = self.load(
             path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
         )
         # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
-        captures = self.device.type == "cuda" and group is None and getattr(ops, "CAPTURES", False)
+        whole = group is None or isinstance(group, PeerParallel)
+        captures = self.device.type == "cuda" and whole and getattr(ops, "CAPTURES", False)
         capture = CudaCapture() if captures else None
         paced = model if times is None else PacedModel(model, times)
         return Runner(paced, ops, context=context, tree_slots=tree_slots, capture=capture)
+
+    def _kind(self, config: ModelConfig) -> torch.dtype:
+        return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+    def kernel_sums(self, *, target: bool, draft: bool) -> int:
+        """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
+        width = 0
+        for path in (self.target if target else None, self.draft if draft else None):
+            if path is None:
+                continue
+            config = ModelConfig.from_dir(path)
+            if self.share_device or operators(self.ops, config, self._kind(config), self.device) is not cuda:
+                return 0
+            width = max(width, config.hidden_size)
+        return width
 
     def verifier(self, plan: Plan, group: Group | None = None, progress: Progress | None = None) -> LocalVerifier:
         """The target."""

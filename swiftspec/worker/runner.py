@@ -14,6 +14,7 @@ from torch import Tensor
 from swiftspec.batch import Batch
 from swiftspec.config import ModelConfig
 from swiftspec.model.parallel import Group
+from swiftspec.model.peers import PeerParallel
 from swiftspec.ops.fused import Fused
 from swiftspec.spec import mask as tree_mask
 from swiftspec.spec import sampler
@@ -70,7 +71,7 @@ class Runner:
             device=model.device,
         )
         self.busy = 0.0  # seconds spent in forwards
-        self._capture = capture
+        self.capture = capture
         self._guidance: Guidance | None = None
         self.use(model)
 
@@ -83,7 +84,7 @@ class Runner:
         """Binds to the cache's buffers what knows their addresses. Guided rows go neither way: their logits are two."""
         fused, alone = self.model.fused, len(self.cache.prefix_len) == 1
         self.rounds = fused.rounds(self.cache) if fused is not None and alone else None
-        self._graphs = Graphs(self._logits, self.model.device, self._capture) if self._capture and alone else None
+        self._graphs = Graphs(self._logits, self.model.device, self.capture) if self.capture and alone else None
 
     def open(self, tokens: Sequence[int], guidance: Guidance | None = None) -> None:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
@@ -166,18 +167,29 @@ class Runner:
             kv_len=np.array(self.cache.kv_len()),
         )
         began = time.perf_counter()
-        if head and self._graphs is not None and self._graphs.take(tokens.shape[0]):
-            logits = self._graphs(batch)
-        else:
-            logits = self.model.forward(batch.to(self.model.device), self.cache, head=head)
-        if self.model.device.type == "cuda":
-            # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
-            torch.cuda.synchronize(self.model.device)
+        try:
+            logits = self._run(batch, head)
+        except RuntimeError:  # of the device too
+            group = self.model.group
+            if isinstance(group, PeerParallel) and (lost := group.lost()) is not None:
+                raise lost from None
+            raise
         self.busy += time.perf_counter() - began
         if logits is None or not several:
             return logits
         assert self._guidance is not None and logits.shape[0] == 2 * count
         return self._guidance.combine(logits)
+
+    def _run(self, batch: HostBatch, head: bool) -> Tensor | None:
+        device = self.model.device
+        if head and self._graphs is not None and self._graphs.take(batch.tokens.shape[0]):
+            logits = self._graphs(batch)
+        else:
+            logits = self.model.forward(batch.to(device), self.cache, head=head)
+        if device.type == "cuda":
+            # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
+            torch.cuda.synchronize(device)
+        return logits
 
     def _rows(
         self, sequence: int, start: int, tokens: Ints, places: Ints | None, first: int

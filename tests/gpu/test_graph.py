@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +10,21 @@ import pytest
 import torch
 
 from bench.heldout import DEMO
+from swiftspec import _C
+from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM
+from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
-from swiftspec.ops import unfused
+from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
+from swiftspec.ops import cuda, unfused
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.worker.graph import CudaCapture
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
+from tests.same_rounds import same_rounds
 
+HOPPER = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
 
@@ -47,3 +55,36 @@ def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu() -> None:
     pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", Plan())
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids
+
+
+def random_model() -> Transformer:
+    """Two layers with heads of 64, which the CUDA operators take, and any weights."""
+    shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
+    config = replace(ModelConfig.from_dir(DEMO / "draft"), num_layers=2, **shape)
+    dice = torch.Generator().manual_seed(1)
+
+    def dense(outputs: int, inputs: int) -> DenseWeight:
+        return DenseWeight(torch.randn(outputs, inputs, generator=dice).mul_(2 * inputs**-0.5))
+
+    def layer() -> LayerWeights:
+        qkv, gate_up, one = dense(512, 256), dense(1024, 256), torch.ones(256)
+        return LayerWeights(one, qkv, dense(256, 256), one, gate_up, dense(256, 512))
+
+    vocab = config.vocab_size
+    weights = ModelWeights(dense(vocab, 256).weight, [layer(), layer()], torch.ones(256), dense(vocab, 256))
+    return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512)
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or no CUDA kernels")
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)], ids=str)
+@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: SamplingParams) -> None:
+    """The same proposals as with the host between the expansions: no row depends on the others, or on its slots."""
+    plan = Plan(mode="async" if kind is AheadDrafter else "serial", verify_batch=8, draft_leaves=8, draft_steps=4)
+    model = random_model()
+    alone, graphed = (
+        kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, 4096)
+        for capture in (None, CudaCapture())
+    )
+    same_rounds(alone, graphed, sampling, 4096)
+    assert graphed._on_device is not None and graphed._on_device._graphs

@@ -166,7 +166,7 @@ class Ranks:
     def __init__(self, size: int, k: int, n: int, group: int, patience: float = 5.0) -> None:
         self.weights = [weight(k, n, group, seed) for seed in range(size)]
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
-        lines = ops.lines_for(self.packed[0])
+        lines = ops.lines_of(n)
         self.inboxes = [ops.inbox(size, lines, DEVICE) for _ in range(size)]
         self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         addresses = [box.data_ptr() for box in self.inboxes]

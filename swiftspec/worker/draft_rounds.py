@@ -1,0 +1,118 @@
+"""A draft's round on the device: several expansions in a row as one graph, in which nobody waits for the host.
+
+The tree goes to the device, grows there and comes back: two copies and one wait a round, in place of a wait for each
+expansion. What a graph holds by value is its key; all else it reads where it lies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swiftspec.batch import Batch
+from swiftspec.ops.cuda_sampling import MOST_CANDIDATES
+from swiftspec.ops.cuda_tree import MOST_LEAVES, DeviceTree
+from swiftspec.ops.reference import Scores
+from swiftspec.spec.noise import PositionNoise
+from swiftspec.spec.tree import DraftTree
+from swiftspec.worker.graph import Capture
+from swiftspec.worker.runner import Runner
+
+MOST_GRAPHS = 8
+Key = tuple[int, float, float, bool]  # expansions, temperature, tau, with noise
+
+
+class Ops(Protocol):
+    """The operators that take part beside the model's."""
+
+    def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
+
+
+class DraftRounds:
+    """Expansions of one draft without the host. The root and tokens without KV must have had their forward."""
+
+    def __init__(self, runner: Runner, ops: Ops, tree: DeviceTree, capture: Capture, vocab: int) -> None:
+        self._runner, self._ops, self._tree, self._capture, self._vocab = runner, ops, tree, capture, vocab
+        device = tree.state.device
+        self._numbers = torch.zeros(3, dtype=torch.int64, device=device)  # prefix, end of the region, the noise's first
+        self._staged = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sequence = torch.zeros(len(tree.rows.nodes), dtype=torch.int64, device=device)
+        self._noise = torch.zeros(PositionNoise.BLOCK, vocab, device=device)
+        self._made_of: tuple[PositionNoise, int] | None = None  # whose noise it holds, from which position on
+        self._graphs: dict[Key, Callable[[], None]] = {}
+        self._bound: tuple[object, object] = (None, None)  # the model and the keys that the graphs know
+
+    @staticmethod
+    def of(runner: Runner, leaves: int, children: int, vocab: int) -> DraftRounds | None:
+        """None where model or operators cannot do without the host, or the tree is too wide for them."""
+        make, capture = getattr(runner.ops, "DeviceTree", None), runner.capture
+        fits = leaves <= MOST_LEAVES and children <= min(MOST_CANDIDATES, vocab)
+        if make is None or capture is None or runner.model.group is not None or not fits:
+            return None
+        ops: Any = runner.ops
+        return DraftRounds(runner, ops, make(runner.tree_slots, children, leaves, runner.model.device), capture, vocab)
+
+    def room(self, tree: DraftTree) -> int:
+        """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
+        w = len(self._tree.rows.nodes)
+        slots = min(tree.room(self._tree.children), self._runner.cache.room)
+        return min(slots // w, len(self._noise) - _depth(tree))
+
+    def grow(self, tree: DraftTree, count: int, *, temperature: float, tau: float, noise: PositionNoise | None) -> None:
+        """`count` expansions, at most `room`, of the w likeliest leaves each. Scores as in `Sampler.children`."""
+        cache, began = self._runner.cache, time.perf_counter()
+        if self._bound[0] is not self._runner.model or self._bound[1] is not cache.k:
+            self._graphs.clear()
+            self._bound = self._runner.model, cache.k
+        prefix = cache.prefix_len[0]
+        first = 0 if noise is None else self._fill(noise, prefix + 1, tree, count)
+        self._staged[:] = torch.tensor([prefix, prefix + tree.slots, first])
+        self._numbers.copy_(self._staged, non_blocking=True)
+        self._tree.put(tree)
+        key = (count, temperature, tau, noise is not None)
+        if key not in self._graphs:
+            if len(self._graphs) == MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+            self._graphs[key] = self._capture(lambda: self._expand(*key))[1]
+        self._graphs[key]()
+        self._tree.take(tree)
+        cache.append_tree(count * len(self._sequence))
+        self._runner.busy += time.perf_counter() - began
+
+    def _expand(self, count: int, temperature: float, tau: float, noisy: bool) -> Tensor:
+        prefix, end, first = self._numbers.split(1)
+        self._tree.restore()
+        for _ in range(count):
+            rows = self._tree.best_leaves(prefix)
+            batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
+            logits = self._runner.model.forward(batch, self._runner.cache)
+            assert logits is not None
+            scores = Scores(temperature * tau)
+            if noisy:
+                # rows without a leaf may lie anywhere; their children are nobody's
+                places = (rows.positions + 1 - first).clamp_(0, len(self._noise) - 1)
+                scores = Scores(temperature, None, self._noise, places, tau)
+            self._tree.add_children(*self._ops.children(logits, self._vocab, self._tree.children, scores))
+        return self._tree.logprob
+
+    def _fill(self, noise: PositionNoise, low: int, tree: DraftTree, count: int) -> int:
+        """Sees to noise for the positions from `low` to the depth that the tree may reach. Returns where it begins."""
+        end = low + _depth(tree) + count
+        if self._made_of is not None and self._made_of[0] is noise:
+            first = self._made_of[1]
+            if first <= low and end <= first + len(self._noise):
+                return first
+        positions = torch.arange(low, low + len(self._noise), device=self._noise.device)
+        block, rows = noise.rows(positions, range(self._vocab), torch.float32)
+        torch.index_select(block, 0, rows, out=self._noise)
+        self._made_of = noise, low
+        return low
+
+
+def _depth(tree: DraftTree) -> int:
+    """How many levels of the tree are expanded."""
+    return int(tree.visible[: tree.expanded].sum(1).max(initial=0))

@@ -1,0 +1,111 @@
+"""Ranks as processes that sum over peer memory: on GPUs of their own where there are enough, else in turns on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from swiftspec import _C
+from swiftspec.ops import cuda_linear as ops
+from swiftspec.ops.cuda_peers import Peers
+from tests.gpu.test_linear import weight
+
+READY = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="no Hopper GPU, or no CUDA kernels")]
+ROOT = Path(__file__).resolve().parents[2]
+K, N = 512, 1024
+
+
+def open_peers(rank: int, size: int, file: str, patience: float) -> Peers:
+    """This process's end of the group; its GPU becomes the current one."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    store = FileStore(file, size)
+
+    def exchange(topic: str, mine: bytes) -> list[bytes]:
+        store.set(f"{topic} {rank}", mine.hex())
+        return [bytes.fromhex(store.get(f"{topic} {peer}").decode()) for peer in range(size)]
+
+    return Peers(rank, size, ops.lines_of(N), device, exchange, patience)
+
+
+def sum_products(rank: int, size: int, file: str) -> None:
+    """Products of changing length, then a graph of three replayed: each the sum in rank order, to the bit."""
+    peers = open_peers(rank, size, file, 30.0)
+    packed = [ops.pack(weight(K, N, 128, seed), torch.bfloat16, "cuda") for seed in range(size)]
+
+    def draw(rows: int, columns: int, seed: int) -> Tensor:
+        return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+
+    def expected(x: list[Tensor], residual: Tensor) -> Tensor:
+        total, zero = torch.zeros(residual.shape, device="cuda"), torch.zeros_like(residual)
+        for rows, its in zip(x, packed, strict=True):
+            total += ops.linear_residual(rows, its, zero).float()
+        return (total.bfloat16().float() + residual.float()).bfloat16()
+
+    for epoch in range(30):
+        rows = (8, 1, 32, 3, 17, 16)[epoch % 6]
+        x, residual = [draw(rows, K, 100 * epoch + r) for r in range(size)], draw(rows, N, epoch)
+        assert torch.equal(ops.linear_residual(x[rank], packed[rank], residual, peers.sums), expected(x, residual))
+    x, residual = [draw(8, K, r) for r in range(size)], draw(8, N, 0)
+    want, graph = expected(x, residual), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [ops.linear_residual(x[rank], packed[rank], residual, peers.sums) for _ in range(3)]
+    for _ in range(5):
+        graph.replay()
+        assert all(torch.equal(one, want) for one in got)
+    assert int(peers.sums.epoch) == 45
+    print("ok")
+
+
+def wait_in_vain(rank: int, size: int, file: str) -> None:
+    """Rank 0 sums; the others never do, and stay until it has given up."""
+    peers, gave_up = open_peers(rank, size, file, 0.5), Path(f"{file}.done")
+    while rank > 0 and not gave_up.exists():
+        time.sleep(0.05)
+    if rank > 0:
+        return
+    x, residual = (torch.zeros(3, columns, dtype=torch.bfloat16, device="cuda") for columns in (K, N))
+    try:
+        ops.linear_residual(x, ops.pack(weight(K, N, 128), torch.bfloat16, "cuda"), residual, peers.sums)
+        torch.cuda.synchronize()
+    except RuntimeError:
+        print(peers.sums.trouble())
+    gave_up.touch()
+
+
+def on_ranks(work: str, size: int, file: Path) -> list[str]:
+    """What the ranks print. They end without clearing up, as a rank does that has lost its GPU."""
+    code = "import os, sys\nfrom tests.gpu import test_peers\n"
+    code += f"test_peers.{work}(int(sys.argv[1]), {size}, {str(file)!r})\nsys.stdout.flush()\nos._exit(0)"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank)],
+            cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        found = [rank.communicate(timeout=80) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(error[-1500:] for _, error in found)
+    return [output for output, _ in found]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_products_are_summed_over_processes(tmp_path: Path, size: int) -> None:
+    assert on_ranks("sum_products", size, tmp_path / "store") == ["ok\n"] * size
+
+
+def test_a_process_that_never_comes_is_named(tmp_path: Path) -> None:
+    line = "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n"
+    assert on_ranks("wait_in_vain", 2, tmp_path / "store") == [line, ""]
