@@ -293,6 +293,11 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
     return noise.gumbel(bits, torch.float32)
 
 
+def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
+    """The same of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
+    return noise.gumbel(noise.row_bits(keys, noise.counters(tokens, keys.device)), torch.float32)
+
+
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
     """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
     return _shift(logits[:, :vocab], scores).argmax(-1)
@@ -302,6 +307,12 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
     """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
     shifted = _shift(logits[:, :vocab], scores)
     return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
+
+
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+    shifted = _shift(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 def _shift(logits: Tensor, scores: Scores) -> Tensor:
