@@ -249,7 +249,7 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
-    """The same of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
+    """The same noise of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
     keys, out = keys.contiguous(), torch.empty(*keys.shape, len(tokens))
     _C.gumbel_keyed(keys.data_ptr(), keys.numel(), tokens.start, len(tokens), out.data_ptr())
     return out

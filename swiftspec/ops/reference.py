@@ -59,6 +59,7 @@ class Scores:
 
 
 PLAIN = Scores()
+gumbel_keyed = noise.gumbel_keyed
 
 
 def fuse(stack: Stack) -> Fused | None:
@@ -289,13 +290,7 @@ def move_kv(k: Tensor, v: Tensor, sequence: int, source: Tensor, start: int) -> 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
     """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
-    bits = noise.noise_bits(seed, stream, positions.tolist(), tokens, positions.device)
-    return noise.gumbel(bits, torch.float32)
-
-
-def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
-    """The same of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
-    return noise.gumbel(noise.row_bits(keys, noise.counters(tokens, keys.device)), torch.float32)
+    return noise.gumbel(noise.noise_bits(seed, stream, positions.tolist(), tokens, positions.device), torch.float32)
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:

@@ -43,7 +43,12 @@ class Streams:
     """The noise of one request's population."""
 
     def __init__(
-        self, seed: int, particles: int, vocab: int, device: torch.device | str, gumbel_keyed: Keyed = reference.gumbel_keyed
+        self,
+        seed: int,
+        particles: int,
+        vocab: int,
+        device: torch.device | str,
+        gumbel_keyed: Keyed = reference.gumbel_keyed,
     ) -> None:
         count = max(particles, 2)  # the population's own two streams are there for one particle too
         self._keys = torch.empty(len(Purpose), count, dtype=torch.int32, device=device)

@@ -70,7 +70,7 @@ class Runner:
             device=model.device,
         )
         self.busy = 0.0  # seconds spent in forwards
-        self._capture = capture
+        self.capture = capture
         self._guidance: Guidance | None = None
         self.use(model)
 
@@ -83,7 +83,7 @@ class Runner:
         """Binds to the cache's buffers what knows their addresses. Guided rows go neither way: their logits are two."""
         fused, alone = self.model.fused, len(self.cache.prefix_len) == 1
         self.rounds = fused.rounds(self.cache) if fused is not None and alone else None
-        self._graphs = Graphs(self._logits, self.model.device, self._capture) if self._capture and alone else None
+        self._graphs = Graphs(self._logits, self.model.device, self.capture) if self.capture and alone else None
 
     def open(self, tokens: Sequence[int], guidance: Guidance | None = None) -> None:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the

@@ -19,10 +19,12 @@ from swiftspec.errors import UserError
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec.mask import WIDTHS
 from swiftspec.spec.particles import LIVE, SHARED
+from swiftspec.worker.graph import Rounds
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc_round import SMCRound
 
 REGION = 32768  # tree slots at most
+NARROW = 16  # windows are multiples of this many slots, where any number of them will do
 
 
 def region(plan: PopulationPlan, context: int) -> int:
@@ -117,8 +119,9 @@ class Population(Protocol):
 class SMC:
     """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
 
-    In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
-    all of them alike.
+    Where both models' forwards can be captured, a round is one graph for each width of the window; the seconds that it
+    spends in either model cannot be told apart then, and `busy` leaves them out. In a group of ranks each has its
+    shares of both models; the logits are gathered, so that everything else happens on all of them alike.
     """
 
     def __init__(
@@ -128,6 +131,9 @@ class SMC:
         self._lag = lag
         self.round = SMCRound(target, draft, plan, vocab, longest)
         self.particles = self.round.particles
+        self._graphs: Rounds | None = None
+        if target.capture is not None and draft.capture is not None:
+            self._graphs = Rounds(self.round, self.particles.state, target.capture)
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -144,7 +150,8 @@ class SMC:
             runner.reset()
             runner.prefill(prompt[:-1])
             runner.cache.append_tree(1)
-        self.round.open(prompt, sampling, stops, limit)
+        if self.round.open(prompt, sampling, stops, limit) and self._graphs is not None:
+            self._graphs.forget()
         self.rounds = self.compactions = self.moved_slots = 0
         self.full = self._done = False
         self._mail: deque[_Mail] = deque()
@@ -169,7 +176,7 @@ class SMC:
             return False
         for runner in (self.target, self.draft):
             runner.cache.append_tree(self.plan.slots)
-        self._mail.append(_Mail(self.round(self._width(self.target.cache.tree_len))))
+        self._mail.append(_Mail((self._graphs or self.round)(self._width(self.target.cache.tree_len))))
         self.rounds += 1
         return True
 
@@ -199,8 +206,13 @@ class SMC:
         return self.answer
 
     def _width(self, slots: int) -> int:
-        """The window that covers `slots` tree slots."""
-        return min(-(-slots // 16) * 16, self.particles.mask.shape[1])
+        """The window that covers `slots` tree slots; where rounds are captured, one of few, each with its graph."""
+        step = WIDTHS[-1]
+        if self._graphs is None:
+            step = NARROW
+        elif slots < step:
+            step = next(width for width in WIDTHS if width >= slots)
+        return min(-(-slots // step) * step, self.particles.mask.shape[1])
 
     def _room(self) -> int:
         return self.particles.mask.shape[1] - self.target.cache.tree_len

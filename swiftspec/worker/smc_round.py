@@ -63,21 +63,27 @@ class SMCRound:
         self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
         self._rows = torch.arange(plan.particles, device=device)
         self.streams = Streams(0, plan.particles, vocab, device, self._ops.gumbel_keyed)
+        self._shaping: tuple[object, ...] = ()
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
-        device = self._stops.device
-        unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target reaches
-        self._filtered = filters.active(sampling)
-        self._shape = Shaper(sampling, self._vocab, device)
-        self._sampler = Sampler(unfiltered, (), self._vocab, device)
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> bool:
+        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0. Returns whether the
+        rounds will run other operators, or on other tensors, than the last request's."""
+        bias = tuple(sampling.logit_bias.items())
+        shaping = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
+        other, self._shaping = shaping != self._shaping, shaping
+        if other:
+            unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target does
+            self._filtered = filters.active(sampling)
+            self._shape = Shaper(sampling, self._vocab, self._stops.device)
+            self._sampler = Sampler(unfiltered, (), self._vocab, self._stops.device)
         self.streams.seed(sampling.seed)
         self._stops.zero_()
         self._stops[torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)] = True
         self.prefix.fill_(len(prompt) - 1)
         self.particles.fan_out(prompt[-1], len(prompt) - 1, limit)
+        return other
 
     @property
     def rejects(self) -> bool:
