@@ -15,6 +15,7 @@
 namespace {
 
 using swiftspec::binding::check;
+using swiftspec::binding::check_inside;
 using swiftspec::binding::pointer_arg;
 using swiftspec::binding::size_arg;
 using swiftspec::binding::type_arg;
@@ -176,6 +177,25 @@ void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_
   swiftspec::host::children(args, k, ids, out);
 }
 
+void gumbel_keyed(uintptr_t keys, int64_t rows, uint32_t first, int64_t count, uintptr_t out) {
+  size_arg("rows", rows, 0);
+  size_arg("count", count, 1);
+  const auto* of = pointer_arg<const uint32_t>("keys", keys, rows);
+  auto* noise = pointer_arg<float>("out", out, rows);
+  py::gil_scoped_release unlocked;
+  swiftspec::host::gumbel_keyed(of, rows, first, count, noise);
+}
+
+void log_probs(uintptr_t logits, uintptr_t bias, float temperature, int64_t rows, int64_t vocab, int64_t stride,
+               uintptr_t tokens, uintptr_t out) {
+  const auto args = score_args(logits, bias, 0, 0, 0, temperature, 1.0f, rows, vocab, stride);
+  const auto* of = pointer_arg<const int64_t>("tokens", tokens, rows);
+  check_inside(of, rows, vocab, "a token lies outside the vocabulary");
+  auto* values = pointer_arg<float>("out", out, rows);
+  py::gil_scoped_release unlocked;
+  swiftspec::host::log_probs(args, of, values);
+}
+
 void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t layers, int64_t kv_heads,
              int64_t capacity, int64_t slot_bytes, const std::vector<int64_t>& source, int64_t start) {
   const auto count = static_cast<int64_t>(source.size());
@@ -252,6 +272,11 @@ PYBIND11_MODULE(_C, m) {
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("rows"), py::arg("vocab"),
         py::arg("stride"), py::arg("k"), py::arg("tokens"), py::arg("values"),
         "The k largest of each row's log_softmax(scores); see ScoreArgs in kernels.h.");
+  m.def("gumbel_keyed", &gumbel_keyed, py::arg("keys"), py::arg("rows"), py::arg("first"), py::arg("count"),
+        py::arg("out"), "gumbel_rows of rows with these keys (uint32).");
+  m.def("log_probs", &log_probs, py::arg("logits"), py::arg("bias"), py::arg("temperature"), py::arg("rows"),
+        py::arg("vocab"), py::arg("stride"), py::arg("tokens"), py::arg("out"),
+        "Each row's log_softmax(scores) at its token; see ScoreArgs in kernels.h.");
   m.def("move_kv", &move_kv, py::arg("keys"), py::arg("values"), py::arg("layer_stride"), py::arg("layers"),
         py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("start"),
         "Moves cache slots forward in place; see MoveArgs in kernels.h.");

@@ -99,12 +99,18 @@ struct ScoreArgs {
   int64_t rows, vocab, stride;
 };
 
+// gumbel_rows of rows with these keys (noise::row_key), whatever streams they belong to.
+void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t count, float* out);
+
 // Per row the token of the highest score, of equal ones the first; tau plays no part.
 void draw(const ScoreArgs& args, int64_t* tokens);
 
 // Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a
 // row without k candidates is filled up with -inf.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values);
+
+// Per row log_softmax(scores) at its token; noise and tau play no part.
+void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 
 // Slot source[i] -> start + i, where source ascends and source[i] >= start + i. Any dtype: sizes are in
 // bytes.

@@ -79,6 +79,10 @@ def children(
     tokens: int,
     values: int,
 ) -> None: ...
+def gumbel_keyed(keys: int, rows: int, first: int, count: int, out: int) -> None: ...
+def log_probs(
+    logits: int, bias: int, temperature: float, rows: int, vocab: int, stride: int, tokens: int, out: int
+) -> None: ...
 def move_kv(
     keys: int,
     values: int,

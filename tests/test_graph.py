@@ -17,10 +17,13 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.model.loader import load_model
-from swiftspec.ops import unfused
+from swiftspec.ops import reference, unfused
+from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.worker.graph import ROWS, Graphs, HostBatch, Inputs
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC
+from tests.histories import HistoryModel
 from tests.tiny import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -32,9 +35,12 @@ class Rerun:
     def __init__(self) -> None:
         self.captures = self.replays = 0
 
-    def __call__(self, forward: Callable[[], Tensor], /) -> tuple[Tensor, Callable[[], None]]:
+    def __call__(
+        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[Tensor, Callable[[], None]]:
         self.captures += 1
-        logits = torch.full_like(forward(), torch.nan)
+        logits = torch.empty_like(forward())
+        restore()
 
         def replay() -> None:
             self.replays += 1
@@ -103,6 +109,32 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
             runner.cache.commit(path)
     assert (plain.cache.k - graphed.cache.k).abs().max() < 1e-12
     assert capture.captures == 4 and capture.replays == 6  # 1, 2, 4 and 8 rows, all of width 8
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
+    """Requests with other seeds replay the same graphs; another way to shape logits, where captured numbers would be
+    the last request's, makes new ones."""
+    captures, workers = [Rerun(), None], []
+    for capture in captures:
+        models = HistoryModel(3, 1), HistoryModel(3, 2)
+        pair = [Runner(model, reference, context=40, tree_slots=256, capture=capture) for model in models]
+        workers.append(SMC(pair[0], pair[1], PopulationPlan(3, 2, 0.7, 1.0, exact), 3, longest=20))
+    requests = [(1, 0.8, {}), (2, 0.8, {}), (2, 0.8, {1: 0.5}), (2, 0.8, {1: -0.5}), (3, 1.2, {}), (3, 1.2, {})]
+    counts = []
+    for seed, temperature, bias in requests:
+        sampling = SamplingParams(temperature=temperature, seed=seed, logit_bias=bias)
+        for worker in workers:
+            worker.open([0, 1, 2], sampling, {1}, 18)
+            while worker.launch():
+                worker.collect()
+        graphed, plain = (worker.finish() for worker in workers)
+        assert graphed.tokens == plain.tokens and graphed.log_z == pytest.approx(plain.log_z)
+        assert (graphed.ess_mean, graphed.resample_rate) == (plain.ess_mean, plain.resample_rate)
+        assert captures[0] is not None
+        counts.append(captures[0].captures)
+    widths = counts[0]
+    assert counts[3] > counts[2] > counts[0] and captures[0].replays > counts[-1] and widths <= 4
 
 
 def noise_tokens(count: int) -> list[int]:

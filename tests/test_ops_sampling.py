@@ -153,3 +153,27 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises(ValueError, match="k must"):
             arguments = {**good, "tau": 1.0, "k": k, "values": logits.data_ptr()}
             _C.children(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_keyed_noise_is_that_of_the_rows_with_these_keys(level: str) -> None:
+    positions = torch.tensor([0, 5, 2**31 - 1])
+    keys = torch.tensor([[noise.row_key(9, stream, p) for p in positions.tolist()] for stream in (0, 40)])
+    made = host.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40))
+    for stream, rows in zip((0, 40), made, strict=True):
+        assert torch.equal(rows, host.gumbel_rows(9, stream, positions, range(3, 40)))
+    torch.testing.assert_close(made, reference.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40)))
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
+def test_log_probs(level: str, vocab: int) -> None:
+    """Against float64, with and without bias; the noise that the same scores hold for a draw plays no part."""
+    for biased in (False, True):
+        logits, scores = random_scores(5, vocab, vocab, noisy=True, biased=biased)
+        tokens = torch.randint(vocab, (5,), generator=torch.Generator().manual_seed(3))
+        got = host.log_probs(logits, vocab, tokens, scores)
+        bias = 0 if scores.bias is None else scores.bias.double()
+        exact = ((logits[:, :vocab].double() + bias) / scores.temperature).log_softmax(-1).gather(1, tokens[:, None])
+        torch.testing.assert_close(got.double(), exact[:, 0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(reference.log_probs(logits, vocab, tokens, scores), got, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        host.log_probs(logits, vocab, tokens + vocab, scores)

@@ -101,10 +101,19 @@ void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64
   }
 }
 
+void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t count, float* out) {
+  const auto kernel = known(in_use().kernels.gumbel_row);
+  for (int64_t row = 0; row < rows; ++row) kernel(keys[row], first, count, out + row * count);
+}
+
 void draw(const ScoreArgs& args, int64_t* tokens) { known(in_use().kernels.draw)(args, tokens); }
 
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values) {
   known(in_use().kernels.children)(args, k, tokens, values);
+}
+
+void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out) {
+  known(in_use().kernels.log_probs)(args, tokens, out);
 }
 
 }  // namespace swiftspec::host

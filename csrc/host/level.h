@@ -37,6 +37,7 @@ struct Kernels {
   void (*gumbel_row)(uint32_t key, uint32_t first, int64_t count, float* out);
   void (*draw)(const ScoreArgs&, int64_t* tokens);
   void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values);
+  void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
 };
 
 // Each is defined in the file of its level.

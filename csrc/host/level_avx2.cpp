@@ -33,7 +33,8 @@ Kernels avx2_kernels() {
           avx2::gumbel,
           avx2::gumbel_row,
           avx2::draw,
-          avx2::children};
+          avx2::children,
+          avx2::log_probs};
 }
 
 }  // namespace swiftspec::host

@@ -33,7 +33,8 @@ Kernels avx512_kernels() {
           avx512::gumbel,
           avx512::gumbel_row,
           avx512::draw,
-          avx512::children};
+          avx512::children,
+          avx512::log_probs};
 }
 
 }  // namespace swiftspec::host

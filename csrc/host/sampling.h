@@ -104,18 +104,24 @@ inline void best_scores(const ScoreArgs& a, int64_t row, int64_t k, float* score
   }
 }
 
+// Room for a row's scores, a multiple of 16; it grows to the largest vocabulary once.
+inline float* room_for_scores(int64_t vocab) {
+  thread_local std::vector<float> scores;
+  scores.resize(static_cast<size_t>((vocab + kLanes - 1) / kLanes * kLanes));
+  return scores.data();
+}
+
 inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* values) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
-  thread_local std::vector<float> scores;  // grows to the largest vocabulary once
   const int64_t room = (a.vocab + kLanes - 1) / kLanes * kLanes;
-  scores.resize(static_cast<size_t>(room));
+  float* scores = room_for_scores(a.vocab);
   for (int64_t row = 0; row < a.rows; ++row, tokens += k, values += k) {
-    best_scores(a, row, k, scores.data(), tokens, values);
-    std::fill(scores.data() + a.vocab, scores.data() + room, kNone);
+    best_scores(a, row, k, scores, tokens, values);
+    std::fill(scores + a.vocab, scores + room, kNone);
     const F top = all(values[0]);
     F total = zeros();
     for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      const F part = load(scores.data() + v);
+      const F part = load(scores + v);
       const F weight = exponential(sub(part, top));
       total = add(total, weight);
     }
@@ -126,5 +132,25 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
                   : std::isnan(value) ? kNone
                                       : 0.0f;  // a parent's weight bounds its children's
     }
+  }
+}
+
+inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  float* scores = room_for_scores(a.vocab);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    F best = all(kNone);
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = scores_at(a, a.logits + row * a.stride, nullptr, v);
+      store(scores + v, part);
+      if (a.vocab - v < kLanes) std::fill(scores + a.vocab, scores + v + kLanes, kNone);
+      best = largest(best, load(scores + v));
+    }
+    float lanes[kLanes];
+    store(lanes, best);
+    const float top = *std::max_element(lanes, lanes + kLanes);
+    F total = zeros();
+    for (int64_t v = 0; v < a.vocab; v += kLanes) total = add(total, exponential(sub(load(scores + v), all(top))));
+    out[row] = scores[tokens[row]] - top - std::log(sum(total));
   }
 }

@@ -20,7 +20,7 @@ from swiftspec.ops.cuda_checks import check, current_stream
 from swiftspec.ops.cuda_linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
 from swiftspec.ops.cuda_sampling import children, draw, gumbel_rows, log_top_k
 from swiftspec.ops.cuda_tree import DeviceTree
-from swiftspec.ops.reference import PLAIN, Scores, fuse, rope_tables
+from swiftspec.ops.reference import PLAIN, Scores, fuse, gumbel_keyed, log_probs, rope_tables
 
 if TYPE_CHECKING:
     from swiftspec.config import ModelConfig
@@ -35,8 +35,10 @@ __all__ = [
     "embed",
     "fits",
     "fuse",
+    "gumbel_keyed",
     "gumbel_rows",
     "linear_residual",
+    "log_probs",
     "log_top_k",
     "mover",
     "norm_head",

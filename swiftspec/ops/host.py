@@ -31,9 +31,11 @@ __all__ = [
     "embed",
     "fits",
     "fuse",
+    "gumbel_keyed",
     "gumbel_rows",
     "level",
     "linear_residual",
+    "log_probs",
     "log_top_k",
     "mover",
     "norm_head",
@@ -242,6 +244,13 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
     return out
 
 
+def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
+    """The same noise of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
+    keys, out = keys.contiguous(), torch.empty(*keys.shape, len(tokens))
+    _C.gumbel_keyed(keys.data_ptr(), keys.numel(), tokens.start, len(tokens), out.data_ptr())
+    return out
+
+
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
     """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
@@ -267,6 +276,19 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
         tokens.data_ptr(), values.data_ptr(),
     )  # fmt: skip
     return tokens, values
+
+
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.log_probs(logits, vocab, tokens, scores)
+    tokens, out = tokens.contiguous(), torch.empty(logits.shape[0])
+    bias = _addresses(scores, vocab)[0]
+    _C.log_probs(
+        logits.data_ptr(), bias, scores.temperature, logits.shape[0], vocab, logits.stride(0), tokens.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def _addresses(scores: Scores, vocab: int) -> tuple[int, int, int, int]:

@@ -70,6 +70,11 @@ def row_bits(keys: Tensor, counters: Tensor) -> Tensor:
 
 def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Standard Gumbel noise from uint32, -log(-log(1 - v)) with v in (0, 1): exact where it is large."""
-    ceiling = 1 - 2.0**-24  # float32 would round v to 1 and the noise to -inf
-    v = bits.to(dtype).add_(0.5).mul_(2.0**-32).clamp_max_(ceiling)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    floor = 2.0**-24 - 1  # float32 would round -v to -1 and the noise to -inf
+    minus_v = bits.to(dtype).add_(0.5).mul_(-(2.0**-32)).clamp_min_(floor)
+    return minus_v.log1p_().neg_().log_().neg_()
+
+
+def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
+    """Standard Gumbel noise of rows with these keys [...] (int32, `row_keys`): [..., tokens] float32."""
+    return gumbel(row_bits(keys, counters(tokens, keys.device)), torch.float32)

@@ -17,8 +17,46 @@ from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.config import RopeConfig
-from swiftspec.ops import noise
 from swiftspec.ops.fused import Fused, Stack
+from swiftspec.ops.reference_sampling import (
+    PLAIN,
+    Scores,
+    children,
+    draw,
+    gumbel_keyed,
+    gumbel_rows,
+    log_probs,
+    log_top_k,
+)
+
+__all__ = [
+    "PLAIN",
+    "AttentionPlan",
+    "Cache",
+    "Norm",
+    "Packed",
+    "Part",
+    "Scores",
+    "Weight",
+    "children",
+    "draw",
+    "embed",
+    "fuse",
+    "gumbel_keyed",
+    "gumbel_rows",
+    "linear_residual",
+    "log_probs",
+    "log_top_k",
+    "mover",
+    "norm_head",
+    "norm_linear",
+    "norm_swiglu",
+    "pack",
+    "pack_norm",
+    "prepare",
+    "rope_tables",
+    "tree_attention",
+]
 
 Packed = Callable[[Tensor], Tensor]  # a projection made ready at load: [n, K] -> [n, N]
 PREPACK_ROWS = 8  # oneDNN lays a weight out for this many rows; any other number is computed too
@@ -45,20 +83,6 @@ class Norm:
 
     weight: Tensor  # [D]
     eps: Tensor  # [] in the dtype that the variance is computed in
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """What is made of a vocabulary's logits: ((logits + bias) / temperature + noise) / tau, the last two together."""
-
-    temperature: float = 1.0
-    bias: Tensor | None = None  # [vocab] float32
-    noise: Tensor | None = None  # [p, vocab], rows of `gumbel_rows`
-    rows: Tensor | None = None  # [n] int64, which row of the noise each row of logits takes
-    tau: float = 1.0
-
-
-PLAIN = Scores()
 
 
 def fuse(stack: Stack) -> Fused | None:
@@ -270,16 +294,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 
-def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first.
-
-    Never above 0, which rounding would allow and a tree of likely paths could not bear; and -inf, not NaN, where the
-    scores have overflowed.
-    """
-    best = scores.log_softmax(-1).topk(k)
-    return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
-
-
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
     source [m] ascends and source[i] >= start + i."""
@@ -291,30 +305,3 @@ def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
             region[:, :, start : start + len(source)] = region.index_select(2, slots)
 
     return move
-
-
-def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
-    bits = noise.noise_bits(seed, stream, positions.tolist(), tokens, positions.device)
-    return noise.gumbel(bits, torch.float32)
-
-
-def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
-    return _shift(logits[:, :vocab], scores).argmax(-1)
-
-
-def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
-    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
-    shifted = _shift(logits[:, :vocab], scores)
-    return log_top_k(shifted / scores.tau if scores.noise is not None else shifted, k)
-
-
-def _shift(logits: Tensor, scores: Scores) -> Tensor:
-    if scores.bias is not None:
-        logits = logits + scores.bias.to(logits.dtype)
-    logits = logits / scores.temperature
-    if scores.noise is None:
-        return logits
-    assert scores.rows is not None
-    return logits + scores.noise.to(logits.dtype)[scores.rows]

@@ -56,6 +56,12 @@ class Particles:
         self._steps = torch.arange(step, device=device)
 
     @property
+    def state(self) -> list[Tensor]:
+        """All that a round changes."""
+        books = [self.base, self.clock, self.log_z, self.ess, self.resampled]
+        return [self.mask, self._ends, self._path, self.log_weights, *books]
+
+    @property
     def count(self) -> int:
         return self.tokens.shape[0]
 

@@ -27,6 +27,8 @@ class Ops(Protocol):
     def gumbel_rows(self, seed: int, stream: int, positions: Tensor, tokens: range, /) -> Tensor: ...
     def draw(self, logits: Tensor, vocab: int, scores: Scores, /) -> Tensor: ...
     def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
+    def gumbel_keyed(self, keys: Tensor, tokens: range, /) -> Tensor: ...
+    def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
 
 
 class History:
@@ -102,6 +104,11 @@ class Sampler:
             return None
         temperature = 1.0 if p.greedy else p.temperature
         return rounds.scoring(self.vocab, temperature, self._bias, not p.greedy, p.seed, TARGET_STREAM)
+
+    def scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
+        """What the operators make of raw logits for a request without penalties and filters; of its distribution to
+        that power."""
+        return Scores(self.params.temperature / power, self._bias, noise, rows)
 
     def shape(self, logits: Tensor, paths: Sequence[Sequence[int]] | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.

@@ -10,14 +10,17 @@ position that it has drawn at before; the same noise there would remember why th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from swiftspec.ops import reference
 from swiftspec.ops.noise import counters, gumbel, row_bits, row_keys, stream_key
 
 BLOCK = 2**18  # noise made at a time
+Keyed = Callable[[Tensor, range], Tensor]  # row keys [...] int32, tokens -> [..., tokens] float32
 PER_PARTICLE = 4  # streams kept for each
 FIRST_PARTICLE = 16  # stream 0 is the target's; those below this belong to the request as a whole
 
@@ -39,22 +42,44 @@ def stream_of(particle: int, purpose: Purpose) -> int:
 class Streams:
     """The noise of one request's population."""
 
-    def __init__(self, seed: int, particles: int, vocab: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        seed: int,
+        particles: int,
+        vocab: int,
+        device: torch.device | str,
+        gumbel_keyed: Keyed = reference.gumbel_keyed,
+    ) -> None:
         count = max(particles, 2)  # the population's own two streams are there for one particle too
+        self._keys = torch.empty(len(Purpose), count, dtype=torch.int32, device=device)
+        self._particles, self._vocab = particles, range(vocab)
+        self._tokens = counters(self._vocab, device)
+        self._gumbel_keyed = gumbel_keyed
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Those of another request, in the same tensors."""
+        count = self._keys.shape[1]
         keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
-        self._keys = torch.tensor(keys, dtype=torch.uint32).view(torch.int32).to(device)  # [purposes, count]
-        self._particles = particles
-        self._tokens = counters(range(vocab), device)
+        self._keys.copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
 
     def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
         """Standard Gumbel noise at `clock` [m]: [m, N, V]."""
-        keys = row_keys(self._keys[purpose, : self._particles], clock[:, None])
-        return gumbel(row_bits(keys, self._tokens), dtype)
+        return self._made(row_keys(self._keys[purpose, : self._particles], clock[:, None]), dtype)
 
-    def block(self, steps: int) -> int:
-        """How many of `steps` draws to make at a time: all of them where that is little memory, since fewer and larger
-        operators cost less."""
-        return min(steps, max(1, BLOCK // (self._particles * self._tokens.shape[0])))
+    def round(self, clock: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Gumbel noise [N, V] of a round, draw by draw at `clock` [K + 1]: the draft's, then the extra token's. Made in
+        blocks: all at once where that is little memory, since fewer and larger operators cost less."""
+        drafts, extra = (self._keys[purpose, : self._particles] for purpose in (Purpose.DRAFT, Purpose.EXTRA))
+        streams = torch.cat((drafts.expand(clock.shape[0] - 1, -1), extra[None]))
+        keys = row_keys(streams, clock[:, None])
+        for some in keys.split(max(1, BLOCK // (self._particles * len(self._vocab)))):
+            yield from self._made(some, dtype)
+
+    def _made(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32:
+            return self._gumbel_keyed(keys, self._vocab)
+        return gumbel(row_bits(keys, self._tokens), dtype)
 
     def coins(self, clock: Tensor) -> Tensor:
         """Uniform (0, 1) of each particle at each of `clock` [m]: [N, m] float64."""

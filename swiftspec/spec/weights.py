@@ -43,14 +43,6 @@ from swiftspec.spec.filters import NEG_INF
 TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
 
 
-def draw(scores: Tensor, noise: Tensor) -> Tensor:
-    """Tokens [n] of softmax(scores [n, V]) by the Gumbel maximum; noise [n, V].
-
-    This and `log_prob` are all that looks across the vocabulary to choose or judge a token.
-    """
-    return (scores + noise).argmax(-1)
-
-
 def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
     """log softmax(logits [..., V]) of tokens [...]: [...] float64. `whole` [...]: logsumexp of the logits."""
     return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - whole).to(torch.float64)

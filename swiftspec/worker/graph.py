@@ -1,13 +1,14 @@
-"""Forwards captured as CUDA graphs, one for each shape, and replayed on new inputs: the only user of CUDA graphs.
+"""Forwards and whole rounds captured as CUDA graphs and replayed: the only user of CUDA graphs.
 
-A shape is a number of rows, padded to a few, and a width of the mask window, which spec/mask.py has padded already.
-Added rows repeat the last one: they write the same keys and values to the same slots, and nobody reads their logits.
-The cache, the weights and the epochs of a group's protocol stay where they are, so a graph reads them as they are then.
+A forward's shape is a number of rows, padded to a few, and a width of the mask window, which spec/mask.py has padded
+already. Added rows repeat the last one: they write the same keys and values to the same slots, and nobody reads their
+logits. The cache, the weights and the epochs of a group's protocol stay where they are, so a graph reads them as they
+are then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,10 +43,17 @@ class HostBatch:
         return Batch(*(torch.from_numpy(part).to(device) for part in parts))
 
 
-class Capture(Protocol):
-    """Records `forward`. The second result runs it on what its inputs then hold, into the first."""
+def _nothing() -> None:
+    """There is nothing to put back."""
 
-    def __call__(self, forward: Callable[[], Tensor], /) -> tuple[Tensor, Callable[[], None]]: ...
+
+class Capture(Protocol):
+    """Records `forward`. The second result runs it on what its inputs then hold, into the first. `restore` puts back
+    what a run of `forward` has changed; it is called after each."""
+
+    def __call__(
+        self, forward: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
+    ) -> tuple[Tensor, Callable[[], None]]: ...
 
 
 class Inputs:
@@ -114,18 +122,49 @@ class Graphs:
         return captured.logits[:count]
 
 
+class Rounds:
+    """Rounds of one shape for each width of the window, which read and write only tensors that stay where they are.
+    A width is captured when it first comes."""
+
+    def __init__(self, round_: Callable[[int], Tensor], state: Sequence[Tensor], capture: Capture) -> None:
+        """`state`: what a round changes, but for keys and values, of which the next one writes the same anew."""
+        self._round, self._state, self._capture = round_, state, capture
+        self._captured: dict[int, tuple[Tensor, Callable[[], None]]] = {}
+
+    def __call__(self, width: int) -> Tensor:
+        """What the round returns, to be read before the next."""
+        if width not in self._captured:
+            before = [tensor.clone() for tensor in self._state]
+
+            def restore() -> None:
+                for tensor, value in zip(self._state, before, strict=True):
+                    tensor.copy_(value)
+
+            self._captured[width] = self._capture(lambda: self._round(width), restore)
+        out, replay = self._captured[width]
+        replay()
+        return out
+
+    def forget(self) -> None:
+        """For rounds that are not as they were."""
+        self._captured.clear()
+
+
 class CudaCapture:
     """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, forward: Callable[[], Tensor], /) -> tuple[Tensor, Callable[[], None]]:
+    def __call__(
+        self, forward: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
+    ) -> tuple[Tensor, Callable[[], None]]:
         side, here = torch.cuda.Stream(), torch.cuda.current_stream()
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 forward()
+                restore()
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):

@@ -19,10 +19,12 @@ from swiftspec.errors import UserError
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec.mask import WIDTHS
 from swiftspec.spec.particles import LIVE, SHARED
+from swiftspec.worker.graph import Rounds
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc_round import SMCRound
 
 REGION = 32768  # tree slots at most
+NARROW = 16  # windows are multiples of this many slots, where any number of them will do
 
 
 def region(plan: PopulationPlan, context: int) -> int:
@@ -73,23 +75,19 @@ class Answer:
 
 
 class _Mail:
-    """Tensors on their way to the host."""
+    """A tensor on its way to the host."""
 
-    def __init__(self, tensors: Sequence[Tensor], slots: int, layout: int) -> None:
-        self.slots, self.layout = slots, layout  # tree slots handed out then, and compactions before
-        if tensors[0].device.type != "cuda":
-            self._tensors, self._event = [tensor.clone() for tensor in tensors], None
-            return
-        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for mine, theirs in zip(self._tensors, tensors, strict=True):
-            mine.copy_(theirs, non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record()
+    def __init__(self, tensor: Tensor) -> None:
+        pinned = tensor.device.type == "cuda"
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event() if pinned else None
+        if self._event is not None:
+            self._event.record()
 
-    def read(self) -> list[Tensor]:
+    def read(self) -> Tensor:
         if self._event is not None:
             self._event.synchronize()
-        return self._tensors
+        return self._copy
 
 
 class Population(Protocol):
@@ -121,8 +119,9 @@ class Population(Protocol):
 class SMC:
     """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
 
-    In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
-    all of them alike.
+    Where both models' forwards can be captured, a round is one graph for each width of the window; the seconds that it
+    spends in either model cannot be told apart then, and `busy` leaves them out. In a group of ranks each has its
+    shares of both models; the logits are gathered, so that everything else happens on all of them alike.
     """
 
     def __init__(
@@ -132,6 +131,9 @@ class SMC:
         self._lag = lag
         self.round = SMCRound(target, draft, plan, vocab, longest)
         self.particles = self.round.particles
+        self._graphs: Rounds | None = None
+        if target.capture is not None and draft.capture is not None:
+            self._graphs = Rounds(self.round, self.particles.state, target.capture)
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -148,10 +150,12 @@ class SMC:
             runner.reset()
             runner.prefill(prompt[:-1])
             runner.cache.append_tree(1)
-        self.round.open(prompt, sampling, stops, limit)
+        if self.round.open(prompt, sampling, stops, limit) and self._graphs is not None:
+            self._graphs.forget()
         self.rounds = self.compactions = self.moved_slots = 0
         self.full = self._done = False
         self._mail: deque[_Mail] = deque()
+        self._due = 2 * self.plan.slots  # tree slots in use from which compaction is worth its while
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
         self.report = Report([], False)
@@ -163,17 +167,16 @@ class SMC:
 
     def launch(self) -> bool:
         """Starts a round. False where none is needed, or none fits (`full`)."""
-        while self._room() < self.plan.slots and self._mail:
-            self._read()
         if self._done or self.rounds == self._last:
             return False
+        if self.target.cache.tree_len >= self._due or self._room() < self.plan.slots:
+            self._compact()
         self.full = self._room() < self.plan.slots
         if self.full:
             return False
         for runner in (self.target, self.draft):
             runner.cache.append_tree(self.plan.slots)
-        slots = self.target.cache.tree_len
-        self._mail.append(_Mail(self.round(self._width(slots)), slots, self.compactions))
+        self._mail.append(_Mail((self._graphs or self.round)(self._width(self.target.cache.tree_len))))
         self.rounds += 1
         return True
 
@@ -203,32 +206,34 @@ class SMC:
         return self.answer
 
     def _width(self, slots: int) -> int:
-        """The window that covers `slots` tree slots: few widths, so that few graphs serve every round."""
-        fixed = next((w for w in WIDTHS if w >= slots), -(-slots // WIDTHS[-1]) * WIDTHS[-1])
-        return min(fixed, self.particles.mask.shape[1])
+        """The window that covers `slots` tree slots; where rounds are captured, one of few, each with its graph."""
+        step = WIDTHS[-1]
+        if self._graphs is None:
+            step = NARROW
+        elif slots < step:
+            step = next(width for width in WIDTHS if width >= slots)
+        return min(-(-slots // step) * step, self.particles.mask.shape[1])
 
     def _room(self) -> int:
         return self.particles.mask.shape[1] - self.target.cache.tree_len
 
     def _read(self) -> None:
-        """Takes in the oldest mail, and compacts where that frees half of the region's used part."""
-        mail = self._mail.popleft()
-        head, columns = mail.read()
-        common, finished, *tokens = head.tolist()
-        self.report = Report(tokens[:common], finished == self.plan.particles)
+        """Takes in the oldest mail."""
+        head = self._mail.popleft().read()
+        common, finished = head[:2].tolist()
+        self.report = Report(head[2 : 2 + common].tolist(), finished == self.plan.particles)
         self._done = self.report.done
-        if mail.layout != self.compactions or self._done:
-            return  # the columns have other numbers by now
-        state = columns[: mail.slots]
-        live = int((state == LIVE).sum()) + self.target.cache.tree_len - mail.slots
-        if 2 * live <= self.target.cache.tree_len or self._room() < self.plan.slots:
-            self._compact(state, mail.slots)
 
-    def _compact(self, state: Tensor, known: int) -> None:
-        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds."""
+    def _compact(self) -> None:
+        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds. Waits for the
+        device, now and then: at the earliest when as many slots as survived, or two rounds', have been handed out."""
+        used = self.target.cache.tree_len
+        state = self.particles.columns(self._width(used))[:used].cpu()
         path = (state == SHARED).nonzero().flatten().tolist()
         keep = (state == LIVE).nonzero().flatten().tolist()
-        keep += range(known, self.target.cache.tree_len)  # of a round still unread: taken as live
+        self._due = len(keep) + max(len(keep), 2 * self.plan.slots)
+        if len(path) + len(keep) == used and not path:
+            return  # nothing to gain
         for runner in (self.target, self.draft):
             runner.cache.commit(path, keep)
         self.particles.compact(path, keep)

@@ -20,7 +20,7 @@ from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec import filters, weights
 from swiftspec.spec.particles import Particles
 from swiftspec.spec.sampler import Sampler
-from swiftspec.spec.streams import Purpose, Streams
+from swiftspec.spec.streams import Streams
 from swiftspec.worker.runner import PREFILL_CHUNK, Runner
 
 
@@ -54,74 +54,76 @@ class SMCRound:
     def __init__(self, target: Runner, draft: Runner, plan: PopulationPlan, vocab: int, longest: int) -> None:
         self._target, self._draft, self._plan, self._vocab = target, draft, plan, vocab
         device = target.model.device
+        self._ops = target.ops
         slots = min(target.tree_slots, draft.tree_slots)
         self.particles = Particles(plan.particles, plan.smc_draft_tokens, slots, longest, device)
         self.prefix = torch.zeros(1, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequence = torch.zeros(PREFILL_CHUNK, dtype=torch.int64, device=device)
         self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
         self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
+        self._rows = torch.arange(plan.particles, device=device)
+        self.streams = Streams(0, plan.particles, vocab, device, self._ops.gumbel_keyed)
+        self._shaping: tuple[object, ...] = ()
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
-        device = self._stops.device
-        unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target reaches
-        self._filtered = filters.active(sampling)
-        self._shape_target = Shaper(sampling, self._vocab, device)
-        self._shape_draft = Shaper(unfiltered, self._vocab, device)
-        self.streams = Streams(sampling.seed, self._plan.particles, self._vocab, device)
-        self._block = self.streams.block(self._plan.smc_draft_tokens)
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> bool:
+        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0. Returns whether the
+        rounds will run other operators, or on other tensors, than the last request's."""
+        bias = tuple(sampling.logit_bias.items())
+        shaping = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
+        other, self._shaping = shaping != self._shaping, shaping
+        if other:
+            unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target does
+            self._filtered = filters.active(sampling)
+            self._shape = Shaper(sampling, self._vocab, self._stops.device)
+            self._sampler = Sampler(unfiltered, (), self._vocab, self._stops.device)
+        self.streams.seed(sampling.seed)
         self._stops.zero_()
         self._stops[torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)] = True
         self.prefix.fill_(len(prompt) - 1)
         self.particles.fan_out(prompt[-1], len(prompt) - 1, limit)
+        return other
 
     @property
     def rejects(self) -> bool:
         """Whether a particle may grow by fewer than K + 1 tokens."""
         return self._filtered or self._plan.smc_exact > 0
 
-    def __call__(self, width: int) -> list[Tensor]:
+    def __call__(self, width: int) -> Tensor:
         """One round over the first `width` tree slots, of which its own are handed out. Touches the host nowhere.
 
-        Returns what the host shall read: [2 + L] int64 (length of the common prefix, number of finished particles, row
-        0's tokens) and the state of the tree slots [W] uint8.
+        Returns what the host shall read, [2 + L] int64: length of the common prefix, number of finished particles, row
+        0's tokens.
         """
         p = self.particles
         slots = p.new_slots()
-        drafted = self._draft_tokens(slots, width)
-        logits = self._shape_target(self._score(drafted, slots))
-        kept, extra, terms = self._judge(logits.view(p.step, p.count, -1).transpose(0, 1), drafted)
+        noise = self.streams.round(p.clock + self._ticks, self._dtype)
+        drafted = self._draft_tokens(slots, width, noise)
+        judge = self._judge_in_part if self.rejects else self._judge
+        kept, extra, terms = judge(self._score(drafted, slots), drafted, next(noise))
         p.take(drafted.tokens, kept, extra, terms, self._stops, width)
         p.resample(self._plan.ess_threshold, self.streams.resampling(p.clock), width)
-        head = torch.cat((p.common()[None], p.finished.sum()[None], p.tokens[0]))
-        return [head, p.columns(width)]
+        return torch.cat((p.common()[None], p.finished.sum()[None], p.tokens[0]))
 
-    def _draft_tokens(self, slots: Tensor, width: int) -> Drafted:
+    def _draft_tokens(self, slots: Tensor, width: int, noise: Iterator[Tensor]) -> Drafted:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
         p = self.particles
         tail, last, pending = self._tail(slots, width)
         views, tokens, log_q, kept = [pending], [], [], []
         both = (p.tail_tokens.t().flatten(), p.tail_positions.t().flatten(), tail.t().flatten())
         logits = self._forward(self._draft, *both, torch.cat((last, pending)))[p.count :]
-        for step, noise in enumerate(self._draft_noise()):
+        for step in range(self._plan.smc_draft_tokens):
             if step > 0:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
-            shaped = self._shape_draft(logits)
-            tokens.append(weights.draw(shaped, noise))
-            log_q.append(weights.log_prob(shaped, shaped.logsumexp(-1), tokens[-1]))
+            scores = self._sampler.scores(1.0, next(noise), self._rows)
+            tokens.append(self._ops.draw(logits, self._vocab, scores))
+            log_q.append(self._ops.log_probs(logits, self._vocab, tokens[-1], scores))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
             if self._filtered or step < self._plan.smc_exact:
-                kept.append(shaped)
-        return Drafted(torch.stack(tokens, 1), torch.stack(log_q, 1), kept, tail[:, 1], views)
-
-    def _draft_noise(self) -> Iterator[Tensor]:
-        """[N, V] for each draft step, made in blocks."""
-        for start in range(0, self._plan.smc_draft_tokens, self._block):
-            ticks = self._ticks[:-1][start : start + self._block]
-            yield from self.streams.gumbel(Purpose.DRAFT, self.particles.clock + ticks, self._dtype)
+                kept.append(self._sampler.shape(logits, None))
+        return Drafted(torch.stack(tokens, 1), torch.stack(log_q, 1).to(torch.float64), kept, tail[:, 1], views)
 
     def _tail(self, slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """The two tokens of each row without draft KV: their slots [N, 2], and what each of them sees [N, W].
@@ -146,24 +148,35 @@ class SMCRound:
             torch.cat(drafted.views),
         )
 
-    def _judge(self, logits: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor, Tensor]:
-        """How many draft tokens stay [N], the token after them [N], and the log-weights by place [N, K + 1].
-        `logits` [N, K + 1, V]: the target's, shaped."""
-        power, exact = self._plan.power, self._plan.smc_exact
+    def _judge(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """How many draft tokens stay [N], here all; the token after them [N]; the log-weights by place [N, K + 1].
+        `logits` [(K + 1) N, >= V]: the target's, step by step."""
+        p, power = self.particles, self._plan.power
+        ahead, last = logits[: -p.count], logits[-p.count :]
+        scores = self._sampler.scores()
+        log_p = self._ops.log_probs(ahead, self._vocab, drafted.tokens.t().reshape(-1), scores).view(-1, p.count).t()
+        extra = self._ops.draw(last, self._vocab, self._sampler.scores(power, noise, self._rows))
+        norm = torch.zeros_like(drafted.log_q[:, 0])
+        if power != 1:
+            shaped = self._sampler.shape(last, None)
+            norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power)
+        kept = torch.full_like(extra, self._plan.smc_draft_tokens)
+        return kept, extra, torch.cat((power * log_p - drafted.log_q, norm[:, None]), 1)
+
+    def _judge_in_part(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same where draft tokens may be rejected."""
+        p, power, exact = self.particles, self._plan.power, self._plan.smc_exact
+        logits = self._shape(logits).view(p.step, p.count, -1).transpose(0, 1)
         whole = logits.logsumexp(-1)
         norms = weights.log_normaliser(logits, whole, power)
         terms = power * weights.log_prob(logits[:, :-1], whole[:, :-1], drafted.tokens) - drafted.log_q
-        kept = torch.full_like(drafted.tokens[:, 0], self._plan.smc_draft_tokens)
-        scores = power * logits[:, -1]
-        if self.rejects:
-            draft = torch.stack(drafted.logits, 1)
-            if self._filtered:
-                terms = terms + weights.inside(logits[:, :-1], draft)
-            kept, scores = self._reject(logits, draft, drafted.tokens)
+        draft = torch.stack(drafted.logits, 1)
+        if self._filtered:
+            terms = terms + weights.inside(logits[:, :-1], draft)
+        kept, scores = self._reject(logits, draft, drafted.tokens)
         terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
         terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-        noise = self.streams.gumbel(Purpose.EXTRA, self.particles.clock + self._ticks[-1:], scores.dtype)
-        return kept, weights.draw(scores, noise[0]), terms
+        return kept, (scores + noise).argmax(-1), terms
 
     def _reject(self, logits: Tensor, draft: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """How many leading draft tokens stay [N], and the scores [N, V] of the token after them.

@@ -1,0 +1,43 @@
+"""Rounds of a population as real graphs against the same rounds run eagerly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bench.heldout import DEMO
+from swiftspec.model.loader import load_model
+from swiftspec.ops import unfused
+from swiftspec.params import PopulationPlan, SamplingParams
+from swiftspec.worker.graph import CudaCapture
+from swiftspec.worker.runner import Runner
+from swiftspec.worker.smc import SMC, Answer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+
+
+@pytest.mark.parametrize("exact", [0, 2])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}], ids=str)
+def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any]) -> None:
+    """In float32, with the host a round behind; the second request replays what the first has captured."""
+    models = [load_model(DEMO / side, dtype=torch.float32, device="cuda", ops=unfused, max_positions=1024)
+              for side in ("target", "draft")]  # fmt: skip
+    workers: list[SMC] = []
+    for captured in (False, True):
+        capture = CudaCapture() if captured else None
+        target, draft = (Runner(model, unfused, context=256, tree_slots=768, capture=capture) for model in models)
+        workers.append(SMC(target, draft, PopulationPlan(4, 4, 0.5, 1.0, exact), 4096, longest=128, lag=1))
+    for seed in (1, 2):
+        sampling = SamplingParams(temperature=0.7, seed=seed, **filters)
+        eager, graphed = (answer(worker, sampling) for worker in workers)
+        assert graphed.tokens == eager.tokens
+        assert graphed.log_z == pytest.approx(eager.log_z, abs=1e-3)
+
+
+def answer(worker: SMC, sampling: SamplingParams) -> Answer:
+    worker.open(list(range(50, 90)), sampling, (), 60)
+    while worker.launch():
+        worker.collect()
+    return worker.finish()
