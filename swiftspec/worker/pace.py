@@ -16,6 +16,7 @@ from swiftspec.worker.verifier import Verifier
 TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
+IN_A_ROW = 4  # verifications after each prefill, which leaves the caches in another state than rounds do
 MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
 
 
@@ -46,13 +47,18 @@ def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
 def verification_time(verifier: Verifier, bs: int, room: int) -> float:
     """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
     request open."""
-    text = [0] * min(TEXT, room)
-    chain = Proposal(0, 0, len(text) - 1, (0,) * bs, tuple(range(-1, bs - 1)))
-
+    text = [0] * max(min(TEXT, room - bs * IN_A_ROW), 1)
     times = []
     for _ in range(REPEATS):
         verifier.open(0, text, GREEDY, len(text))
-        times.append(_seconds(lambda: verifier.submit(chain).wait()))
+        at, root = len(text) - 1, 0
+        for round_ in range(IN_A_ROW if room > bs * IN_A_ROW else 1):
+            chain = Proposal(0, round_, at, (root,) * bs, tuple(range(-1, bs - 1)))
+            began = time.perf_counter()
+            result = verifier.submit(chain).wait()
+            times.append(time.perf_counter() - began)
+            verifier.settle()
+            at, root = at + len(result.tokens), result.tokens[-1]
     verifier.close()
     return min(times)  # whatever else the machine did only added to the others
 
