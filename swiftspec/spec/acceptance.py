@@ -36,18 +36,24 @@ class Acceptance:
         self.expected += sum(overlaps)
         self.judged += len(overlaps)
         _add(self.histogram, len(path) - 1)
-        for depth, node in enumerate(path):
-            children = [child for child, parent in enumerate(parents) if parent == node]
-            if not children:
+        depths = {node: depth for depth, node in enumerate(path)}
+        siblings = [0] * len(path)  # so far, under each node of the path
+        for child, parent in enumerate(parents):
+            depth = depths.get(parent)
+            if depth is None:
                 continue
-            _add(self.tried_at_depth, depth)
-            for rank in range(len(children)):
-                _add(self.tried_child, rank)
-            if depth + 1 < len(path):
+            rank = siblings[depth]
+            siblings[depth] += 1
+            _add(self.tried_child, rank)
+            if child in depths:
                 _add(self.accepted_at_depth, depth)
-                _add(self.accepted_child, children.index(path[depth + 1]))
+                _add(self.accepted_child, rank)
+        for depth, children in enumerate(siblings):
+            if children:
+                _add(self.tried_at_depth, depth)
 
 
 def _add(counts: list[int], at: int) -> None:
-    counts += [0] * (at + 1 - len(counts))
+    if at >= len(counts):
+        counts += [0] * (at + 1 - len(counts))
     counts[at] += 1
