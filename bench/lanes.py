@@ -38,6 +38,7 @@ from swiftspec.worker.runner import Runner
 
 TIMED: list[tuple[Any, str]] = [
     (Runner, "_forward"), (Runner, "verify"), (Runner, "expand"), (SharedChannel, "send"), (SharedChannel, "recv"),
+    (SharedChannel, "recv_or_answer"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (verify, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),

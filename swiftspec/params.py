@@ -143,7 +143,7 @@ class Plan:
     adapt_batch: bool = False  # so does bs, never above verify_batch
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     target_tp: int = 1
-    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
+    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0); serial takes 1 too
     population: PopulationPlan = PopulationPlan()  # mode smc
 
     def __post_init__(self) -> None:
@@ -158,6 +158,9 @@ class Plan:
         _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
         if self.mode == "async":
             _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
+        elif self.mode == "serial":
+            sizes = f"1 or {usual}" if usual > 1 else "1"
+            _check(self.draft_tp in (1, usual), f"draft_tp must be {sizes} in mode serial, not {self.draft_tp}")
         else:
             _check(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
@@ -239,8 +242,10 @@ def split_ranks(mode: str, ranks: int, target_tp: int | None, draft_tp: int | No
     if mode != "async":
         _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
         usual = 0 if mode == "ar" else ranks
-        _check(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
-        return ranks, usual
+        sizes = (None, usual, 1) if mode == "serial" else (None, usual)
+        hint = "it is 1, the draft whole on rank 0, or left out" if mode == "serial" else "leave --draft-tp out"
+        _check(draft_tp in sizes, f"mode {mode} has no draft group of its own: {hint}")
+        return ranks, usual if draft_tp is None else draft_tp
     _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
     if draft_tp is None:
         draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp

@@ -98,10 +98,12 @@ def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) ->
 
 
 @EVERY_PAIR
-@pytest.mark.parametrize(("mode", "size"), [("serial", 2), slow("serial", 3), ("ar", 3)])
-def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "x", "y"), [("serial", 2, -1), ("serial", 2, 1), slow("serial", 3, -1), ("ar", 3, -1)]
+)
+def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: int, y: int) -> None:
     pair = pairs[kind]
-    answers = decode(pool, pair, {"mode": mode, "target_tp": size})
+    answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y})
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
 
 

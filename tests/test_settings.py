@@ -53,6 +53,17 @@ def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.
     assert parse(["--calibration", "auto"]).settings.make_plan(True).calibration == "auto"
 
 
+def test_the_split_of_mode_serial() -> None:
+    """All ranks share both models, or the draft stays whole on rank 0."""
+    for flags, draft_tp in (([], 3), (["--draft-tp", "3"], 3), (["--draft-tp", "1"], 1)):
+        plan = parse(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
+        assert (plan.target_tp, plan.draft_tp, plan.ranks) == (3, draft_tp, 3)
+    with pytest.raises(UserError, match="it is 1, the draft whole on rank 0, or left out"):
+        parse(["--mode", "serial", "--draft-tp", "2"]).settings.make_plan(True, ranks=3)
+    with pytest.raises(UserError, match="draft_tp must be 1 or 3 in mode serial, not 2"):
+        Plan("serial", target_tp=3, draft_tp=2)
+
+
 BAD = [
     (["--top-p", "3"], "--top-p must lie above 0 and at most 1, not 3"),
     (["--top-p", "much"], "--top-p must be a number, not 'much'"),

@@ -105,7 +105,7 @@ class Settings(BaseSettings):
         None, ge=1, description="Ranks that share the target model."
     )
     draft_tp: Annotated[int | None, Flag(TREE, "Y", "a quarter of the ranks, at least 1")] = Field(
-        None, ge=1, description="Ranks that share the draft model, in mode async."
+        None, ge=1, description="Ranks that share the draft; in mode serial all, or 1."
     )
     verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
         8, description="Tree nodes verified per round, the root counted."
