@@ -8,7 +8,7 @@ from copy import deepcopy
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.batch import Proposal, VerifyResult
@@ -175,15 +175,17 @@ def test_nothing_is_decided_outside_the_allowed_shapes(
             pace.turn(decision)
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.integers(0, 10), min_size=8, max_size=8), st.floats(0.01, 5), st.floats(0.01, 5), st.integers(1, 8),
-    st.integers(0, 3),
-)  # fmt: skip
+@pytest.mark.parametrize(
+    "tenths", [(8, 7, 6, 5, 4, 3, 2, 1), (9,) * 8, (5,) * 8, (3, 2, 1, 0, 0, 0, 0, 0), (10,) * 8], ids=str
+)
+@pytest.mark.parametrize("expansion", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("row", [0.05, 0.5])
+@pytest.mark.parametrize(("start", "batch"), [(3, 0), (8, 2)])
 def test_what_does_not_change_is_left_alone(
-    tenths: list[int], expansion: float, row: float, start: int, batch: int
+    tenths: tuple[int, ...], expansion: float, row: float, start: int, batch: int
 ) -> None:
-    """For any law of acceptance and any step times the shape comes to rest, but for a trial now and then."""
+    """The shape comes to rest, but for a trial now and then. Not under every law: a forecast that is wrong about three
+    shapes by turns can send them in a circle (docs/log.md)."""
     pace = Pace(start, 8 >> batch, deepest=8, batches=(8, 4, 2), switches=False)
     pace.plains.append(1.0 + row)
 
@@ -192,7 +194,7 @@ def test_what_does_not_change_is_left_alone(
         return tuple(min(2 * place + 1, 7) for place in range(depth))
 
     shapes = run(pace, 1000, lambda p, r: in_turn(p, r, hits, expansion, lambda rows: 1.0 + row * rows))
-    assert sum(a != b for a, b in pairwise(shapes[400:])) <= 16
+    assert sum(a != b for a, b in pairwise(shapes[400:])) <= 10
 
 
 def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
