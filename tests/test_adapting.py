@@ -81,7 +81,10 @@ def test_in_turn_d_follows_what_is_accepted(
 def test_in_turn_bs_shrinks_where_rows_cost_and_nobody_comes_that_far() -> None:
     """The text goes through the first three places at most; rows cost, as plain rounds have shown."""
     pace = Pace(3, 8, batches=(8, 4, 2))
-    see = lambda p, r: in_turn(p, r, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)  # noqa: E731
+
+    def see(pace: Pace, round_: int) -> Seen:
+        return in_turn(pace, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
+
     shapes = run(pace, SKIP + WINDOW, see)
     assert set(shapes) == {(3, 8)} and decide(pace) == Decision(0, 1, False), "what a plain round takes is not known"
     pace.turn(Decision(0, 1, False))

@@ -132,3 +132,14 @@ def test_rounds_are_those_with_the_host(
     assert ours._on_device is not None and bool(ours._on_device._graphs) == plain and capture.captures > 0
     if plain and kind is LocalDrafter:
         assert "forward_tree" not in calls[:10], "after the root no expansion has the host"
+
+
+def test_a_calibration_that_changes_goes_step_by_step(checkpoint: Path) -> None:
+    """A graph holds its constant by value: one for each value of a fit would be captured."""
+    plan = Plan(verify_batch=K, draft_leaves=W, draft_steps=D, calibration="auto")
+    host, ours, _ = drafters(checkpoint, plan, LocalDrafter)
+    same_rounds(host, ours, SAMPLING[0], 64)
+    assert ours._on_device is None and ours.calibration.constant == host.calibration.constant != plan.calibrated(True)
+    given = drafters(checkpoint, Plan(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7), LocalDrafter)
+    same_rounds(*given[:2], SAMPLING[0], 64)
+    assert given[1]._on_device is not None and {key[2] for key in given[1]._on_device._graphs} == {1.7}

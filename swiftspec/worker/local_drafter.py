@@ -44,8 +44,8 @@ class LocalDrafter:
         self._root = 0  # node that is the root by now; `settle` makes it node 0
         self._draws = Draws(runner.tree_slots, vocab) if plan.proposal == "sample" else None
         self.steps = plan.steps
-        drawn = plan.proposal == "sample"
-        self._on_device = None if drawn else DraftRounds.of(runner, plan.draft_leaves, plan.children, vocab)
+        in_steps = self._draws is not None or plan.calibration == "auto"  # a graph holds its constant by value
+        self._on_device = None if in_steps else DraftRounds.of(runner, plan.draft_leaves, plan.children, vocab)
 
     @property
     def busy(self) -> float:
@@ -123,7 +123,7 @@ class LocalDrafter:
                 params = self._sampler.params
                 temperature = 1.0 if params.greedy else params.temperature
                 noise = self._sampler.noise if self._plan.proposal == "coupled" and not params.greedy else None
-                tau = self._plan.calibrated(params.greedy)
+                tau = self.calibration.constant
                 self._on_device.grow(self.tree, count, temperature=temperature, tau=tau, noise=noise)
                 return
         for _ in range(count):
