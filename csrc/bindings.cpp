@@ -162,7 +162,7 @@ void draw(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_of_n
       score_args(logits, bias, noise, rows_of_noise, noise_rows, temperature, 1.0f, rows, vocab, stride);
   int64_t* out = pointer_arg<int64_t>("tokens", tokens, rows);
   py::gil_scoped_release unlocked;
-  swiftspec::host::draw(args, out);
+  swiftspec::host::draw(args, out, nullptr);
 }
 
 void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_of_noise, int64_t noise_rows,
@@ -174,7 +174,7 @@ void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_
   int64_t* ids = pointer_arg<int64_t>("tokens", tokens, rows);
   float* out = pointer_arg<float>("values", values, rows);
   py::gil_scoped_release unlocked;
-  swiftspec::host::children(args, k, ids, out);
+  swiftspec::host::children(args, k, ids, out, nullptr);
 }
 
 void gumbel_keyed(uintptr_t keys, int64_t rows, uint32_t first, int64_t count, uintptr_t out) {

@@ -66,11 +66,14 @@ host::Offer offer(const Tree& tree, int32_t request, int32_t prefix_len, int64_t
   return {tree, request, prefix_len, bs, w, steps, worth};
 }
 
-std::unique_ptr<Scoring> make_scoring(int64_t vocab, double temperature, uintptr_t bias, bool noisy, uint64_t seed,
-                                      uint32_t stream) {
+// bias [vocab], of which the columns of this rank are read
+std::unique_ptr<Scoring> make_scoring(const Rounds& rounds, int64_t vocab, double temperature, uintptr_t bias,
+                                      bool noisy, uint64_t seed, uint32_t stream) {
   size_arg("vocab", vocab, 1);
   check(temperature > 0, "temperature must be above 0");
-  return std::make_unique<Scoring>(vocab, temperature, pointer_arg<const float>("bias", bias, 0), noisy, seed,
+  const host::Columns columns = rounds.columns(vocab);
+  const auto* all = pointer_arg<const float>("bias", bias, 0);
+  return std::make_unique<Scoring>(columns, temperature, all == nullptr ? nullptr : all + columns.first, noisy, seed,
                                    stream);
 }
 
@@ -92,10 +95,10 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
   const int64_t ahead = static_cast<int64_t>(pending.size()), vocab = decoder.stack().vocab;
   size_arg("w", w, 1);
   check(tau > 0, "tau must be above 0");
-  check(k >= 1 && k <= scoring.vocab(), "k must lie in 1..vocab");
+  check(k >= 1 && k <= scoring.columns().vocab, "k must lie in 1..vocab");
   check(tree.expanded() + w <= tree.slots && tree.count() + w * k <= tree.nodes, "the tree is full");
   check(ahead == 0 || tree.expanded() == 0, "pending tokens go before the root");
-  check(scoring.vocab() <= rounds.outputs(), "the head is smaller than the vocabulary");
+  check(scoring.columns().count <= decoder.stack().head->n, "the scoring is another decoder's");
   check_inside(pending.data(), ahead, vocab, "a token lies outside the vocabulary");
   check_inside(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
   const Region region =
@@ -117,7 +120,7 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens,
     const int64_t parent = parents[static_cast<size_t>(i)];
     check(parent >= 0 && parent < i, "the nodes are not in topological order");
   }
-  check(scoring.vocab() <= rounds.outputs(), "the head is smaller than the vocabulary");
+  check(scoring.columns().count <= decoder.stack().head->n, "the scoring is another decoder's");
   check_inside(tokens.data(), count, decoder.stack().vocab, "a token lies outside the vocabulary");
   const Region region = region_of(decoder, keys, values, capacity, layer_stride, prefix, count);
   Nodes path, sampled;
@@ -143,8 +146,8 @@ void define_rounds(py::module_& m) {
   py::class_<host::Offer>(m, "Offer", "What a draft is ready to answer; see host/answer.h.")
       .def("answer", &host::answer, py::arg("result"));
   py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; see host/rounds.h.")
-      .def(py::init(&make_scoring), py::arg("vocab"), py::arg("temperature"), py::arg("bias"), py::arg("noisy"),
-           py::arg("seed"), py::arg("stream"));
+      .def(py::init(&make_scoring), py::arg("rounds"), py::arg("vocab"), py::arg("temperature"), py::arg("bias"),
+           py::arg("noisy"), py::arg("seed"), py::arg("stream"));
   py::class_<Rounds>(m, "Rounds", "Expansions and verifications as one call each; see host/rounds.h.")
       .def(py::init<host::Decoder&>(), py::arg("decoder"), py::keep_alive<1, 2>())
       .def("expand", &expand, py::arg("tree"), py::arg("keys"), py::arg("values"), py::arg("capacity"),

@@ -2,7 +2,9 @@
 // arguments. A launch is asynchronous and throws std::runtime_error when CUDA refuses it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 
 struct CUstream_st;  // cudaStream_t is a pointer to this, so no CUDA header is needed here
@@ -102,12 +104,21 @@ struct ScoreArgs {
 // gumbel_rows of rows with these keys (noise::row_key), whatever streams they belong to.
 void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t count, float* out);
 
-// Per row the token of the highest score, of equal ones the first; tau plays no part.
-void draw(const ScoreArgs& args, int64_t* tokens);
+// Per row the token of the highest score, of equal ones the first, and that score, where `values` is not null. tau
+// plays no part.
+void draw(const ScoreArgs& args, int64_t* tokens, float* values);
 
 // Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a
-// row without k candidates is filled up with -inf.
-void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values);
+// row without k candidates is filled up with -inf. With `totals` [rows] the values are the scores themselves, and
+// logsumexp(scores) is there: the columns are one rank's, and merge.h puts them together.
+void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals);
+
+// A score as a log-probability. A parent's weight bounds its children's, so none is above 0.
+inline float log_probability(float score, float total) {
+  const float value = score - total;
+  if (std::isnan(value)) return -std::numeric_limits<float>::infinity();
+  return value <= 0.0f ? value : 0.0f;
+}
 
 // Per row log_softmax(scores) at its token; noise and tau play no part.
 void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);

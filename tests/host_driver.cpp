@@ -144,7 +144,7 @@ struct Model {
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
     Decoder decoder_here = decoder();
     Rounds rounds(decoder_here);
-    Scoring scoring(kVocab, 0.9f, nullptr, true, 7, 0);
+    Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
     Region region{k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2), 30};
     tree.reset(5);
@@ -194,8 +194,8 @@ void check_scores(int64_t rows, int64_t vocab) {
   for (int64_t& row : which) row = dice() % 2;
   const ScoreArgs args{floats(logits), floats(bias), noise.data(), which.data(), 0.8f,
                        1.0f,           rows,         vocab,        vocab + 3};
-  draw(args, drawn.data());
-  children(args, 1, tokens.data(), values.data());
+  draw(args, drawn.data(), nullptr);
+  children(args, 1, tokens.data(), values.data(), nullptr);
   require(drawn == tokens, "the token drawn is not the likeliest child");
   std::vector<uint32_t> bits(static_cast<size_t>(vocab), 0xffffffffu);
   std::vector<float> out(bits.size());

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 from swiftspec import _C
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.ops import host
+from swiftspec.ops import host, shm
+from swiftspec.ops.shm import SharedGroup
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec.sampler import Sampler
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
@@ -25,6 +28,7 @@ from tests.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
+T = TypeVar("T")
 VOCAB, TREE = 40, 60
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SAMPLINGS = [
@@ -165,6 +169,63 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
         stepped.settle()
         same_caches(fused.runner, stepped.runner)
         text += result.tokens
+
+
+@dataclass
+class Ranks:
+    """One rank of a group as the models take it, over shared memory; the ranks are threads."""
+
+    shared: SharedGroup
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.shared.rank, self.shared.size
+        self.all_reduce, self.all_gather = self.shared.all_reduce, self.shared.all_gather
+
+    def lost(self, error: OSError) -> Exception:
+        return error
+
+
+def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
+    name = shm.new_name()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout=20))), range(size)))
+
+
+def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams) -> list[Any]:
+    """A draft's trees and a target's results, round for round, on one rank."""
+    runners = []
+    for _ in range(2):
+        model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
+        runners.append(Runner(model, host, context=200, tree_slots=TREE))
+    drafter = LocalDrafter(runners[0], Plan(verify_batch=6, draft_leaves=3, draft_steps=3), VOCAB)
+    verifier = LocalVerifier(runners[1], VOCAB)
+    drafter.open(1, PROMPT, sampling, len(PROMPT))
+    verifier.open(1, PROMPT, sampling, len(PROMPT))
+    seen: list[Any] = []
+    for _ in range(12):
+        proposal = drafter.propose()
+        tree, result = drafter.tree, verifier.verify(proposal)
+        seen.append((proposal, result, tree.token[: tree.count].tolist(), tree.logprob[: tree.count].copy()))
+        verifier.settle()
+        drafter.observe(result)
+    return seen
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("size", [2, 3, 4])  # 4: one has none of the tokens
+def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """Every rank sees the same rounds, and they are the rounds in steps."""
+    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling))
+    with InSteps():
+        stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling))
+    for rank in others:
+        for (*facts, logprob), (*same, also) in zip(first, rank, strict=True):
+            assert facts == same
+            np.testing.assert_array_equal(logprob, also)
+    for (*facts, logprob), (*same, also) in zip(first, stepped[0], strict=True):
+        assert facts == same
+        np.testing.assert_allclose(logprob, also, atol=2e-5)
+    assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
 
 
 def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:

@@ -106,10 +106,10 @@ void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t co
   for (int64_t row = 0; row < rows; ++row) kernel(keys[row], first, count, out + row * count);
 }
 
-void draw(const ScoreArgs& args, int64_t* tokens) { known(in_use().kernels.draw)(args, tokens); }
+void draw(const ScoreArgs& args, int64_t* tokens, float* values) { known(in_use().kernels.draw)(args, tokens, values); }
 
-void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values) {
-  known(in_use().kernels.children)(args, k, tokens, values);
+void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals) {
+  known(in_use().kernels.children)(args, k, tokens, values, totals);
 }
 
 void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out) {

@@ -35,8 +35,8 @@ struct Kernels {
   void (*attention_bf16)(const AttentionArgs&);
   void (*gumbel)(const uint32_t* bits, int64_t count, float* out);
   void (*gumbel_row)(uint32_t key, uint32_t first, int64_t count, float* out);
-  void (*draw)(const ScoreArgs&, int64_t* tokens);
-  void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values);
+  void (*draw)(const ScoreArgs&, int64_t* tokens, float* values);
+  void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values, float* totals);
   void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
 };
 

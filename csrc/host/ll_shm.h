@@ -24,6 +24,7 @@ class Group {
   void all_gather(const void* x, int64_t bytes, void* out, double seconds);  // out [size, bytes]
   void leave() { segment_.leave(); }
   int size() const { return layout_.ranks; }
+  int rank() const { return session_.rank; }
 
  private:
   template <class E>

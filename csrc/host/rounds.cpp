@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <stdexcept>
 
 #include "../kernels.h"
 
@@ -14,51 +15,48 @@ constexpr int64_t kBlock = 32;  // positions that noise is made for at a time
 
 }  // namespace
 
-Scoring::Scoring(int64_t vocab, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream)
-    : vocab_(vocab), temperature_(temperature), bias_(bias), noisy_(noisy), seed_(seed), stream_(stream) {}
+Scoring::Scoring(Columns columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream)
+    : columns_(columns), temperature_(temperature), bias_(bias), noisy_(noisy), seed_(seed), stream_(stream) {}
 
 void Scoring::cover(int64_t low, int64_t high) {
-  const int64_t held = static_cast<int64_t>(block_.size()) / vocab_;
-  if (first_ <= low && high < first_ + held) return;
-  first_ = low;
-  std::vector<int32_t> positions(static_cast<size_t>(std::max(high - low + 1, kBlock)));
+  if (begin_ <= low && high < end_) return;
+  begin_ = low;
+  end_ = low + std::max(high - low + 1, kBlock);
+  std::vector<int32_t> positions(static_cast<size_t>(end_ - begin_));
   std::iota(positions.begin(), positions.end(), static_cast<int32_t>(low));
-  block_.resize(positions.size() * static_cast<size_t>(vocab_));
-  gumbel_rows(seed_, stream_, positions.data(), static_cast<int64_t>(positions.size()), 0, vocab_, block_.data());
+  block_.resize(positions.size() * static_cast<size_t>(columns_.count));
+  gumbel_rows(seed_, stream_, positions.data(), end_ - begin_, static_cast<uint32_t>(columns_.first), columns_.count,
+              block_.data());
 }
 
 ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy,
                         double tau) {
   const auto rows = static_cast<int64_t>(positions.size());
   const auto temperature = static_cast<float>(noisy ? temperature_ : temperature_ * tau);
-  ScoreArgs out{logits, bias_, nullptr, nullptr, temperature, static_cast<float>(tau), rows, vocab_, stride};
+  ScoreArgs out{logits, bias_, nullptr, nullptr, temperature, static_cast<float>(tau), rows, columns_.count, stride};
   if (!noisy) return out;
   const auto [low, high] = std::minmax_element(positions.begin(), positions.end());
   cover(*low + 1, *high + 1);
   rows_.clear();
-  for (const int64_t position : positions) rows_.push_back(position + 1 - first_);
+  for (const int64_t position : positions) rows_.push_back(position + 1 - begin_);
   out.noise = block_.data();
   out.rows_of_noise = rows_.data();
   return out;
 }
 
-int64_t Rounds::outputs() const {
-  const Stack& stack = decoder_.stack();
-  return stack.head->n * (stack.group == nullptr ? 1 : stack.group->size());
+Rounds::Rounds(Decoder& decoder) : decoder_(decoder) {
+  const Stack& stack = decoder.stack();
+  if (stack.group != nullptr) merge_.emplace(*stack.group, stack.timeout);
 }
 
-// Every rank's columns of the logits, side by side in the order of the ranks.
-void Rounds::gather(int64_t rows) {
-  const Stack& stack = decoder_.stack();
-  const auto own = static_cast<size_t>(stack.head->n), all = static_cast<size_t>(outputs()), count = static_cast<size_t>(rows);
-  parts_.resize(count * all);
-  stack.group->all_gather(logits_.data(), static_cast<int64_t>(count * own * sizeof(float)), parts_.data(), stack.timeout);
-  logits_.resize(count * all);
-  for (size_t row = 0; row < count; ++row) {
-    for (size_t rank = 0; rank * own < all; ++rank) {
-      std::copy_n(parts_.data() + (rank * count + row) * own, own, logits_.data() + row * all + rank * own);
-    }
+Columns Rounds::columns(int64_t vocab) const {
+  const Group* group = decoder_.stack().group;
+  const int64_t width = decoder_.stack().head->n;
+  if (vocab > width * (group == nullptr ? 1 : group->size())) {
+    throw std::invalid_argument("the head is smaller than the vocabulary");
   }
+  const int64_t first = group == nullptr ? 0 : std::min(group->rank() * width, vocab);
+  return {first, std::min(width, vocab - first), vocab};
 }
 
 // The rows in `tokens_`, `positions_`, `slots_` and `mask_` [rows, width]; logits of those from `logits_from` on.
@@ -75,7 +73,6 @@ void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
                     region.layer_stride,
                     logits_from,
                     logits_.data()});
-  if (decoder_.stack().group != nullptr) gather(rows - logits_from);
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
@@ -105,8 +102,10 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
   positions_.erase(positions_.begin(), positions_.begin() + ahead);
   drawn_.resize(static_cast<size_t>(count * k));
   values_.resize(drawn_.size());
-  children(scoring.args(logits_.data(), outputs(), positions_, coupled, tau), k, drawn_.data(),
-           values_.data());
+  totals_.resize(static_cast<size_t>(count));
+  const ScoreArgs scores = scoring.args(logits_.data(), decoder_.stack().head->n, positions_, coupled, tau);
+  children(scores, k, drawn_.data(), values_.data(), merge_ ? totals_.data() : nullptr);
+  if (merge_) (*merge_)(scoring.columns().first, count, k, drawn_.data(), values_.data(), totals_.data());
   tree.add_children(leaves, k, drawn_.data(), values_.data());
   return count;
 }
@@ -128,7 +127,10 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
   }
   forward(region, count, 0);
   drawn_.resize(tokens.size());
-  draw(scoring.args(logits_.data(), outputs(), positions_, scoring.noisy(), 1.0), drawn_.data());
+  values_.resize(tokens.size());
+  draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data(),
+       values_.data());
+  if (merge_) (*merge_)(scoring.columns().first, count, 1, drawn_.data(), values_.data(), nullptr);
   path.assign(1, 0);
   sampled.assign(1, drawn_[0]);
   for (int64_t node = 1; node < count; ++node) {  // a child comes after its parent

@@ -2,21 +2,29 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "decoder.h"
+#include "merge.h"
 #include "tree.h"
 
 namespace swiftspec::host {
+
+// The tokens of a vocabulary whose logits a rank has: without a group all of them, none where it ends before.
+struct Columns {
+  int64_t first, count, vocab;
+};
 
 // What makes tokens of one request's logits. The noise is of its own seed and stream, made in blocks: the nodes of
 // a tree share a few positions, round after round.
 class Scoring {
  public:
-  Scoring(int64_t vocab, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
+  // bias: of these columns, or null.
+  Scoring(Columns columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
 
   bool noisy() const { return noisy_; }
-  int64_t vocab() const { return vocab_; }
+  Columns columns() const { return columns_; }
 
   // For rows of logits at `positions`, whose noise is that of the position after; without `noisy` there is none.
   // tau divides the scores, noise and all.
@@ -25,13 +33,13 @@ class Scoring {
  private:
   void cover(int64_t low, int64_t high);
 
-  int64_t vocab_;
+  Columns columns_;
   double temperature_;
-  const float* bias_;  // [vocab], or null
+  const float* bias_;
   bool noisy_;
   uint64_t seed_;
   uint32_t stream_;
-  int64_t first_ = 0;  // position of the block's first row
+  int64_t begin_ = 0, end_ = 0;  // positions that the block has noise of
   std::vector<float> block_;
   std::vector<int64_t> rows_;
 };
@@ -42,11 +50,13 @@ struct Region {
   int64_t capacity, layer_stride, prefix;
 };
 
-// Runs one decoder's rounds on buffers that are made once. The ranks of a group make the same calls, gather their
-// columns of the logits and come to the same result.
+// Runs one decoder's rounds on buffers that are made once. The ranks of a group make the same calls, exchange the best
+// of their columns of the logits and come to the same result.
 class Rounds {
  public:
-  explicit Rounds(Decoder& decoder) : decoder_(decoder) {}
+  explicit Rounds(Decoder& decoder);
+
+  Columns columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument where the head is smaller
 
   // Expands the w likeliest leaves into their k likeliest children each, `coupled` under the noise of `scoring`; tau
   // divides the scores. `pending`: verified tokens between prefix and root that have no KV yet; only where the root
@@ -61,17 +71,16 @@ class Rounds {
 
   double seconds() const { return seconds_; }  // that the last forward took
   const Decoder& decoder() const { return decoder_; }
-  int64_t outputs() const;  // of a row of logits: the head's, of all ranks
 
  private:
   void forward(const Region& region, int64_t width, int64_t logits_from);
-  void gather(int64_t rows);
   void commit(const Region& region, const Nodes& path);
 
   Decoder& decoder_;
+  std::optional<Merge> merge_;  // in a group
   Nodes tokens_, positions_, slots_, drawn_;
   std::vector<uint8_t> mask_;
-  std::vector<float> logits_, parts_, values_;
+  std::vector<float> logits_, values_, totals_;
   double seconds_ = 0.0;
 };
 

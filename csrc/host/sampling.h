@@ -49,7 +49,7 @@ inline const float* noise_of(const ScoreArgs& a, int64_t row) {
 // Columns beyond the vocabulary do not count.
 inline unsigned lanes_in(int64_t count) { return count >= kLanes ? 0xffffu : (1u << count) - 1; }
 
-inline void draw(const ScoreArgs& a, int64_t* tokens) {
+inline void draw(const ScoreArgs& a, int64_t* tokens, float* values) {
   for (int64_t row = 0; row < a.rows; ++row) {
     const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
     float best = -std::numeric_limits<float>::infinity();
@@ -69,6 +69,7 @@ inline void draw(const ScoreArgs& a, int64_t* tokens) {
       }
     }
     tokens[row] = token;
+    if (values != nullptr) values[row] = best;
   }
 }
 
@@ -111,7 +112,7 @@ inline float* room_for_scores(int64_t vocab) {
   return scores.data();
 }
 
-inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* values) {
+inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* values, float* totals) {
   constexpr float kNone = -std::numeric_limits<float>::infinity();
   const int64_t room = (a.vocab + kLanes - 1) / kLanes * kLanes;
   float* scores = room_for_scores(a.vocab);
@@ -126,12 +127,11 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
       total = add(total, weight);
     }
     const float normaliser = values[0] + std::log(sum(total));
-    for (int64_t i = 0; i < k; ++i) {
-      const float value = values[i] - normaliser;
-      values[i] = value <= 0.0f       ? value
-                  : std::isnan(value) ? kNone
-                                      : 0.0f;  // a parent's weight bounds its children's
+    if (totals != nullptr) {
+      totals[row] = normaliser;
+      continue;
     }
+    for (int64_t i = 0; i < k; ++i) values[i] = log_probability(values[i], normaliser);
   }
 }
 

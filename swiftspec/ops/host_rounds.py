@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -13,8 +14,8 @@ from swiftspec import _C
 class HostRounds:
     """Rounds of one decoder over the only sequence of one cache, `k` and `v` [layers, 1, G, capacity, hd].
 
-    The native side finds rows, masks and positions itself and keeps the logits to itself; those of a group's ranks are
-    gathered. `lost`: what to raise when one of them is gone.
+    The native side finds rows, masks and positions itself and keeps the logits to itself; a group's ranks exchange the
+    best of theirs. `lost`: what to raise when one of them is gone.
     """
 
     def __init__(
@@ -32,7 +33,9 @@ class HostRounds:
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int
     ) -> HostScoring:
         """What makes tokens of a request's logits: `bias` [vocab] float32, and if `noisy` the noise of that stream."""
-        return HostScoring(vocab, temperature, bias, noisy, seed, stream)
+        assert bias is None or (bias.is_contiguous() and bias.shape == (vocab,))
+        address = 0 if bias is None else bias.data_ptr()
+        return HostScoring(_C.Scoring(self._native, vocab, temperature, address, noisy, seed, stream), bias)
 
     def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
         """A tree on the arrays of spec.tree.DraftTree, which the caller keeps: token, parent, slot, logprob, visible
@@ -67,12 +70,9 @@ class HostRounds:
         return error if self._lost is None else self._lost(error)
 
 
+@dataclass(frozen=True, slots=True)
 class HostScoring:
     """Holds what the native side points to."""
 
-    def __init__(
-        self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int
-    ) -> None:
-        assert bias is None or (bias.is_contiguous() and bias.shape == (vocab,))
-        self._bias = bias
-        self.native = _C.Scoring(vocab, temperature, 0 if bias is None else bias.data_ptr(), noisy, seed, stream)
+    native: _C.Scoring
+    bias: Tensor | None
