@@ -4,6 +4,7 @@
     python -m bench.decode [--limit 8] [--max-tokens 128] [--json out.json]
     torchrun --standalone --nproc-per-node 2 -m bench.decode        # mode async besides, with the draft on rank 1
 
+An int4 target is run dense too, for comparison at equal precision.
 Greedy unless --temperature is given (then the peers sample too, and their texts differ). Every figure is over whole
 requests, prefill included, but for `decode`: tokens a second once the prompt is read. The systems take turns on every
 prompt, so a slow minute of the machine hits all of them.
@@ -28,8 +29,9 @@ import torch
 
 from bench import tasks
 from bench.heldout import DEMO, read_prompts
-from bench.peers import LlamaCpp, has_llama_cpp, load_transformers
+from bench.peers import LlamaCpp, has_llama_cpp, load_transformers, write_dense
 from bench.to_gguf import TYPES, write_gguf
+from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.errors import UserError
 from swiftspec.ops import host
@@ -178,11 +180,16 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         "transformers": transformers_system(target, None, args),
         "transformers assisted": transformers_system(target, draft, args),
     }
-    for mode in args.modes.split(","):
-        draft_path = args.draft_model if mode != "ar" else None
-        systems[f"swiftspec {mode}"] = our_system(
-            LLM(args.model, draft_path, plan_of(mode, args), dtype=dtype), args, every
-        )
+    with TemporaryDirectory() as folder:
+        models = {"": args.model}
+        if ModelConfig.from_dir(args.model).quant is not None:
+            write_dense(args.model, Path(folder), dtype)
+            models[", dense target"] = Path(folder)
+        for what, model in models.items():
+            for mode in args.modes.split(","):
+                draft_path = args.draft_model if mode != "ar" else None
+                llm = LLM(model, draft_path, plan_of(mode, args), dtype=dtype)
+                systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
     return systems | llama_cpp_systems(args)
 
 

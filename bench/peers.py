@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from swiftspec.config import ModelConfig
 from swiftspec.model.linear import Int4Weight
@@ -51,6 +52,16 @@ def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         elif kind not in ("qzeros", "scales"):
             state[name] = tensor.to(dtype)
     return state
+
+
+def write_dense(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint with the same weights, dense, in `folder`."""
+    for file in path.glob("*.json"):
+        shutil.copy(file, folder)
+    data = json.loads((path / "config.json").read_text())
+    data.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(data))
+    save_file(dense_state(path, dtype), folder / "model.safetensors")
 
 
 def has_llama_cpp() -> bool:

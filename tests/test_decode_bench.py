@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from bench import decode, peers, to_gguf
 from bench.heldout import DEMO, read_prompts
+from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
@@ -34,7 +35,8 @@ def test_a_run_without_llama_cpp(
     rows = run(monkeypatch, tmp_path / "out.json")
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "llama.cpp: not installed" and len(printed) == 2 + len(rows)
-    names = ["transformers", "transformers assisted", "swiftspec ar", "swiftspec serial"]
+    ours = ["swiftspec ar", "swiftspec serial", "swiftspec ar, dense target", "swiftspec serial, dense target"]
+    names = ["transformers", "transformers assisted", *ours]
     assert [row["system"] for row in rows] == names
     assert all(line.startswith(name) for line, name in zip(printed[2:], names, strict=True))
     assert all(row["same_text_as_transformers"] in (0, 1) for row in rows), "counted per prompt, not per request"
@@ -58,6 +60,13 @@ def test_llama_cpp_chooses_our_tokens(tmp_path: Path, kind: str) -> None:
         text = ours.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)).token_ids
         theirs = [llama.generate(prompt + text[:i], 1)[0][0] for i in range(len(text))]
         assert sum(a != b for a, b in zip(text, theirs, strict=True)) <= 1
+
+
+def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
+    peers.write_dense(DEMO / "target", tmp_path, torch.float32)
+    here, there = (peers.dense_state(path, torch.float32) for path in (DEMO / "target", tmp_path))
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+    assert ModelConfig.from_dir(tmp_path).quant is None
 
 
 @needs_llama_cpp
