@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.ops.host_rounds import HostRounds
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.shared import SharedChannel
 from swiftspec.remote.world import World
@@ -37,8 +38,8 @@ from swiftspec.worker.roles import Options
 from swiftspec.worker.runner import Runner
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_forward"), (Runner, "verify"), (Runner, "expand"), (SharedChannel, "send"), (SharedChannel, "recv"),
-    (SharedChannel, "recv_or_answer"),
+    (Runner, "_forward"), (HostRounds, "verify"), (HostRounds, "expand"), (SharedChannel, "send"),
+    (SharedChannel, "recv"), (SharedChannel, "recv_or_answer"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (verify, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
@@ -77,6 +78,21 @@ def rounds(target: list[Span]) -> list[tuple[float, float]]:
     return [(a, b) for a, b in pairwise(ends) if b - a < 0.1]
 
 
+def host_times(target: list[Span], draft: list[Span]) -> list[float]:
+    """Seconds from the end of each verification to the next one's beginning, in rounds in which the draft had the
+    proposal ready: what is on the critical path and neither model's. Empty without native operators."""
+    expansions, times = [(a, b) for name, a, b in draft if name == "expand"], []
+    verifications = sorted(span[1:] for span in target if span[0] == "verify")
+    for (_, begin), (end, _) in pairwise(verifications):
+        inside = [(name, b) for name, a, b in target if begin <= a < end]
+        sent, received = ([b for name, b in inside if name == what] for what in ("send", "recv"))
+        if len(sent) != 1 or len(received) != 1:
+            continue  # a request's end
+        if not any(a <= sent[0] < b or (sent[0] < a and b < received[0]) for a, b in expansions):
+            times.append(end - begin)
+    return times
+
+
 def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> None:
     """Mean milliseconds a round by function, over whole rounds."""
     begin, end = spots[0][0], spots[-1][1]
@@ -108,6 +124,12 @@ def show(target: list[Span], draft: list[Span]) -> None:
     table("target, ms a round", target, spots)
     table("draft,  ms a round", draft, spots)
     length = statistics.median(b - a for a, b in spots)
+    host = host_times(target, draft)
+    if host:
+        print(
+            f"host on the critical path: {1e6 * statistics.median(host):.0f} us, the median of {len(host)} rounds of"
+            f" {len(spots)}, those in which the draft was ready"
+        )
     begin, end = min(spots, key=lambda spot: abs(spot[1] - spot[0] - length))
     print(f"one round of {1000 * length:.2f} ms (median of {len(spots)}), times in microseconds from its beginning:")
     for lane, spans in (("target", target), ("draft", draft)):
