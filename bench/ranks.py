@@ -21,7 +21,7 @@ from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.ops import host
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.world import World
+from swiftspec.remote.world import World, run_on
 from swiftspec.worker.roles import Options
 
 OPTIONS: Options = {"dtype": torch.bfloat16}
@@ -74,6 +74,7 @@ def measure(llm: LLM, prompts: list[list[int]]) -> tuple[float, float, float, fl
 
 def run(system: System, world: World, prompts: list[list[int]]) -> None:
     """A pass of rank 0's. The others begin with the engine, when its turn has come."""
+    run_on(world.own_cores())  # leaving an engine gives them all back
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
     llm = LLM(*system.models, system.plan, world=None if system.alone else world, **OPTIONS)
@@ -87,6 +88,7 @@ def follow(world: World, passes: int) -> None:
         for system in systems(world.size):
             if not system.alone:
                 world.store.get(f"turn {number} of {system.name}")
+                run_on(world.own_cores())
                 serve_rank(world, *system.models, system.plan, **OPTIONS)
 
 
