@@ -197,6 +197,27 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(sums(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fit the lines of the longest product, in whole words; others by the library."""
+    end: Any = object.__new__(cuda_linear.Communicator)
+    end._lines = 4
+    sizes = {(8, torch.float32): True, (4, torch.float64): True, (9, torch.float32): False, (3, torch.bfloat16): False}
+    for (count, dtype), taken in sizes.items():
+        x: Any = SimpleNamespace(is_cuda=True, nbytes=count * dtype.itemsize)
+        assert end.takes(x) == taken
+    assert not end.takes(torch.zeros(2))  # not on a GPU
+    said: list[str] = []
+    stub = SimpleNamespace(takes=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
+    library = SimpleNamespace(
+        name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: said.append("library")
+    )
+    ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(sums=stub))
+    group = peers.PeerParallel(*ends)
+    for count in (2, 3):
+        group.all_gather(torch.zeros(count))
+    assert said == ["kernel", "library"]
+
+
 @pytest.mark.parametrize("word", [0, 1])
 def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
