@@ -6,7 +6,9 @@ A pair of shapes is the embedded pair grown to them in int4 (tools/grow.py), mad
 models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand (bench/prompts.json). The text is
 compared with the embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
 
-`step` is one forward as the engine runs it, host's share included: `bs` rows after `--context` tokens.
+`serial` has the models take turns, `async`, on a GPU, run at the same time on streams of their own: there `host ms`, what
+a round has left without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the
+engine runs it, host's share included: `bs` rows after `--context` tokens.
 Not run on a GPU yet.
 """
 
@@ -31,8 +33,9 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
+from swiftspec.worker.beside import BesideVerifier
 from swiftspec.worker.drafter import NoDrafter
-from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.roles import Load, Options
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
@@ -132,6 +135,11 @@ def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         llm.drafter = NoDrafter()
         plain, result["ar"] = decode(llm, prompts, args.tokens)
         result["tree equals ar"] = agreement(texts, plain)
+        if args.device == "cuda":
+            plan = Plan("async", draft_steps=args.steps, draft_tp=0)
+            llm.verifier, llm.drafter = BesideVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
+            texts, result["async"] = decode(llm, prompts, args.tokens)
+            result["async equals ar"] = agreement(texts, plain)
     return result
 
 

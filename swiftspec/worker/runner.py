@@ -195,7 +195,7 @@ class Runner:
             logits = self.model.forward(batch.to(device), self.cache, head=head)
         if device.type == "cuda":
             # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         return logits
 
     def _rows(

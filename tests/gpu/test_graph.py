@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
     eager, graphed = runners = [
-        Runner(model, unfused, context=160, tree_slots=32, capture=capture) for capture in (None, CudaCapture())
+        Runner(model, unfused, context=160, tree_slots=32, capture=capture) for capture in (None, CudaCapture(Lock()))
     ]
     noise = np.random.default_rng(1)
     prefix = noise.integers(0, 4096, 70).tolist()
@@ -52,11 +53,13 @@ def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
             runner.cache.commit([0])
 
 
-def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu() -> None:
+@pytest.mark.parametrize("plan", [Plan(), Plan("async", draft_tp=0)], ids=["serial", "async"])
+def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: Plan) -> None:
+    """In turn, and both models at the same time on streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
     plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128).generate(prompt, sampling)
-    pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", Plan())
+    pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", plan)
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids
 
@@ -100,7 +103,7 @@ def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: Sampling
     model = random_model(group_of_one() if grouped else None)
     alone, graphed = (
         kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, 4096)
-        for capture in (None, CudaCapture())
+        for capture in (None, CudaCapture(Lock()))
     )
     same_rounds(alone, graphed, sampling, 4096)
     assert graphed._on_device is not None and graphed._on_device._graphs
