@@ -6,9 +6,9 @@ A pair of shapes is the embedded pair grown to them in int4 (tools/grow.py), mad
 models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand (bench/prompts.json). The text is
 compared with the embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
 
-`serial` has the models take turns, `async`, on a GPU, run at the same time on streams of their own: there `host ms`, what
-a round has left without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the
-engine runs it, host's share included: `bs` rows after `--context` tokens.
+`serial` has the models take turns; `async`, on a GPU, run at the same time on streams of their own: there `host ms`, a
+round without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the engine runs
+it, host's share included: `bs` rows after `--context` tokens.
 Not run on a GPU yet.
 """
 
