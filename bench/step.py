@@ -31,6 +31,7 @@ from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
+from swiftspec.ops import cuda
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.worker.beside import BesideVerifier
@@ -86,6 +87,16 @@ def step_time(runner: Runner, rows: int, context: int) -> float:
     return median(times[2:])  # the first may capture
 
 
+def nothing_ahead(runner: Runner, on: bool = True) -> Runner:
+    """Has QKV ask for nothing of O's tiles, or for them again."""
+    assert isinstance(runner.model, Transformer)
+    for layer in runner.model.stack.layers:
+        tiles = layer.o.tiles
+        layer.qkv.native.precede(tiles.data_ptr(), 0 if on else tiles.nbytes)
+    runner.use(runner.model)  # graphs hold what they were captured with
+    return runner
+
+
 def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
     """Greedy texts, and rates over all of them; the first is decoded once before."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -132,6 +143,13 @@ def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         result["step ms"] = {
             name: step_time(runner, count, args.context) for name, runner, count in zip(names, runners, rows)
         }
+        if all(runner.ops is cuda for runner in runners):
+            result["step ms, nothing asked for ahead"] = {
+                name: step_time(nothing_ahead(runner), count, args.context)
+                for name, runner, count in zip(names, runners, rows)
+            }
+            for runner in runners:
+                nothing_ahead(runner, on=False)
         llm.drafter = NoDrafter()
         plain, result["ar"] = decode(llm, prompts, args.tokens)
         result["tree equals ar"] = agreement(texts, plain)

@@ -17,6 +17,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.ops import reference
 from swiftspec.params import Plan, SamplingParams, split_ranks
+from swiftspec.serve.settings import Settings
 from swiftspec.worker.beside import BesideVerifier
 from swiftspec.worker.drafter import NoDrafter
 from swiftspec.worker.local_drafter import AheadDrafter
@@ -119,6 +120,7 @@ def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
     with pytest.raises(UserError, match="two ranks"):
         split_ranks("async", 1, None, 1, gpu=True)
     assert Plan("async", draft_tp=0).ranks == 1
+    assert Settings(mode="async", device="cuda").make_plan(True).draft_tp == 0
     with pytest.raises(UserError, match="draft_tp"):
         Plan("async", target_tp=2, draft_tp=0)
     with pytest.raises(UserError, match="on a GPU, not on cpu"):
