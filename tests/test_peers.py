@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from swiftspec.batch import Proposal
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model import peers
 from swiftspec.model.loader import load_model
 from swiftspec.ops import cuda, cuda_linear, cuda_peers, unfused
+from swiftspec.params import SamplingParams
 from swiftspec.worker.roles import Models
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.verifier import LocalVerifier
 from tests.thread_group import ThreadGroup
 from tests.tiny import make_checkpoint
 
@@ -239,6 +242,13 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
     )
     with pytest.raises(kind, match=text):
         runner.prefill([1, 2])
+    verifier = LocalVerifier(runner, 64)
+    model.forward = lambda *args, **more: torch.zeros(1, 64)
+    group.all_gather = fail  # what the ranks say of their logits
+    stands_in[2].sums.takes = lambda x: False
+    verifier.open(0, [1], SamplingParams(temperature=0), 1)
+    with pytest.raises(kind, match=text):
+        verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
 
 
 def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
