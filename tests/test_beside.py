@@ -120,7 +120,8 @@ def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
     with pytest.raises(UserError, match="two ranks"):
         split_ranks("async", 1, None, 1, gpu=True)
     assert Plan("async", draft_tp=0).ranks == 1
-    assert Settings(mode="async", device="cuda").make_plan(True).draft_tp == 0
+    settings = Settings.model_validate({"mode": "async", "device": "cuda"})
+    assert settings.make_plan(has_draft=True).draft_tp == 0
     with pytest.raises(UserError, match="draft_tp"):
         Plan("async", target_tp=2, draft_tp=0)
     with pytest.raises(UserError, match="on a GPU, not on cpu"):
