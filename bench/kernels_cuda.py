@@ -266,7 +266,7 @@ def line(r: Result) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose name holds this")
-    parser.add_argument("--rows", default="8,1,16,32")
+    parser.add_argument("--rows", default="8,1,16,32,4")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no case is begun")
     parser.add_argument("--json", type=Path, help="where to write the results, after every case")
     args = parser.parse_args()

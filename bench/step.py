@@ -6,7 +6,9 @@ A pair of shapes is the embedded pair grown to them in int4 (tools/grow.py), mad
 models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand (bench/prompts.json). The text is
 compared with the embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
 
-`step` is one forward as the engine runs it, host's share included: `bs` rows after `--context` tokens.
+`serial` has the models take turns; `async`, on a GPU, run at the same time on streams of their own: there `host ms`, a
+round without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the engine runs
+it, host's share included: `bs` rows after `--context` tokens.
 Not run on a GPU yet.
 """
 
@@ -29,10 +31,12 @@ from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
+from swiftspec.ops import cuda
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
+from swiftspec.worker.beside import BesideVerifier
 from swiftspec.worker.drafter import NoDrafter
-from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.roles import Load, Options
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
@@ -83,6 +87,16 @@ def step_time(runner: Runner, rows: int, context: int) -> float:
     return median(times[2:])  # the first may capture
 
 
+def nothing_ahead(runner: Runner, on: bool = True) -> Runner:
+    """Has QKV ask for nothing of O's tiles, or for them again."""
+    assert isinstance(runner.model, Transformer)
+    for layer in runner.model.stack.layers:
+        tiles = layer.o.tiles
+        layer.qkv.native.precede(tiles.data_ptr(), 0 if on else tiles.nbytes)
+    runner.use(runner.model)  # graphs hold what they were captured with
+    return runner
+
+
 def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
     """Greedy texts, and rates over all of them; the first is decoded once before."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -129,9 +143,21 @@ def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         result["step ms"] = {
             name: step_time(runner, count, args.context) for name, runner, count in zip(names, runners, rows)
         }
+        if all(runner.ops is cuda for runner in runners):
+            result["step ms, nothing asked for ahead"] = {
+                name: step_time(nothing_ahead(runner), count, args.context)
+                for name, runner, count in zip(names, runners, rows)
+            }
+            for runner in runners:
+                nothing_ahead(runner, on=False)
         llm.drafter = NoDrafter()
         plain, result["ar"] = decode(llm, prompts, args.tokens)
         result["tree equals ar"] = agreement(texts, plain)
+        if args.device == "cuda":
+            plan = Plan("async", draft_steps=args.steps, draft_tp=0)
+            llm.verifier, llm.drafter = BesideVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
+            texts, result["async"] = decode(llm, prompts, args.tokens)
+            result["async equals ar"] = agreement(texts, plain)
     return result
 
 

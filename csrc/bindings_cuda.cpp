@@ -1,6 +1,7 @@
 // Projections on a GPU. Addresses are of device memory; the kernels read 16 bytes at a time.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -39,6 +40,12 @@ std::unique_ptr<Weights> make_weights(uintptr_t data, uintptr_t bias, int64_t k,
   check(data != 0 && data % 128 == 0, "data is null, or not aligned to 128 bytes");
   const auto* first = pointer_arg<const float>("bias", bias, 0);
   return std::make_unique<Weights>(Weights{plan, reinterpret_cast<const void*>(data), first, cuda::prepare(plan)});
+}
+
+void precede(Weights& weights, uintptr_t tiles, int64_t bytes) {
+  check(tiles != 0 && tiles % 128 == 0 && bytes >= 0 && bytes % 128 == 0, "tiles are null, or not lines of 128 bytes");
+  weights.next = reinterpret_cast<const uint8_t*>(tiles);
+  weights.next_bytes = std::min(bytes, cuda::tiles::kAheadBytes);
 }
 
 void repack_int4(int64_t k, int64_t n, int64_t group, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
@@ -124,6 +131,28 @@ void linear_virtual(const std::vector<const Weights*>& weights, const std::vecto
   cuda::linear_virtual(args.data(), static_cast<int>(count), delays, stream_of(stream));
 }
 
+cuda::GatherArgs gather_args(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count) {
+  check(count >= 0 && cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
+  return {&channel, pointer_arg<const uint32_t>("mine", mine, count), pointer_arg<uint32_t>("out", out, count), count};
+}
+
+void gather(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count, uintptr_t stream) {
+  cuda::gather(gather_args(channel, mine, out, count), stream_of(stream));
+}
+
+void gather_virtual(const std::vector<const Channel*>& channels, const std::vector<uintptr_t>& mine,
+                    const std::vector<uintptr_t>& out, int64_t count, uintptr_t stream) {
+  const size_t ranks = channels.size();
+  check(ranks >= 1 && ranks <= cuda::kMaxPeers && mine.size() == ranks && out.size() == ranks && count >= 1,
+        "one of each for 1 to 8 ranks");
+  std::vector<cuda::GatherArgs> args;
+  for (size_t r = 0; r < ranks; ++r) {
+    check(channels[r] != nullptr, "a rank without channel");
+    args.push_back(gather_args(*channels[r], mine[r], out[r], count));
+  }
+  cuda::gather_virtual(args.data(), static_cast<int>(ranks), stream_of(stream));
+}
+
 }  // namespace
 
 void bind_linear(py::module_& m) {
@@ -131,7 +160,9 @@ void bind_linear(py::module_& m) {
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
            py::arg("done"), py::arg("trouble"), py::arg("patience"));
   py::class_<Weights>(m, "CudaWeights", "A projection's tiles on the current device; see cuda::Weights in kernels.h.")
-      .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"));
+      .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"))
+      .def("precede", &precede, py::arg("tiles"), py::arg("bytes"),
+           "The tiles that L2 is to have when this projection ends, for as long as both are used.");
   m.def("cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return plan_of(k, n, group).bytes(); },
         py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
   m.def("cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(plan_of(8, n, 0), rows); },
@@ -148,6 +179,10 @@ void bind_linear(py::module_& m) {
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("rows"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels.h.");
+  m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("count"),
+        py::arg("stream"), "See cuda::GatherArgs in kernels.h.");
+  m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("count"),
+        py::arg("stream"), "All ranks of a group in one launch, for tests.");
 }
 
 }  // namespace swiftspec::binding

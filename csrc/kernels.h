@@ -174,6 +174,17 @@ void linear(const LinearArgs& args, Stream stream);
 // All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);
 
+// out[r, i] = mine[i] of rank r, words of 4 bytes, over the lines of a group: (count + 1) / 2 of them.
+struct GatherArgs {
+  const Channel* channel;
+  const uint32_t* mine;  // [count]
+  uint32_t* out;         // [ranks, count]
+  int64_t count;         // the same on all ranks
+};
+void gather(const GatherArgs& args, Stream stream);
+// All ranks of a group in one cooperative launch, for tests.
+void gather_virtual(const GatherArgs* ranks, int count, Stream stream);
+
 // RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, in two steps: `plan_attention` once a forward,
 // `attention` once a layer. See attention.h. All pointers are the device's; those that are not const are scratch of the
 // sizes named, in any state.

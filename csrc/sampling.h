@@ -23,10 +23,11 @@ struct LogSum {
   float top, total;
 };
 
+// Rounded operation by operation: else a compiler may join a product with the sum, and the order of a and b would count.
 SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.total + b.total};
-  return {top, a.total * expf(a.top - top) + b.total * expf(b.top - top)};
+  return {top, noise::add(noise::mul(a.total, expf(a.top - top)), noise::mul(b.total, expf(b.top - top)))};
 }
 
 // A lane's sum of exponentials and those of more scores.

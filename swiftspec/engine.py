@@ -20,6 +20,7 @@ from swiftspec.params import Plan, SamplingParams
 from swiftspec.remote.rank import Rank
 from swiftspec.remote.world import START_TIMEOUT, World, run_on
 from swiftspec.spec.acceptance import Acceptance
+from swiftspec.worker.beside import BesideVerifier
 from swiftspec.worker.drafter import Expendable, NoDrafter, SteppedDrafter
 from swiftspec.worker.policy import Pace
 from swiftspec.worker.roles import Models, Options
@@ -150,7 +151,8 @@ class LLM:
         elif self.plan.mode == "smc":
             self.smc = models.population(self.plan, progress=progress)
         else:
-            self.verifier = models.verifier(self.plan, progress=progress)
+            verifier = models.verifier(self.plan, progress=progress)
+            self.verifier = BesideVerifier(verifier) if self.plan.mode == "async" else verifier
             if self.plan.mode != "ar":
                 drafter = models.drafter(self.plan, progress=progress)
                 self.drafter = drafter if log is None else LaneDrafter(drafter, log.draft)

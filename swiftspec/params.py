@@ -126,8 +126,9 @@ class PopulationPlan:
 class Plan:
     """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
 
-    In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft. In mode
-    serial and mode smc one group runs both models in turn, so the two sizes are the same; in mode ar there is no draft.
+    In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft; 1 and 0 are
+    one rank whose GPU runs both at the same time. In mode serial and mode smc one group runs both models in turn, so
+    the two sizes are the same; in mode ar there is no draft.
     """
 
     mode: str = "serial"
@@ -157,7 +158,8 @@ class Plan:
             object.__setattr__(self, "draft_tp", usual)
         _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
         if self.mode == "async":
-            _check(self.draft_tp >= 1, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
+            alone = self.draft_tp == 0 and self.target_tp == 1
+            _check(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
         elif self.mode == "serial":
             sizes = f"1 or {usual}" if usual > 1 else "1"
             _check(self.draft_tp in (1, usual), f"draft_tp must be {sizes} in mode serial, not {self.draft_tp}")
@@ -234,10 +236,13 @@ class Plan:
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
 
-def split_ranks(mode: str, ranks: int, target_tp: int | None, draft_tp: int | None) -> tuple[int, int]:
+def split_ranks(
+    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, gpu: bool = False
+) -> tuple[int, int]:
     """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
 
-    With both open the draft gets a quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    One rank with a `gpu` may run both models at the same time, which is 1 and 0. With both open the draft gets a
+    quarter of the ranks, since a small model gains little from more (paper, Table 1).
     """
     if mode != "async":
         _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
@@ -246,6 +251,8 @@ def split_ranks(mode: str, ranks: int, target_tp: int | None, draft_tp: int | No
         hint = "it is 1, the draft whole on rank 0, or left out" if mode == "serial" else "leave --draft-tp out"
         _check(draft_tp in sizes, f"mode {mode} has no draft group of its own: {hint}")
         return ranks, usual if draft_tp is None else draft_tp
+    if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
+        return 1, 0
     _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
     if draft_tp is None:
         draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp

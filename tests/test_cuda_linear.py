@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from swiftspec import _C
 from swiftspec.errors import UserError
 from swiftspec.model.linear import DenseWeight
-from swiftspec.ops import cuda_linear
+from swiftspec.ops import cuda, cuda_linear
 
 WEIGHT = DenseWeight(torch.ones(32, 64, dtype=torch.bfloat16))
 needs_cuda = pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
@@ -47,6 +50,17 @@ def test_other_gpus_and_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     assert "not float16" in refusal("cuda:0", torch.float16)
 
 
+def test_each_qkv_names_the_tiles_of_its_o() -> None:
+    named: list[tuple[int, int]] = []
+    native = SimpleNamespace(precede=lambda address, count: named.append((address, count)))
+    layers = [
+        SimpleNamespace(qkv=SimpleNamespace(native=native), o=SimpleNamespace(tiles=torch.ones(n))) for n in (2, 3)
+    ]
+    stack: Any = SimpleNamespace(layers=layers)
+    assert cuda.fuse(stack) is None
+    assert named == [(layer.o.tiles.data_ptr(), layer.o.tiles.nbytes) for layer in layers]
+
+
 @needs_cuda
 @pytest.mark.parametrize(
     ("k", "n", "group", "cause"),
@@ -73,6 +87,14 @@ def test_channels_are_checked() -> None:
     for change in wrong:
         with pytest.raises(ValueError):
             _C.CudaChannel(**(good | change))
+
+
+@needs_cuda
+def test_messages_are_checked() -> None:
+    channel = _C.CudaChannel(rank=0, inboxes=[64, 128], lines=4, epoch=8, done=8, trouble=8, patience=1.0)
+    for mine, out, count in ((0, 64, 1), (64, 0, 1), (64, 66, 1), (64, 64, 9), (64, 64, -1)):
+        with pytest.raises(ValueError):
+            _C.gather_cuda(channel, mine, out, count, 0)
 
 
 @needs_cuda

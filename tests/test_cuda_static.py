@@ -50,6 +50,9 @@ def test_faults_are_seen() -> None:
     for bad in (Kernel(40, stack=8, ptx=ptx), Kernel(40, spills=4, ptx=ptx), Kernel(40, ptx=ptx, counts={"STL": 1}),
                 Kernel(40, ptx=ptx.replace("mma", ""))):  # fmt: skip
         assert len(sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": bad}))) == 1
+    too_early = " ".join(("ld.param.b64 %rd1, [p];", "ld.global.b32 %r1, [%rd1];", ptx))
+    early = sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=too_early)}))
+    assert early == ["linear: linear_kernel<1>: ld.global.b32 before griddepcontrol.wait"]
     written = {"nvcc": "1", "kernels": {"linear: linear_kernel<1>": {"registers": 41, "HMMA": 3}}}
     assert sass_gate.changed_figures(good, written) == ["linear: linear_kernel<1>: registers 41 -> 40"]
     assert sass_gate.changed_figures(good, written | {"nvcc": "2"}) == []

@@ -17,12 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from swiftspec.model.loader import load_model
+from swiftspec.model.peers import PeerParallel
 from swiftspec.ops import cuda_tree, unfused
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
-from tests.same_rounds import same_rounds
+from tests.same_rounds import as_paths, same_rounds
 from tests.test_graph import Rerun
+from tests.thread_group import ThreadGroup, on_ranks
 from tests.tiny import make_checkpoint
 
 W, K, D = 3, 4, 3
@@ -87,9 +89,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
 
 
-def drafters(checkpoint: Path, plan: Plan, kind: type[LocalDrafter]) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
+def drafters(
+    checkpoint: Path, plan: Plan, kind: type[LocalDrafter], group: Any = None
+) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
     """One with the host, one without."""
-    model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256)
+    model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
     with_tree: Any = SimpleNamespace(**vars(unfused), DeviceTree=cuda_tree.DeviceTree)
     capture, slots = Rerun(), 8 * W * D
     runners = [
@@ -132,6 +136,44 @@ def test_rounds_are_those_with_the_host(
     assert ours._on_device is not None and bool(ours._on_device._graphs) == plain and capture.captures > 0
     if plain and kind is LocalDrafter:
         assert "forward_tree" not in calls[:10], "after the root no expansion has the host"
+
+
+def peers(group: ThreadGroup, most: int) -> PeerParallel:
+    """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
+    sums = SimpleNamespace(takes=lambda x: x.nbytes <= most, gather=group.all_gather)
+    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(sums=sums))
+    group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]
+    joined = PeerParallel(*ends)
+    joined.all_reduce = group.all_reduce  # pyright: ignore[reportAttributeAccessIssue]
+    return joined
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """On every rank, and as the group with the host does; each rank captures as often as the others."""
+    plan = Plan(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
+
+    def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
+        host, ours, capture = drafters(checkpoint, plan, AheadDrafter, peers(group, 1 << 16))
+        same_rounds(host, ours, sampling, 64)
+        assert ours._on_device is not None and ours._on_device._graphs
+        ours.open(0, [1, 2, 3], sampling, 3)
+        return capture.captures, capture.replays, [as_paths(ours.propose())]
+
+    found = on_ranks(size, work)
+    assert all(one == found[0] for one in found)
+
+
+def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path) -> None:
+    plan = Plan(verify_batch=K, draft_leaves=W, draft_steps=D)
+    longest = 8 * W * (2 * K + 1)
+
+    def work(group: ThreadGroup) -> list[bool]:
+        made = [drafters(checkpoint, plan, LocalDrafter, peers(group, most))[1] for most in (longest - 1, longest)]
+        return [drafter._on_device is not None for drafter in made]
+
+    assert on_ranks(2, work) == [[False, True]] * 2
 
 
 def test_a_calibration_that_changes_goes_step_by_step(checkpoint: Path) -> None:

@@ -109,7 +109,7 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
     rates = {"tok/s": 200.0, "tok/round": 3.0}
     decoded = {
         "pair": "Llama-3-70B,Llama-3.2-3B", "ops": ["cuda", "cuda"], "serial": rates, "ar": rates, "same text": 1.0,
-        "step ms": {"Llama-3-70B": 11.0, "Llama-3.2-3B": 2.0},
+        "step ms": {"Llama-3-70B": 11.0, "Llama-3.2-3B": 2.0}, "async": rates | {"tok/s": 170.0},
     }  # fmt: skip
     whole = {"steps": [], "decodes": [decoded, decoded | {"ops": ["unfused", "unfused"]}]}
     kernels = {"machine": {"copy GB/s": 4300.0}, "results": results}
@@ -122,9 +122,10 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
         "step Llama-3-70B": "goal",
         "step Llama-3.2-3B": "MISS",
         "decode Llama-3-70B,Llama-3.2-3B": "ok",
+        "decode Llama-3-70B,Llama-3.2-3B at once": "MISS",
     }
     gpu_check.report(whole, kernels)
-    assert "3 of 7 targets missed" in capsys.readouterr().out
+    assert "4 of 8 targets missed" in capsys.readouterr().out
     gpu_check.report({"steps": [], "decodes": []}, None)  # nothing came back
 
 

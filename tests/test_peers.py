@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from swiftspec.batch import Proposal
 from swiftspec.errors import RankLost, UserError
 from swiftspec.model import peers
 from swiftspec.model.loader import load_model
 from swiftspec.ops import cuda, cuda_linear, cuda_peers, unfused
+from swiftspec.params import SamplingParams
 from swiftspec.worker.roles import Models
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.verifier import LocalVerifier
 from tests.thread_group import ThreadGroup
 from tests.tiny import make_checkpoint
 
@@ -197,6 +200,27 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(sums(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fit the lines of the longest product, in whole words; others by the library."""
+    end: Any = object.__new__(cuda_linear.Communicator)
+    end._lines = 4
+    sizes = {(8, torch.float32): True, (4, torch.float64): True, (9, torch.float32): False, (3, torch.bfloat16): False}
+    for (count, dtype), taken in sizes.items():
+        x: Any = SimpleNamespace(is_cuda=True, nbytes=count * dtype.itemsize)
+        assert end.takes(x) == taken
+    assert not end.takes(torch.zeros(2))  # not on a GPU
+    said: list[str] = []
+    stub = SimpleNamespace(takes=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
+    library = SimpleNamespace(
+        name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: said.append("library")
+    )
+    ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(sums=stub))
+    group = peers.PeerParallel(*ends)
+    for count in (2, 3):
+        group.all_gather(torch.zeros(count))
+    assert said == ["kernel", "library"]
+
+
 @pytest.mark.parametrize("word", [0, 1])
 def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
@@ -218,6 +242,13 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
     )
     with pytest.raises(kind, match=text):
         runner.prefill([1, 2])
+    verifier = LocalVerifier(runner, 64)
+    model.forward = lambda *args, **more: torch.zeros(1, 64)
+    group.all_gather = fail  # what the ranks say of their logits
+    stands_in[2].sums.takes = lambda x: False
+    verifier.open(0, [1], SamplingParams(temperature=0), 1)
+    with pytest.raises(kind, match=text):
+        verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
 
 
 def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,9 @@ def lines(whole: dict[str, Any], kernels: dict[str, Any] | None) -> Iterator[Lin
         if target is not None:
             name = f"decode {decoded['pair']}"
             yield Line(name, "tok/s", decoded["serial"]["tok/s"], target.accept, target.goal, more=True)
+            if "async" in decoded:
+                both = decoded["async"]["tok/s"]
+                yield Line(f"{name} at once", "tok/s", both, target.accept, target.goal, more=True)
 
 
 def _widths(cases: Iterable[dict[str, dict[str, Any]]]) -> Iterator[Line]:
@@ -202,7 +205,8 @@ def report(whole: dict[str, Any], kernels: dict[str, Any] | None) -> None:
     for decoded in whole["decodes"]:
         serial, plain, name = decoded["serial"], decoded["ar"], f"{decoded['pair']} on {' and '.join(decoded['ops'])}"
         print(f"{name}: {serial['tok/s']:.0f} tok/s, {serial['tok/round']:.2f} a round; without a tree", end=" ")
-        print(f"{plain['tok/s']:.0f}; {decoded['same text']:.0%} of the text is the small model's in float32")
+        beside = f", both models at once {decoded['async']['tok/s']:.0f}" if "async" in decoded else ""
+        print(f"{plain['tok/s']:.0f}{beside}; {decoded['same text']:.0%} of the text is the small model's in float32")
     for step in whole["steps"]:
         print(f"{step['name']:44} {step['state']}, {step['seconds']:.0f} s")
     print(f"{sum('MISS' in str(line) for line in found)} of {len(found)} targets missed")

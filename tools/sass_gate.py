@@ -26,17 +26,24 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "tests/data/cuda_static.json"
 ARCH = "arch=compute_90a,code=sm_90a"
+WAIT = "griddepcontrol.wait"  # of a kernel that may start before the one in front of it has ended
 # What a kernel's PTX must contain, by the beginning of its name.
 REQUIRED = {
-    "linear_kernel": ("mma.sync.aligned.m16n8k16", "cp.async.bulk", "mbarrier.try_wait", "griddepcontrol.wait",
-                      "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v2.b64"),
+    "linear_kernel": ("mma.sync.aligned.m16n8k16", "cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT,
+                      "mbarrier.try_wait", "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v2.b64"),
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared",
-                         "mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
-    "children_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
+                         "mapa", "barrier.cluster.arrive", "barrier.cluster.wait", WAIT),
+    "gather_kernel": ("ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64", WAIT),
+    "children_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait", WAIT),
     "verify_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
+    "list_kernel": (WAIT,),
+    "embed_kernel": (WAIT,),
+    "add_kernel": (WAIT,),
 }  # fmt: skip
+# What a kernel that waits must not do before; bulk copies may fetch weights, which no kernel writes.
+TOUCHES = re.compile(r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*")
 # Instructions that are counted, by the beginning of their names.
-COUNTED = ("HMMA", "UBLKCP", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
+COUNTED = ("HMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
 LOCAL = ("LDL", "STL")
 
 
@@ -156,6 +163,8 @@ def broken_rules(report: Report) -> list[str]:
         complaints += [f"{name}: local memory ({op})" for op in LOCAL if (kernel.counts or {}).get(op)]
         wanted = [w for start, names in REQUIRED.items() if name.partition(": ")[2].startswith(start) for w in names]
         complaints += [f"{name}: no {text}" for text in wanted if text not in kernel.ptx]
+        if (early := TOUCHES.search(kernel.ptx.partition(WAIT)[0])) and WAIT in kernel.ptx:
+            complaints.append(f"{name}: {early[0]} before {WAIT}")
     return complaints
 
 

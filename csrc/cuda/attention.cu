@@ -5,7 +5,8 @@
 
 #include <algorithm>
 
-#include "check.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -14,6 +15,7 @@ using namespace attention;
 namespace cg = cooperative_groups;
 
 __global__ void claim_kernel(const __grid_constant__ AttentionPlan p) {
+  ptx::launch_dependents();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row < p.rows) claim(p, row);
 }
@@ -21,6 +23,8 @@ __global__ void claim_kernel(const __grid_constant__ AttentionPlan p) {
 // A block lists the rows of one group.
 __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ AttentionPlan p) {
   __shared__ int base, keys;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
   const int thread = static_cast<int>(threadIdx.x);
   RowGroup group = rows_at(p, blockIdx.x);
   if (thread == 0) {
@@ -61,11 +65,16 @@ __device__ bool is_last(const Job& j, Shared<kDim>& s, cg::cluster_group& cluste
 
 // Grid: (blocks of clusters that share the parts of a row, heads, clusters that share the groups). Every loop is the same
 // for all blocks of a cluster, so that they meet at its barriers.
+//
+// It starts early, but lets nobody start before its end: with few heads it leaves many SMs idle, on which the blocks of the
+// next projection would settle two by two, and stay so for their whole stream of weights. The projection in front of it
+// has asked for the first of these weights instead (Weights::next).
 template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionPlan p, const uint16_t* qkv, uint16_t* keys, uint16_t* values,
                      uint16_t* out) {
   extern __shared__ __align__(16) uint8_t memory[];
+  ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<Shared<kDim>*>(memory);
   cg::cluster_group cluster = cg::this_cluster();
   const int rank = static_cast<int>(cluster.block_rank()), thread = static_cast<int>(threadIdx.x);
@@ -95,25 +104,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kDim>
-cudaLaunchConfig_t config(cudaLaunchAttribute& attribute, dim3 grid, Stream stream) {
+cudaLaunchConfig_t config(cudaLaunchAttribute (&attributes)[2], dim3 grid, Stream stream) {
   check(cudaFuncSetAttribute(attention_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<kDim>)),
         "attention");
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {kCluster, 1, 1};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCluster, 1, 1};
+  attributes[1] = early();
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = kThreads;
   config.dynamicSmemBytes = sizeof(Shared<kDim>);
   config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return config;
 }
 
 template <int kDim>
 int64_t clusters_at_a_time() {
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t launch = config<kDim>(attribute, kCluster, nullptr);
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t launch = config<kDim>(attributes, kCluster, nullptr);
+  launch.numAttrs = 1;  // how it is launched does not change what fits
   int count = 0;
   check(cudaOccupancyMaxActiveClusters(&count, attention_kernel<kDim>, &launch), "attention");
   return std::max(count, 1);
@@ -125,8 +136,8 @@ void launch(const AttentionPlan& p, const void* qkv, void* keys, void* values, v
   const int64_t each = most(p.clusters / p.kv_heads, 1), z = least(each, groups_of(p));
   const int64_t x = least(each / z, parts(p.capacity, kPart));
   const dim3 grid(static_cast<unsigned>(x * kCluster), static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(z));
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t launch = config<kDim>(attribute, grid, stream);
+  cudaLaunchAttribute attributes[2]{};
+  const cudaLaunchConfig_t launch = config<kDim>(attributes, grid, stream);
   check(cudaLaunchKernelEx(&launch, attention_kernel<kDim>, p, static_cast<const uint16_t*>(qkv),
                            static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out)),
         "attention");
@@ -147,8 +158,8 @@ int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_at_a_time<
 void plan_attention(const AttentionPlan& p, Stream stream) {
   if (p.rows == 0) return;
   claim_kernel<<<static_cast<unsigned>(parts(p.rows, kThreads)), kThreads, 0, stream>>>(p);
-  list_kernel<<<static_cast<unsigned>(groups_of(p)), kThreads, 0, stream>>>(p);
   check(cudaGetLastError(), "plan_attention");
+  launch_early("plan_attention", list_kernel, dim3(static_cast<unsigned>(groups_of(p))), kThreads, stream, p);
 }
 
 void attention(const AttentionPlan& p, const void* qkv, void* keys, void* values, void* out, Stream stream) {

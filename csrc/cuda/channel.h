@@ -43,12 +43,11 @@ struct Session {
     }
   }
 
-  // The sum of this line's four bf16 over all ranks, in the order of the ranks, rounded once. All lines are looked at
-  // before any is waited for, so that their latencies overlap. False: the wait gave up.
+  // What every rank has sent as this line. All are looked at before any is waited for, so that their latencies overlap.
+  // False: the wait gave up.
   template <class Wait>
-  SWIFTSPEC_HD bool reduce(int64_t line, uint64_t& total, Wait& wait) const {
+  SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
     const uint32_t flag = ll::flag_of(epoch, rules());
-    uint64_t payload[kMaxPeers];
     for (;;) {
       int missing = -1;
       SWIFTSPEC_UNROLL
@@ -56,9 +55,16 @@ struct Session {
         if (r >= channel.layout.ranks) continue;
         if (!ll::look<Memory>(line_at(channel.rank, r, line), flag, payload[r])) missing = r;
       }
-      if (missing < 0) break;
+      if (missing < 0) return true;
       if (!wait.again(missing)) return false;
     }
+  }
+
+  // The sum of this line's four bf16 over all ranks, in the order of the ranks, rounded once. False: the wait gave up.
+  template <class Wait>
+  SWIFTSPEC_HD bool reduce(int64_t line, uint64_t& total, Wait& wait) const {
+    uint64_t payload[kMaxPeers];
+    if (!collect(line, payload, wait)) return false;
     total = sum(payload);
     return true;
   }
@@ -80,6 +86,47 @@ struct Session {
     uint64_t total = 0;
     for (int i = 0; i < 4; ++i) total |= static_cast<uint64_t>(ll::Bfloat16::round(sums[i])) << 16 * i;
     return total;
+  }
+};
+
+// A message of `count` words of 4 bytes as lines: two to each, and 0 where there is none.
+SWIFTSPEC_HD int64_t word_lines(int64_t count) { return (count + 1) / 2; }
+
+SWIFTSPEC_HD uint64_t words_of(const uint32_t* words, int64_t count, int64_t line) {
+  const uint64_t high = 2 * line + 1 < count ? words[2 * line + 1] : 0;
+  return high << 32 | words[2 * line];
+}
+
+SWIFTSPEC_HD void put_words(uint32_t* words, int64_t count, int64_t line, uint64_t payload) {
+  words[2 * line] = static_cast<uint32_t>(payload);
+  if (2 * line + 1 < count) words[2 * line + 1] = static_cast<uint32_t>(payload >> 32);
+}
+
+// A thread's share of a launch by which every rank of a group learns the message of every other.
+struct Gather {
+  const uint32_t* mine;  // [count]
+  uint32_t* out;         // [ranks, count]
+  int64_t count;
+
+  template <class Memory>
+  SWIFTSPEC_HD void send(const Session<Memory>& session, int64_t thread, int64_t threads) const {
+    for (int64_t line = thread; line < word_lines(count); line += threads) {
+      session.broadcast(line, words_of(mine, count, line));
+    }
+  }
+
+  // Once the thread has sent; whatever the other ranks' threads are.
+  template <class Memory, class Wait>
+  SWIFTSPEC_HD bool receive(const Session<Memory>& session, int64_t thread, int64_t threads, Wait& wait) const {
+    for (int64_t line = thread; line < word_lines(count); line += threads) {
+      uint64_t payload[kMaxPeers];
+      if (!session.collect(line, payload, wait)) return false;
+      SWIFTSPEC_UNROLL
+      for (int r = 0; r < kMaxPeers; ++r) {
+        if (r < session.channel.layout.ranks) put_words(out + r * count, count, line, payload[r]);
+      }
+    }
+    return true;
   }
 };
 

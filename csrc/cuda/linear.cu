@@ -4,9 +4,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "check.cuh"
 #include "epilogue.cuh"
-#include "kernels.h"
+#include "launch.cuh"
 #include "ll.cuh"
 
 namespace swiftspec::cuda {
@@ -63,6 +62,13 @@ __device__ void multiply(const LinearTask& task, const Place& at, bool staged, u
   }
 }
 
+// Asks for this warp's part of what the next projection reads first.
+__device__ void ask_ahead(const LinearTask& task, const Place& at, int block) {
+  if (at.lane != 0) return;
+  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
+  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes));
+}
+
 // Waits for what the other ranks have sent of this warp's units, and writes the outputs.
 template <int kRows8, class Ranks>
 __device__ void receive(const Ranks& ranks, const LinearTask& task, const Place& at,
@@ -115,6 +121,7 @@ __device__ void linear_body(const Ranks& ranks) {
       }
     });
   }
+  ask_ahead(task, at, ranks.block());  // its own weights have come
   if (reduces) {
     receive<kRows8>(ranks, task, at, session);
     end_epoch(session, tiles::ll_lines(task.plan, task.rows), ranks.block(), ranks.blocks());
@@ -145,6 +152,7 @@ int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
   const auto rows = static_cast<int32_t>(a.rows);
+  clusters = std::clamp(w.plan.turns(), 1, clusters);
   const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
                    a.swiglu, rows};
   return {w.plan,
@@ -154,8 +162,11 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           static_cast<const uint16_t*>(a.norm),
           a.eps,
           rows,
-          std::clamp(w.plan.turns(), 1, clusters),
-          to};
+          clusters,
+          to,
+          w.next,
+          w.next_bytes,
+          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.plan.cluster() * tiles::kWarps)};
 }
 
 template <class Ranks>
@@ -239,10 +250,7 @@ void linear(const LinearArgs& args, Stream stream) {
   const int rows8 = rows8_of(args.rows);
   OneRank ranks{task_of(args, rows8, args.weights->clusters), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch(ranks, *args.weights, rows8, ranks.task.clusters, early, stream);
+  launch(ranks, *args.weights, rows8, ranks.task.clusters, early(), stream);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {

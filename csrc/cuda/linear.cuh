@@ -17,6 +17,8 @@ struct LinearTask {
   float eps;
   int32_t rows, clusters;
   Outputs to;
+  const uint8_t* next;  // as in Weights
+  int64_t next_bytes, next_each;  // of a warp
 };
 
 // Where a thread stands.

@@ -28,7 +28,21 @@ constexpr int kHalfShared = 115712;   // so that two CTAs fit: the next kernel's
 constexpr int kChunkBytes = 32768;    // of x in shared memory at a time, twice that for more than 16 rows
 constexpr int kMaxStages = 16, kFewStages = 4;  // tiles under way for each warp; with fewer a CTA takes all
 
+// Of the next projection, brought to L2 ahead. A third of the L2 of an H200, and what its memory gives while attention
+// takes 4 us: a model, to be measured.
+constexpr int64_t kAheadBytes = 16 << 20;
+
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `bytes` (a multiple of 128, as all tiles are) cut in slices of `each`, whole lines of a cache, for so many parts.
+struct Slice {
+  int64_t first, bytes;
+};
+SWIFTSPEC_HD int64_t slice_bytes(int64_t bytes, int64_t parts) { return ceil_div(bytes, 128 * parts) * 128; }
+SWIFTSPEC_HD Slice slice_of(int64_t bytes, int64_t each, int64_t part) {
+  const int64_t first = each * part < bytes ? each * part : bytes;
+  return {first, bytes - first < each ? bytes - first : each};
+}
 
 struct Plan {
   int64_t n, k, half;  // outputs, inputs, and how many outputs are `first`
@@ -155,6 +169,9 @@ struct Weights {
   const void* data;   // plan.bytes() of tiles
   const float* bias;  // [n], or null
   int32_t clusters;   // how many clusters run at once: what `prepare` returns
+  // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.
+  const uint8_t* next = nullptr;
+  int64_t next_bytes = 0;  // kAheadBytes at most
 };
 
 }  // namespace swiftspec::cuda

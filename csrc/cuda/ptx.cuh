@@ -60,7 +60,16 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// Programmatic dependent launch: the next kernel may start, and waits before it reads what this one writes.
+// Asks for `bytes` (a multiple of 16, like the address) of memory that nobody writes, so that they come to L2.
+__device__ inline void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+}
+
+// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said so.
+// `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is launched
+// early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads; so when it
+// has ended, all in front of it have.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -70,14 +79,15 @@ __device__ inline uint32_t cluster_rank() {
   return rank;
 }
 
-// A barrier of all threads of the cluster; what they wrote to shared memory before it is seen after it.
+// A barrier of all threads of the cluster; what they wrote to shared memory before it is seen after it. Not `.aligned`:
+// a warp may come to it in pieces, after a loop whose turns differ between its lanes.
 __device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // The same, without making writes visible.
 __device__ inline void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 // The address of CTA `rank`'s shared memory that corresponds to `p` in this one's.

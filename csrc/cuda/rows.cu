@@ -2,7 +2,8 @@
 
 #include <cuda_runtime.h>
 
-#include "check.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -29,6 +30,8 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const __grid_constant__ 
 }
 
 __global__ void embed_kernel(const int64_t* tokens, const Chunk* table, int64_t chunks, Chunk* out) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
   const int64_t row = blockIdx.x;
   for (int64_t i = threadIdx.x; i < chunks; i += blockDim.x) out[row * chunks + i] = table[tokens[row] * chunks + i];
 }
@@ -58,9 +61,8 @@ void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream) {
 
 void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_bytes, void* out, Stream stream) {
   if (rows == 0) return;
-  embed_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(tokens, static_cast<const Chunk*>(table),
-                                                                     row_bytes / 16, static_cast<Chunk*>(out));
-  check(cudaGetLastError(), "embed");
+  launch_early("embed", embed_kernel, dim3(static_cast<unsigned>(rows)), kThreads, stream, tokens,
+               static_cast<const Chunk*>(table), row_bytes / 16, static_cast<Chunk*>(out));
 }
 
 void rms_norm(const void* x, const void* weight, float eps, int64_t rows, int64_t dim, void* out, Stream stream) {

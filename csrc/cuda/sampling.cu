@@ -5,7 +5,8 @@
 
 #include <algorithm>
 
-#include "check.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -25,6 +26,8 @@ __global__ void gumbel_rows_kernel(uint64_t seed, uint32_t stream, const int64_t
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
     children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
   __shared__ Found found;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
   cg::cluster_group cluster = cg::this_cluster();
   const int block = static_cast<int>(cluster.block_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t row = blockIdx.y;
@@ -53,8 +56,7 @@ void gumbel_rows(uint64_t seed, uint32_t stream, const int64_t* positions, int64
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
   if (args.rows == 0) return;
   const dim3 grid(kBlocks, static_cast<unsigned>(args.rows));
-  children_kernel<<<grid, kThreads, 0, stream>>>(args, static_cast<int>(k), tokens, values);
-  check(cudaGetLastError(), "children");
+  launch_early("children", children_kernel, grid, kThreads, stream, args, static_cast<int>(k), tokens, values);
 }
 
 }  // namespace swiftspec::cuda

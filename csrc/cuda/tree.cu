@@ -2,7 +2,8 @@
 
 #include <cuda_runtime.h>
 
-#include "check.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -21,6 +22,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     add_kernel(const __grid_constant__ TreeState tree, int32_t w, const int32_t* node, int32_t k,
                const int64_t* tokens, const float* values) {
+  ptx::wait_for_dependencies();
   for (int i = static_cast<int>(threadIdx.x); i < w * k; i += kThreads) {
     tree::add_child(tree, node, k, i / k, i % k, tokens, values);
   }
@@ -37,8 +39,7 @@ void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const 
 
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream) {
-  add_kernel<<<1, kThreads, 0, stream>>>(tree, w, node, k, tokens, values);
-  check(cudaGetLastError(), "tree_add");
+  launch_early("tree_add", add_kernel, dim3(1), kThreads, stream, tree, w, node, k, tokens, values);
 }
 
 }  // namespace swiftspec::cuda

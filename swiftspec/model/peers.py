@@ -1,4 +1,5 @@
-"""Tensor parallelism over the GPUs of one machine: small sums inside the projections' kernels, the rest by NCCL."""
+"""Tensor parallelism over the GPUs of one machine: small sums in the projections' kernels, short messages in one
+of their own, the rest by NCCL."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LEAVING = 5.0  # seconds that a rank waits for the others to let go of its memor
 
 class PeerParallel:
     """A `parallel.Group` whose products of few rows are summed over peer memory (csrc/cuda/channel.h), in rank order
-    and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives.
+    and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives. So are short
+    messages gathered.
 
     A peer that does not come ends the kernels that wait for it, and with them the process's use of its GPU.
     """
@@ -44,7 +46,12 @@ class PeerParallel:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""
-        return self._group.all_gather(x)
+        sums = self._peers.sums
+        return sums.gather(x) if sums.takes(x) else self._group.all_gather(x)
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `all_gather` of x is a kernel of ours, which a graph may hold."""
+        return self._peers.sums.takes(x)
 
     def lost(self) -> RankLost | None:
         """Whether a peer that did not come is why the device reports an error."""

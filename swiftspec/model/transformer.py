@@ -94,7 +94,7 @@ class Transformer:
         self.group = group
         self._ops = ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
-        self._stack = Stack(
+        self.stack = Stack(
             embedding=weights.embedding.to(device, dtype),
             layers=[self._pack(layer) for layer in weights.layers],
             norm=ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device),
@@ -105,7 +105,7 @@ class Transformer:
             kv_heads=self.kv_heads,
             group=group,
         )
-        self.fused = ops.fuse(self._stack)
+        self.fused = ops.fuse(self.stack)
 
     def _pack(self, layer: LayerWeights) -> Layer:
         ops, dtype, device, eps = self._ops, self.dtype, self.device, self.config.rms_norm_eps
@@ -127,13 +127,13 @@ class Transformer:
         if self.fused is not None:
             return self.fused.forward(batch, cache, head)
         hidden = self._hidden(batch, cache)
-        return self._ops.norm_head(hidden, self._stack.norm, self._stack.head) if head else None
+        return self._ops.norm_head(hidden, self.stack.norm, self.stack.head) if head else None
 
     # inference mode saves a microsecond an operator; the head stays outside, so that logits are plain tensors
     @torch.inference_mode()
     def _hidden(self, batch: Batch, cache: Cache) -> Tensor:
         """[n, D], before the final norm."""
-        ops, stack = self._ops, self._stack
+        ops, stack = self._ops, self.stack
         reduce = None if self.group is None else self.group.all_reduce
         plan = ops.prepare(batch, cache, stack.cos, stack.sin, self.num_heads)
         hidden = ops.embed(batch.tokens, stack.embedding)

@@ -20,7 +20,8 @@ from swiftspec.ops.cuda_checks import check, current_stream
 from swiftspec.ops.cuda_linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
 from swiftspec.ops.cuda_sampling import children, draw, gumbel_rows, log_top_k
 from swiftspec.ops.cuda_tree import DeviceTree
-from swiftspec.ops.reference import PLAIN, Scores, fuse, gumbel_keyed, log_probs, rope_tables
+from swiftspec.ops.fused import Stack
+from swiftspec.ops.reference import PLAIN, Scores, gumbel_keyed, log_probs, rope_tables
 
 if TYPE_CHECKING:
     from swiftspec.config import ModelConfig
@@ -107,6 +108,14 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
     _C.embed_cuda(source, table, out.shape[0], out.shape[1] * out.element_size(), out.data_ptr(), current_stream())
     return out
+
+
+def fuse(stack: Stack) -> None:
+    """The stack still runs operator by operator. But each layer's QKV asks for the tiles of its O as it ends, for
+    attention, which comes in between, reads little memory."""
+    for layer in stack.layers:
+        tiles = layer.o.tiles
+        layer.qkv.native.precede(tiles.data_ptr(), tiles.nbytes)
 
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:

@@ -20,6 +20,7 @@ from swiftspec.ops.packing import Int4
 from swiftspec.ops.reference import Weight
 
 MAX_ROWS = 32  # of one launch
+WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
 TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
 
 
@@ -125,7 +126,7 @@ class Communicator:
         device: torch.device,
         patience: float = 2.0,
     ) -> None:
-        self.rank, self.size, self._trouble = rank, len(inboxes), trouble
+        self.rank, self.size, self._lines, self._trouble = rank, len(inboxes), lines, trouble
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
         self.native = _C.CudaChannel(
@@ -136,6 +137,16 @@ class Communicator:
     def epoch(self) -> Tensor:
         """[1] int64 on the device: how many products have been summed."""
         return self._epoch
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and as short as the longest product."""
+        return x.is_cuda and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""
+        mine, out = x.contiguous(), x.new_empty(self.size, *x.shape)
+        _C.gather_cuda(self.native, mine.data_ptr(), out.data_ptr(), mine.nbytes // WORD, _stream())
+        return out
 
     def trouble(self) -> str | None:
         """Why a kernel ended itself, in one line; to be asked when the device reports an error."""

@@ -251,7 +251,7 @@ class Settings(BaseSettings):
             if name in self.model_fields_set:
                 raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
         try:
-            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp)
+            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, gpu=self.device == "cuda")
             adapts = self.adapt and mode in ("serial", "async") and self.verify == "match"
             return Plan(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,

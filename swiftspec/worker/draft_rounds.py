@@ -1,7 +1,8 @@
 """A draft's round on the device: several expansions in a row as one graph, in which nobody waits for the host.
 
 The tree goes to the device, grows there and comes back: two copies and one wait a round, in place of a wait for each
-expansion. What a graph holds by value is its key; all else it reads where it lies.
+expansion. What a graph holds by value is its key; all else it reads where it lies. The ranks of a group whose kernels
+sum and gather by themselves have a graph each, and the same tree.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from swiftspec.batch import Batch
+from swiftspec.model.peers import PeerParallel
 from swiftspec.ops.cuda_sampling import MOST_CANDIDATES
 from swiftspec.ops.cuda_tree import MOST_LEAVES, DeviceTree
 from swiftspec.ops.reference import Scores
 from swiftspec.spec.noise import PositionNoise
 from swiftspec.spec.tree import DraftTree
+from swiftspec.spec.vocab import VocabShard
 from swiftspec.worker.graph import Capture
 from swiftspec.worker.runner import Runner
 
@@ -49,12 +52,16 @@ class DraftRounds:
     @staticmethod
     def of(runner: Runner, leaves: int, children: int, vocab: int) -> DraftRounds | None:
         """None where model or operators cannot do without the host, or the tree is too wide for them."""
-        make, capture = getattr(runner.ops, "DeviceTree", None), runner.capture
+        make, capture, group = getattr(runner.ops, "DeviceTree", None), runner.capture, runner.model.group
         fits = leaves <= MOST_LEAVES and children <= min(MOST_CANDIDATES, vocab)
-        if make is None or capture is None or runner.model.group is not None or not fits:
+        if make is None or capture is None or not fits:
+            return None
+        device = runner.model.device
+        message = torch.empty(leaves, 2 * children + 1, dtype=torch.float64, device=device)  # VocabShard.log_top_k's
+        if group is not None and not (isinstance(group, PeerParallel) and group.takes(message)):
             return None
         ops: Any = runner.ops
-        return DraftRounds(runner, ops, make(runner.tree_slots, children, leaves, runner.model.device), capture, vocab)
+        return DraftRounds(runner, ops, make(runner.tree_slots, children, leaves, device), capture, vocab)
 
     def room(self, tree: DraftTree) -> int:
         """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
@@ -74,12 +81,13 @@ class DraftRounds:
         self._numbers.copy_(self._staged, non_blocking=True)
         self._tree.put(tree)
         key = (count, temperature, tau, noise is not None)
-        if key not in self._graphs:
-            if len(self._graphs) == MOST_GRAPHS:
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = self._capture(lambda: self._expand(*key))[1]
-        self._graphs[key]()
-        self._tree.take(tree)
+        with self._runner.naming_lost():
+            if key not in self._graphs:
+                if len(self._graphs) == MOST_GRAPHS:
+                    del self._graphs[next(iter(self._graphs))]
+                self._graphs[key] = self._capture(lambda: self._expand(*key))[1]
+            self._graphs[key]()
+            self._tree.take(tree)
         cache.append_tree(count * len(self._sequence))
         self._runner.busy += time.perf_counter() - began
 
@@ -91,13 +99,23 @@ class DraftRounds:
             batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
             logits = self._runner.model.forward(batch, self._runner.cache)
             assert logits is not None
-            scores = Scores(temperature * tau)
-            if noisy:
-                # rows without a leaf may lie anywhere; their children are nobody's
-                places = (rows.positions + 1 - first).clamp_(0, len(self._noise) - 1)
-                scores = Scores(temperature, None, self._noise, places, tau)
-            self._tree.add_children(*self._ops.children(logits, self._vocab, self._tree.children, scores))
+            # rows without a leaf may lie anywhere; their children are nobody's
+            places = (rows.positions + 1 - first).clamp_(0, len(self._noise) - 1) if noisy else None
+            self._tree.add_children(*self._children(logits, temperature, tau, places))
         return self._tree.logprob
+
+    def _children(self, logits: Tensor, temperature: float, tau: float, places: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `Sampler.children`, operation by operation. `places`: the rows' noise, where there is some."""
+        group, count = self._runner.model.group, self._tree.children
+        if group is None:
+            if places is None:
+                return self._ops.children(logits, self._vocab, count, Scores(temperature * tau))
+            return self._ops.children(logits, self._vocab, count, Scores(temperature, None, self._noise, places, tau))
+        shard = VocabShard(group, logits.shape[-1], self._vocab)
+        scores = logits[:, : len(shard.tokens)] / temperature
+        if places is not None:
+            scores = scores + self._noise[:, shard.tokens.start : shard.tokens.stop][places]
+        return shard.log_top_k(scores / tau, count)
 
     def _fill(self, noise: PositionNoise, low: int, tree: DraftTree, count: int) -> int:
         """Sees to noise for the positions from `low` to the depth that the tree may reach. Returns where it begins."""

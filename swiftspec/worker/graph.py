@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -151,10 +152,13 @@ class Rounds:
 
 
 class CudaCapture:
-    """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other."""
+    """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other.
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    Captures of two threads take turns, by `turn`; meanwhile the other thread may launch, and wait for its own stream.
+    """
+
+    def __init__(self, turn: Lock) -> None:
+        self._pool, self._turn = torch.cuda.graph_pool_handle(), turn
 
     def __call__(
         self, forward: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
@@ -167,6 +171,6 @@ class CudaCapture:
                 restore()
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with self._turn, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = forward()
         return logits, graph.replay

@@ -139,7 +139,9 @@ class LocalDrafter:
             self.pending = []
         else:
             logits = self.runner.forward_tree(leaves.tokens, leaves.depths, leaves.mask)
-        self.tree.add_children(leaves.nodes, *self._children(logits, leaves))
+        with self.runner.naming_lost():  # a group's ranks speak here, too
+            children = self._children(logits, leaves)
+        self.tree.add_children(leaves.nodes, *children)
 
     def _children(self, logits: Tensor, leaves: Leaves) -> tuple[Ints, NDArray[np.floating]]:
         """k children of each leaf, and their weights: the best ones, or drawn ones."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
@@ -90,6 +91,7 @@ class Models:
     load: Load
     emulate: Emulation
     trace: Path | None
+    capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
     def check(
@@ -113,6 +115,8 @@ class Models:
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
         share = options.get("share_device", False)
         device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
+        if plan.mode == "async" and plan.ranks == 1 and device.type != "cuda":
+            raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
@@ -144,7 +148,7 @@ class Models:
         # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
         whole = group is None or isinstance(group, PeerParallel)
         captures = self.device.type == "cuda" and whole and getattr(ops, "CAPTURES", False)
-        capture = CudaCapture() if captures else None
+        capture = CudaCapture(self.capturing) if captures else None
         paced = model if times is None else PacedModel(model, times)
         return Runner(paced, ops, context=context, tree_slots=tree_slots, capture=capture)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -167,18 +168,24 @@ class Runner:
             kv_len=np.array(self.cache.kv_len()),
         )
         began = time.perf_counter()
-        try:
+        with self.naming_lost():
             logits = self._run(batch, head)
-        except RuntimeError:  # of the device too
-            group = self.model.group
-            if isinstance(group, PeerParallel) and (lost := group.lost()) is not None:
-                raise lost from None
-            raise
         self.busy += time.perf_counter() - began
         if logits is None or not several:
             return logits
         assert self._guidance is not None and logits.shape[0] == 2 * count
         return self._guidance.combine(logits)
+
+    @contextmanager
+    def naming_lost(self) -> Iterator[None]:
+        """Raises RankLost where a peer that did not come is why the device reports an error."""
+        try:
+            yield
+        except RuntimeError:
+            group = self.model.group
+            if isinstance(group, PeerParallel) and (lost := group.lost()) is not None:
+                raise lost from None
+            raise
 
     def _run(self, batch: HostBatch, head: bool) -> Tensor | None:
         device = self.model.device
@@ -188,7 +195,7 @@ class Runner:
             logits = self.model.forward(batch.to(device), self.cache, head=head)
         if device.type == "cuda":
             # the result is read at once; without this the time would be the launch's, and inputs would be overwritten
-            torch.cuda.synchronize(device)
+            torch.cuda.current_stream(device).synchronize()
         return logits
 
     def _rows(

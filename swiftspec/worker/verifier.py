@@ -108,10 +108,11 @@ class LocalVerifier:
         logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
         paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
-        if self._rejection is not None:
-            return self._rejection.walk(proposal, logits, paths, positions)
-        sampled = self._sampler.draw(logits, paths, positions)
-        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled.tolist())
+        with self.runner.naming_lost():  # a group's ranks speak here, too
+            if self._rejection is not None:
+                return self._rejection.walk(proposal, logits, paths, positions)
+            sampled = self._sampler.draw(logits, paths, positions).tolist()
+        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled)
         return path, tokens, []
 
 

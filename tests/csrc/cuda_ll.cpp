@@ -1,9 +1,11 @@
-// Launches that sum over ranks (csrc/cuda/channel.h) as threads, for the sanitizers: prints "ok", or says what is wrong.
+// Launches that sum over ranks, and between them some that gather (csrc/cuda/channel.h), as threads, for the sanitizers:
+// prints "ok", or says what is wrong.
 //
 //   cuda_ll RANKS EPOCHS FIRST_EPOCH AHEAD
 //
 // Each rank is a stream of launches of two CTAs, threads here, which meet at the end of a launch as kernels in a stream
 // do. With AHEAD a CTA sends for the next epoch before it receives for this one: what the third and fourth slot allow.
+// Every third launch gathers, but with AHEAD.
 #include <barrier>
 #include <cstdio>
 #include <cstdlib>
@@ -56,10 +58,14 @@ uint64_t expected(int ranks, uint64_t epoch, int64_t line) {
   return word;
 }
 
+// Word `i` of what a rank gathers; an odd number of words leaves half a line.
+uint32_t word(int rank, uint64_t epoch, int64_t i) { return static_cast<uint32_t>(payload(rank, epoch, i) >> 7); }
+
 int64_t length(uint64_t epoch) { return 1 + static_cast<int64_t>(epoch * 7 % kLines); }
 
 struct Rank {
   cuda::Channel channel;
+  std::vector<uint32_t> mine, out;
   std::barrier<> launch{kCtas};
 
   void send(uint64_t epoch, int cta, std::minstd_rand& dice) const {
@@ -70,13 +76,37 @@ struct Rank {
     }
   }
 
+  void gather(const cuda::Session<host::Memory>& session, int cta, Wait& wait) {
+    const int64_t count = 1 + static_cast<int64_t>(session.epoch * 5 % (2 * kLines));
+    const int ranks = channel.layout.ranks;
+    if (cta == 0) {
+      mine.resize(count);
+      for (int64_t i = 0; i < count; ++i) mine[i] = word(channel.rank, session.epoch, i);
+      out.assign(ranks * count, 0);
+    }
+    launch.arrive_and_wait();
+    const cuda::Gather task{mine.data(), out.data(), count};
+    task.send(session, cta, kCtas);
+    check(task.receive(session, cta, kCtas, wait), "a line did not come");
+    session.clean(cuda::word_lines(count), cta, kCtas);
+    launch.arrive_and_wait();
+    for (int64_t i = 0; i < ranks * count; ++i) {
+      check(out[i] == word(static_cast<int>(i / count), session.epoch, i % count), "a gathered word is wrong");
+    }
+  }
+
   void run(int cta, uint64_t first, uint64_t last, bool ahead) {
     std::minstd_rand dice(static_cast<unsigned>(channel.rank * 10 + cta + 1));
     Wait wait;
     if (ahead) send(first, cta, dice);
     for (uint64_t epoch = first; epoch < last; ++epoch) {
-      if (!ahead || epoch + 1 < last) send(epoch + (ahead ? 1 : 0), cta, dice);
       const cuda::Session<host::Memory> session{channel, epoch};
+      if (!ahead && epoch % 3 == 0) {
+        gather(session, cta, wait);
+        launch.arrive_and_wait();
+        continue;
+      }
+      if (!ahead || epoch + 1 < last) send(epoch + (ahead ? 1 : 0), cta, dice);
       for (int64_t line = cta; line < length(epoch); line += kCtas) {
         uint64_t total = 0;
         check(session.reduce(line, total, wait), "a line did not come");

@@ -271,9 +271,23 @@ void read_weights(Launch& l) {
 
 }  // namespace
 
+// What the warps of a launch ask for ahead is all that there is, once, in whole lines.
+void check_slices(int64_t bytes) {
+  for (const int64_t parts : {1, 8, 1056, 100000}) {
+    int64_t next = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      const Slice slice = slice_of(bytes, slice_bytes(bytes, parts), part);
+      require(slice.first == next && slice.bytes >= 0 && slice.bytes % 128 == 0, "slices with gaps, or of broken lines");
+      next += slice.bytes;
+    }
+    require(next == bytes, "slices of something else");
+  }
+}
+
 int main(int argc, char** argv) {
   if (argc == 4) {
     const Plan p = plan(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]));
+    for (const int64_t bytes : {int64_t{0}, int64_t{p.tile_bytes}, p.bytes(), kAheadBytes}) check_slices(bytes);
     std::printf("%d %d %d %d %d %d\n", p.warps_n(), p.cluster(), p.turns(), carve(p, 1).stages, carve(p, 2).stages,
                 carve(p, 4).stages);
     return 0;

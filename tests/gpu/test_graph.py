@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +18,10 @@ from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM
 from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
+from swiftspec.model.peers import PeerParallel
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
 from swiftspec.ops import cuda, unfused
+from swiftspec.ops.cuda_linear import Communicator, inbox, lines_of
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
 from swiftspec.worker.graph import CudaCapture
@@ -32,7 +37,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
     eager, graphed = runners = [
-        Runner(model, unfused, context=160, tree_slots=32, capture=capture) for capture in (None, CudaCapture())
+        Runner(model, unfused, context=160, tree_slots=32, capture=capture) for capture in (None, CudaCapture(Lock()))
     ]
     noise = np.random.default_rng(1)
     prefix = noise.integers(0, 4096, 70).tolist()
@@ -48,16 +53,18 @@ def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
             runner.cache.commit([0])
 
 
-def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu() -> None:
+@pytest.mark.parametrize("plan", [Plan(), Plan("async", draft_tp=0)], ids=["serial", "async"])
+def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: Plan) -> None:
+    """In turn, and both models at the same time on streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
     plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128).generate(prompt, sampling)
-    pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", Plan())
+    pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", plan)
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids
 
 
-def random_model() -> Transformer:
+def random_model(group: Any = None) -> Transformer:
     """Two layers with heads of 64, which the CUDA operators take, and any weights."""
     shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
     config = replace(ModelConfig.from_dir(DEMO / "draft"), num_layers=2, **shape)
@@ -72,19 +79,31 @@ def random_model() -> Transformer:
 
     vocab = config.vocab_size
     weights = ModelWeights(dense(vocab, 256).weight, [layer(), layer()], torch.ones(256), dense(vocab, 256))
-    return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512)
+    return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512, group=group)
+
+
+def group_of_one() -> PeerParallel:
+    """A rank that sums and gathers with itself, by the kernels of a group."""
+    device, lines = torch.device("cuda", 0), lines_of(256)
+    box, trouble = inbox(1, lines, device), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+    own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, device), kept=box)
+    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=None)
+    ends: tuple[Any, Any, Any] = (None, library, own)
+    return PeerParallel(*ends)
 
 
 @pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or no CUDA kernels")
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)], ids=str)
 @pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
-def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: SamplingParams) -> None:
-    """The same proposals as with the host between the expansions: no row depends on the others, or on its slots."""
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: SamplingParams, grouped: bool) -> None:
+    """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
+    group too, whose exchanges the graph holds."""
     plan = Plan(mode="async" if kind is AheadDrafter else "serial", verify_batch=8, draft_leaves=8, draft_steps=4)
-    model = random_model()
+    model = random_model(group_of_one() if grouped else None)
     alone, graphed = (
         kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, 4096)
-        for capture in (None, CudaCapture())
+        for capture in (None, CudaCapture(Lock()))
     )
     same_rounds(alone, graphed, sampling, 4096)
     assert graphed._on_device is not None and graphed._on_device._graphs

@@ -221,12 +221,52 @@ def test_flags_that_return_on_virtual_ranks() -> None:
                 assert torch.equal(out, ranks.expected(x, residual))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_gathers_over_virtual_ranks(size: int) -> None:
+    """Messages of any number of words, between sums that share their lines and epochs, across flags that return."""
+    ranks = Ranks(size, 512, 1024, 128)
+    for start in (0, 2**32 - 8):
+        for end in ranks.ends:
+            end.epoch.fill_(start)
+        for count in (1, 2, 7, 600, 16384, 136):
+            mine = [
+                torch.randint(2**31, (count,), generator=generator(r), dtype=torch.int32).cuda() for r in range(size)
+            ]
+            out = [torch.full((size, count + 1), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
+            _C.gather_cuda_virtual(
+                [end.native for end in ranks.ends], [m.data_ptr() for m in mine], [o.data_ptr() for o in out], count,
+                torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+            for found in out:
+                assert torch.equal(found.flatten()[: size * count].view(size, count), torch.stack(mine))
+                assert (found.flatten()[size * count :] == -1).all(), "nothing is written behind the messages"
+            x, residual = [rows_of(3, 512, r) for r in range(size)], rows_of(3, 1024, 7)
+            for summed in ranks.sum(x, residual, 0):
+                assert torch.equal(summed, ranks.expected(x, residual))
+
+
+def test_what_is_asked_for_ahead_changes_nothing() -> None:
+    """A projection that names the next one's tiles, more of them than are asked for and fewer than its warps."""
+    first, norm = ops.pack(weight(2048, 3072, 128), torch.bfloat16, DEVICE), norm_of(2048)
+    x, zero = rows_of(8, 2048), torch.zeros(8, 8192, dtype=torch.bfloat16, device=DEVICE)
+    for k, n, group in ((8192, 8192, 128), (64, 8192, 0), (128, 8, 128)):
+        then = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE)
+        rows = rows_of(8, k)
+        want = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
+        first.native.precede(then.tiles.data_ptr(), then.tiles.nbytes)
+        got = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
 def test_a_group_of_one_through_the_plain_entry() -> None:
     ranks = Ranks(1, 512, 1024, 128)
     x, residual = rows_of(40, 512), rows_of(40, 1024, 5)
     got = ops.linear_residual(x, ranks.packed[0], residual, ranks.ends[0])
     assert torch.equal(got, ranks.expected([x], residual))
     assert int(ranks.ends[0].epoch) == 2  # 32 rows, then 8
+    message = torch.randn(8, 17, dtype=torch.float64, device=DEVICE)
+    assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
+    assert int(ranks.ends[0].epoch) == 3
 
 
 ALONE = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
               for side in ("target", "draft")]  # fmt: skip
     workers: list[SMC] = []
     for captured in (False, True):
-        capture = CudaCapture() if captured else None
+        capture = CudaCapture(Lock()) if captured else None
         target, draft = (Runner(model, unfused, context=256, tree_slots=768, capture=capture) for model in models)
         workers.append(SMC(target, draft, PopulationPlan(4, 4, 0.5, 1.0, exact), 4096, longest=128, lag=1))
     for seed in (1, 2):
