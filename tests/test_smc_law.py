@@ -107,7 +107,7 @@ def test_five_tokens_and_longer_texts() -> None:
 def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
     runs, sampling = 250, SamplingParams(temperature=0.7)
     found = sample(PopulationPlan(8, 1, threshold, 2.0), sampling, runs)
-    assert found.resampled == pytest.approx(threshold)
+    assert found.resampled == pytest.approx(threshold, abs=0.02), "flat weights, now and then, need none"
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
 
 
