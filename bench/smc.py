@@ -4,9 +4,9 @@
     python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
 
 Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
-temperature), and how far that lies from plain sampling's on the same prompts and seeds, with its standard error. A text
-that reads like the draft's lies below. All configurations take turns on every prompt, and times are this thread's CPU
-time, so that other work on the machine counts less; only ratios within one run mean much.
+temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
+error. A text that reads like the draft's lies below. All configurations take turns on every prompt, and times are this
+thread's CPU time, so that other work on the machine counts less; only ratios within one run mean much.
 """
 
 from __future__ import annotations
