@@ -1,11 +1,12 @@
 """Speed and quality of mode smc against particles N and draft tokens K, on the embedded pair and held-out prompts.
 
-    python -m bench.smc [--particles 1,4,8,64] [--steps 1,4,16] [--ops reference] [--plot docs/smc.svg] [--memory]
+    python -m bench.smc [--particles 1,4,8] [--steps 4] [--ops reference] [--memory]
+    python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
 
 Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
-temperature), and how far that lies from plain sampling's on the same prompts and seeds, with its standard error. A text
-that reads like the draft's lies below. All configurations take turns on every prompt, and times are this thread's CPU
-time, so that other work on the machine counts less; only ratios within one run mean much.
+temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
+error. A text that reads like the draft's lies below. All configurations take turns on every prompt, and times are this
+thread's CPU time, so that other work on the machine counts less; only ratios within one run mean much.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.engine import LLM
+from swiftspec.engine import LLM, Completion
 from swiftspec.model.loader import load_model
 from swiftspec.ops import reference
 from swiftspec.params import Plan, PopulationPlan, SamplingParams
@@ -33,11 +34,16 @@ from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC
 
 CONTEXT = 1536
+PLAIN = 8  # plain texts a request: they cost little, and every distance is one from their mean
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#b07d12", "#6a4c93")
+LABELS = ((5, -7, "start"), (5, 15, "start"), (-5, -7, "end"), (-5, 15, "end"))  # where N stands, curve by curve
+Y_AXIS = "log p per token, above plain sampling's (± standard error)"
 
 
 @dataclass
 class Result:
-    """One configuration's totals; N = 0 is plain sampling. `likelihood` has one mean per request."""
+    """One configuration's totals; N = 0 is plain sampling. `likelihood` has one mean per request: of a text, and of
+    PLAIN texts in plain sampling."""
 
     particles: int
     steps: int
@@ -48,6 +54,16 @@ class Result:
     resampled: float = 0.0
     coalesced: float = 0.0
     likelihood: list[float] = field(default_factory=list)
+
+    def add(self, answer: Completion) -> None:
+        stats, end = answer.stats, answer.stats.population
+        self.tokens += stats.tokens
+        self.rounds += stats.rounds
+        self.seconds += stats.decode_time
+        if end is not None:
+            self.ess += end.ess_mean / self.particles
+            self.resampled += end.resample_rate
+            self.coalesced += end.coalesced_prefix / len(answer.token_ids)
 
     @property
     def rate(self) -> float:
@@ -92,33 +108,42 @@ def measure(args: argparse.Namespace) -> list[Result]:
         llm.generate(prompts[0], SamplingParams(temperature=args.temperature, max_tokens=8, ignore_eos=True))
     for seed in range(args.seeds):
         for prompt in prompts:
-            sampling = SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=seed)
             for result, llm in systems:
-                answer = llm.generate(prompt, sampling)
-                stats, end = answer.stats, answer.stats.population
-                result.tokens += stats.tokens
-                result.rounds += stats.rounds
-                result.seconds += stats.decode_time
-                result.likelihood.append(score(prompt, answer.token_ids))
-                if end is not None:
-                    result.ess += end.ess_mean / result.particles
-                    result.resampled += end.resample_rate
-                    result.coalesced += end.coalesced_prefix / len(answer.token_ids)
+                texts = PLAIN if result.particles == 0 else 1
+                found = []
+                for turn in range(texts):
+                    sampling = SamplingParams(
+                        args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=texts * seed + turn
+                    )
+                    answer = llm.generate(prompt, sampling)
+                    result.add(answer)
+                    found.append(score(prompt, answer.token_ids))
+                result.likelihood.append(sum(found) / texts)
     return [result for result, _ in systems]
 
 
 def line(result: Result, plain: Result) -> str:
     """One row of the table."""
-    apart = torch.tensor(result.likelihood) - torch.tensor(plain.likelihood)
-    runs = len(apart)
+    runs = len(result.likelihood)
     head = "plain       " if result is plain else f"N={result.particles:<3} K={result.steps:<3}"
     text = f"{head} {result.rate:7.1f} tok/s  {result.rate / plain.rate:5.2f}x  {result.round_ms:7.2f} ms/round"
     text += f"  log p {sum(result.likelihood) / runs:6.3f}"
     if result is not plain:
-        text += f" ({float(apart.mean()):+.3f} ± {float(apart.std()) / math.sqrt(runs):.3f})"
+        text += " ({:+.3f} ± {:.3f})".format(*distance(result, plain))
         shares = (result.ess / runs, result.resampled / runs, result.coalesced / runs)
         text += "  ESS/N {:.2f}, resampled {:.2f}, coalesced {:.2f}".format(*shares)
     return text
+
+
+def table(results: Sequence[Result]) -> str:
+    """Speed and distance of every N (down) and K (across), in Markdown."""
+    plain, rest = results[0], results[1:]
+    ks = sorted({r.steps for r in rest})
+    cells = {(r.particles, r.steps): (r.rate / plain.rate, *distance(r, plain)) for r in rest}
+    rows = [["N", f"K = {ks[0]}: speed, log p", *(f"K = {steps}" for steps in ks[1:])], ["---"] * (1 + len(ks))]
+    for n in sorted({r.particles for r in rest}):
+        rows.append([str(n), *("{:.2f}x, {:+.2f} ± {:.2f}".format(*cells[n, steps]) for steps in ks)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -145,40 +170,67 @@ def memory(args: argparse.Namespace) -> None:
     )
 
 
-def plot(results: Sequence[Result], file: Path) -> None:
+def plot(results: Sequence[Result], file: Path, title: str) -> None:
     """Distance in likelihood against speed, a line for each K: an SVG without a library."""
     plain, rest = results[0], results[1:]
-    points = {(r.particles, r.steps): (r.rate / plain.rate, difference(r, plain)) for r in rest}
-    xs, ys = [x for x, _ in points.values()], [y for _, y in points.values()]
-    right, low, high = 1.1 * max([1.0, *xs]), min([-0.1, *ys]) * 1.1, max([0.1, *ys]) * 1.1
+    points = {(r.particles, r.steps): (r.rate / plain.rate, *distance(r, plain)) for r in rest}
+    speeds = [1.0, *(speed for speed, _, _ in points.values())]
+    ends = [0.0, *(mean + side * error for _, mean, error in points.values() for side in (-1, 1))]
+    first, last = math.floor(math.log2(min(speeds))), math.ceil(math.log2(max(speeds)))
+    low, high = math.floor(4 * min(ends)), math.ceil(4 * max(ends))  # quarters
 
-    def at(x: float, y: float) -> tuple[float, float]:
-        return 70 + 540 * x / right, 20 + 340 * (high - y) / (high - low)
+    def at(speed: float, distance: float) -> tuple[float, float]:
+        across, up = (math.log2(speed) - first) / (last - first), (4 * distance - low) / (high - low)
+        return 80 + 600 * across, 400 - 330 * up
 
-    colours = ("#1b6ca8", "#d1495b", "#3a7d44", "#b07d12", "#6a4c93")
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="640" height="410" font-family="sans-serif" font-size="12">']
-    out.append('<rect width="640" height="410" fill="white"/>')
-    for x0, y0, x1, y1 in ((0, 0, right, 0), (1, low, 1, high)):
-        (a, b), (c, d) = at(x0, y0), at(x1, y1)
-        out.append(f'<line x1="{a:.0f}" y1="{b:.0f}" x2="{c:.0f}" y2="{d:.0f}" stroke="#bbb"/>')
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="470" font-family="sans-serif" font-size="12">']
+    out += ['<rect width="720" height="470" fill="white"/>', _text(80, 22, title, "#333", size=14)]
+    for power in range(first, last + 1):
+        name = f"{2**power}x" if power >= 0 else f"1/{2**-power}x"
+        x, bottom = at(2.0**power, low / 4)
+        out += [_line(x, bottom, x, 70, "#999" if power == 0 else "#e4e4e4"), _text(x, 420, name, "#333", "middle")]
+    for quarter in range(low, high + 1):
+        x, y = at(2.0**first, quarter / 4)
+        out += [_line(x, y, 680, y, "#999" if quarter == 0 else "#e4e4e4")]
+        out += [_text(72, y + 4, f"{quarter / 4:+.2f}" if quarter else "0", "#333", "end")]
+    out += [_text(380, 450, "tokens per second, times plain sampling; the numbers are N", "#333", "middle")]
+    out += [f'<g transform="translate(22 235) rotate(-90)">{_text(0, 0, Y_AXIS, "#333", "middle")}</g>']
     for index, steps in enumerate(sorted({r.steps for r in rest})):
-        colour = colours[index % len(colours)]
-        mine = [(r.particles, *at(*points[r.particles, steps])) for r in rest if r.steps == steps]
-        path = " ".join(f"{x:.0f},{y:.0f}" for _, x, y in mine)
-        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}"/>')
-        out += [f'<text x="{x + 4:.0f}" y="{y - 4:.0f}" fill="{colour}">{n}</text>' for n, x, y in mine]
-        out.append(f'<text x="{90 + 70 * index}" y="38" fill="{colour}">K = {steps}</text>')
-    out.append('<text x="250" y="400">speed, times plain sampling (numbers: N)</text>')
-    out.append('<text transform="translate(18 300) rotate(-90)">log p per token, above plain sampling</text>')
-    for y in (low, 0.0, high):
-        out.append(f'<text x="30" y="{at(0, y)[1] + 4:.0f}">{y:+.2f}</text>')
-    for x in (0.0, 1.0, right):
-        out.append(f'<text x="{at(x, 0)[0] - 8:.0f}" y="378">{x:.1f}</text>')
+        mine = {r.particles: points[r.particles, steps] for r in rest if r.steps == steps}
+        out += _curve(mine, at, COLOURS[index % len(COLOURS)], LABELS[index % len(LABELS)])
+        x = 80 + 90 * index
+        out += [_line(x, 46, x + 22, 46, COLOURS[index % len(COLOURS)]), _text(x + 28, 50, f"K = {steps}", "#333")]
     file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
-def difference(result: Result, plain: Result) -> float:
-    return (sum(result.likelihood) - sum(plain.likelihood)) / len(plain.likelihood)
+def _curve(
+    points: Mapping[int, tuple[float, float, float]],
+    at: Callable[[float, float], tuple[float, float]],
+    colour: str,
+    label: tuple[float, float, str],
+) -> list[str]:
+    """One K: a line through its points, each with its N and its standard error up and down."""
+    path = " ".join("{:.1f},{:.1f}".format(*at(speed, mean)) for speed, mean, _ in points.values())
+    out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
+    for particles, (speed, mean, error) in points.items():
+        (x, y), (_, top), (_, bottom) = at(speed, mean), at(speed, mean + error), at(speed, mean - error)
+        out += [_line(x, top, x, bottom, colour), f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>']
+        out += [_text(x + label[0], y + label[1], str(particles), colour, label[2])]
+    return out
+
+
+def _line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
+    return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}"/>'
+
+
+def _text(x: float, y: float, text: str, colour: str, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
+
+
+def distance(result: Result, plain: Result) -> tuple[float, float]:
+    """How far its likelihood lies above plain sampling's, mean over the requests, and the standard error of that."""
+    apart = np.array(result.likelihood) - np.array(plain.likelihood)
+    return float(apart.mean()), float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
 
 
 def numbers(text: str) -> list[int]:
@@ -188,7 +240,7 @@ def numbers(text: str) -> list[int]:
 def main() -> None:
     """Prints the table; the ratio of rounds where N = 1 and 8 are among the shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 64])
+    parser.add_argument("--particles", type=numbers, default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--steps", type=numbers, default=[1, 4, 16])
     parser.add_argument("--ops", choices=("auto", "reference"), default="auto")
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -213,10 +265,13 @@ def main() -> None:
     for steps in args.steps:
         if (1, steps) in rounds and (8, steps) in rounds:
             print(f"K={steps}: a round of N=8 takes {rounds[8, steps] / rounds[1, steps]:.2f} times one of N=1")
+    print(f"\n{table(results)}")
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results]))
     if args.plot:
-        plot(results, args.plot)
+        requests = len(results[0].likelihood)
+        title = f"mode smc on the embedded pair, temperature {args.temperature:g}, power {args.power:g}"
+        plot(results, args.plot, f"{title}, {requests} requests of {args.max_tokens} tokens")
 
 
 if __name__ == "__main__":

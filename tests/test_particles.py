@@ -126,8 +126,9 @@ class Population(RuleBasedStateMachine):
         rows = [replace(row, weight=value) for row, value in zip(self.rows, values, strict=True)]
         threshold = 1.0 if always else 0.5
         u = torch.tensor(uniform, dtype=torch.float64)
-        poor = float(weights.effective(p.log_weights)) < threshold * N
-        source = weights.systematic(p.log_weights, u).tolist()
+        shares = p.log_weights.softmax(0)
+        poor = float(weights.effective(shares)) < threshold * N
+        source = weights.systematic(shares, u).tolist()
         evidence = float(p.evidence())
         p.resample(threshold, u, SLOTS)
         self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows

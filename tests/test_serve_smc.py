@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.ops import host
-from swiftspec.params import PopulationPlan
+from swiftspec.params import Plan, PopulationPlan
 from swiftspec.serve.__main__ import main
+from swiftspec.serve.answer import footer, population
 from swiftspec.serve.layers import load
 from swiftspec.serve.session import open_session
 from swiftspec.serve.settings import Settings, UsageError, env_name
 from swiftspec.serve.terminal import Phases
+from swiftspec.worker.smc import Answer
 from tests.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]
@@ -61,6 +64,13 @@ def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) ->
     told = capsys.readouterr()
     assert told.out.removesuffix("\n") == result["text"].removesuffix("\n")
     assert told.err.rstrip().endswith("approximate")
+
+
+def test_a_full_cache_is_the_reason_that_is_told() -> None:
+    end = Answer([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
+    stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
+    assert population(Plan("smc"), stats)["cache_full"] is True
+    assert "approximate, ended because the cache holds no further round" in footer(stats, 2)
 
 
 def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:

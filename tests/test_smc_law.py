@@ -107,7 +107,7 @@ def test_five_tokens_and_longer_texts() -> None:
 def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
     runs, sampling = 250, SamplingParams(temperature=0.7)
     found = sample(PopulationPlan(8, 1, threshold, 2.0), sampling, runs)
-    assert found.resampled == pytest.approx(threshold)
+    assert found.resampled == pytest.approx(threshold, abs=0.02), "flat weights, now and then, need none"
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
 
 
@@ -159,6 +159,19 @@ def test_one_particle_is_draft_then_bonus() -> None:
         text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)[0, 0]).argmax()))
     assert worker.finish().tokens == text[len(PROMPT) : len(PROMPT) + 9]
     assert worker.finish().log_z == pytest.approx(log_weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_more_particles_come_closer(power: float, temperature: float) -> None:
+    """The share of the weight alone, whose distance holds the noise of 500 runs too: 0.01 to 0.03 at N = 16."""
+    sampling, apart = SamplingParams(temperature=temperature), []
+    for particles in (2, 16):
+        found = sample(PopulationPlan(particles, 1, 0.5, power), sampling, 500, sharpness=1.5)
+        exact = normalised(global_power(found.target, PROMPT, sampling, power, STOPS, 4))
+        apart.append(distance(found.shares(), exact))
+    assert apart[0] > 3 * apart[1] and apart[1] < 0.1
 
 
 @pytest.mark.slow

@@ -22,11 +22,12 @@ def _mix_int(x: int) -> int:
 
 def _mix_(x: Tensor) -> Tensor:
     """`_mix_int` in place on int32 tensors, whose products wrap; the masks make the shifts logical."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    high = x >> 16  # one tensor for all three shifts: large ones cost more to get than to fill
+    x ^= high.bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
-    x ^= (x >> 15).bitwise_and_(0x1FFFF)
+    x ^= torch.bitwise_right_shift(x, 15, out=high).bitwise_and_(0x1FFFF)
     x *= 0x846CA68B - 2**32
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x ^= torch.bitwise_right_shift(x, 16, out=high).bitwise_and_(0xFFFF)
     return x
 
 

@@ -256,7 +256,7 @@ def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor
         return None
     mask = torch.zeros(window.shape[0], length, dtype=dtype, device=window.device)
     mask[:, length - window.shape[1] :].masked_fill_(~window, -math.inf)
-    return mask.repeat(group, 1)[None, None]
+    return mask.expand(group, -1, -1).reshape(1, 1, -1, length)
 
 
 def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:

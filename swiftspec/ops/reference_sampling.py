@@ -65,4 +65,4 @@ def _shift(logits: Tensor, scores: Scores) -> Tensor:
     if scores.noise is None:
         return logits
     assert scores.rows is not None
-    return logits + scores.noise.to(logits.dtype)[scores.rows]
+    return logits.add_(scores.noise.index_select(0, scores.rows).to(logits.dtype))

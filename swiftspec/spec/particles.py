@@ -10,6 +10,7 @@ Letters: N particles, K draft tokens a round, R slots of the tree region, W thos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -52,13 +53,14 @@ class Particles:
         self.log_z = zeros(dtype=torch.float64)  # of all resamplings so far
         self.ess = zeros(dtype=torch.float64)  # summed over the rounds
         self.resampled = zeros()  # rounds that were
+        self.rounds = zeros()
         self._rows = torch.arange(n, device=device)
         self._steps = torch.arange(step, device=device)
 
     @property
     def state(self) -> list[Tensor]:
         """All that a round changes."""
-        books = [self.base, self.clock, self.log_z, self.ess, self.resampled]
+        books = [self.base, self.clock, self.log_z, self.ess, self.resampled, self.rounds]
         return [self.mask, self._ends, self._path, self.log_weights, *books]
 
     @property
@@ -70,10 +72,9 @@ class Particles:
         after `limit` tokens."""
         self.mask.zero_()
         self.mask[:, 0] = True
-        for tensor in (self.length, self.log_weights, self.tail_slots, self.log_z, self.ess, self.resampled):
+        books = (self.log_z, self.ess, self.resampled, self.rounds)
+        for tensor in (self.length, self.log_weights, self.tail_slots, self._ends, *books):
             tensor.zero_()
-        self.finished.zero_()
-        self.stopped.zero_()
         self.tail_tokens.fill_(token)
         self.tail_positions.fill_(position)
         self.limit.fill_(limit)
@@ -120,13 +121,14 @@ class Particles:
 
     def resample(self, threshold: float, uniform: Tensor, width: int) -> None:
         """Resamples where the effective sample size is below `threshold` N, and does the same work where it is not."""
-        ess = weights.effective(self.log_weights)
+        shares = self.log_weights.softmax(0)
+        ess = weights.effective(shares)
         poor = ess < threshold * self.count
-        source = torch.where(poor, weights.systematic(self.log_weights, uniform), self._rows)
-        mean = self.log_weights.logsumexp(0) - torch.log(torch.full_like(ess, self.count))
-        self.log_z += torch.where(poor, mean, 0)
+        source = torch.where(poor, weights.systematic(shares, uniform), self._rows)
+        self.log_z += torch.where(poor, self._log_mean(), 0)
         self.ess += ess
         self.resampled += poor
+        self.rounds += 1
         self.log_weights.copy_(torch.where(poor, 0, self.log_weights))
         for rows in (self._path, self._ends, self.mask[:, :width]):
             rows.copy_(rows.index_select(0, source))
@@ -170,7 +172,11 @@ class Particles:
 
     def evidence(self) -> Tensor:
         """[] the estimate of log Z."""
-        return self.log_z + self.log_weights.logsumexp(0) - torch.log(torch.full_like(self.log_z, self.count))
+        return self.log_z + self._log_mean()
+
+    def _log_mean(self) -> Tensor:
+        """[] the logarithm of the mean weight."""
+        return self.log_weights.logsumexp(0) - math.log(self.count)
 
     def pick(self, uniform: Tensor) -> Tensor:
         """[] a row, with the probability of its share of the weight."""

@@ -49,12 +49,16 @@ class Streams:
         vocab: int,
         device: torch.device | str,
         gumbel_keyed: Keyed = reference.gumbel_keyed,
+        rounds: int = 1,
     ) -> None:
+        """`rounds`: how many a request may have."""
         count = max(particles, 2)  # the population's own two streams are there for one particle too
         self._keys = torch.empty(len(Purpose), count, dtype=torch.int32, device=device)
         self._particles, self._vocab = particles, range(vocab)
         self._tokens = counters(self._vocab, device)
         self._gumbel_keyed = gumbel_keyed
+        self._resampling = torch.empty(rounds, dtype=torch.float64, device=device)
+        self._rounds = torch.arange(rounds, device=device)
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
@@ -62,6 +66,8 @@ class Streams:
         count = self._keys.shape[1]
         keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
         self._keys.copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
+        # one number a round: to make them all at once costs no more than to make one
+        self._resampling.copy_(self._uniform(self._keys[Purpose.POPULATION, 0], self._rounds))
 
     def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
         """Standard Gumbel noise at `clock` [m]: [m, N, V]."""
@@ -85,9 +91,9 @@ class Streams:
         """Uniform (0, 1) of each particle at each of `clock` [m]: [N, m] float64."""
         return self._uniform(self._keys[Purpose.COIN, : self._particles, None], clock)
 
-    def resampling(self, clock: Tensor) -> Tensor:
-        """The one uniform number [] that systematic resampling takes."""
-        return self._uniform(self._keys[Purpose.POPULATION, 0], clock)
+    def resampling(self, round_: Tensor) -> Tensor:
+        """The one uniform number [] that systematic resampling takes in a round [], counted from 0."""
+        return self._resampling.index_select(0, round_[None]).squeeze(0)
 
     def pick(self) -> Tensor:
         """The uniform number [] that chooses the answer, once a request: at clock 0, so that a round too many, begun

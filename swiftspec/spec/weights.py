@@ -77,21 +77,20 @@ def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
     return ((b - q).clamp_min(0) + TINY * b).log()
 
 
-def effective(log_weights: Tensor) -> Tensor:
-    """The effective sample size [...] of log-weights [..., N]: 1 / sum of squared shares, in 1..N."""
-    return torch.exp(2 * log_weights.logsumexp(-1) - (2 * log_weights).logsumexp(-1))
+def effective(shares: Tensor) -> Tensor:
+    """The effective sample size [...] of shares of the weight [..., N]: 1 / sum of their squares, in 1..N."""
+    return shares.square().sum(-1).reciprocal()
 
 
-def systematic(log_weights: Tensor, uniform: Tensor) -> Tensor:
-    """Whose copy each row becomes [N]: systematic resampling, E(copies of i) = N w_i, by one number [] in (0, 1).
+def systematic(shares: Tensor, uniform: Tensor) -> Tensor:
+    """Whose copy each row becomes [N]: systematic resampling, E(copies of i) = N shares_i, by one number [] in (0, 1).
 
     Survivors keep their rows, and the surplus copies of the strong fill the rows of the weak, both in order. No branch:
     the same operators whatever the weights. Source: SMC-SD engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
     """
-    count = log_weights.shape[0]
-    rows = torch.arange(count, device=log_weights.device)
-    edges = log_weights.softmax(-1).cumsum(-1)
-    chosen = torch.searchsorted(edges, (rows + uniform) / count, right=True).clamp_max(count - 1)
+    count = shares.shape[0]
+    rows = torch.arange(count, device=shares.device)
+    chosen = torch.searchsorted(shares.cumsum(0), (rows + uniform) / count, right=True).clamp_max(count - 1)
     copies = torch.zeros_like(rows).index_add(0, chosen, torch.ones_like(rows))
     lives = copies > 0
     surplus = (copies - 1).clamp_min(0).cumsum(0)

@@ -62,7 +62,8 @@ class SMCRound:
         self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
         self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
         self._rows = torch.arange(plan.particles, device=device)
-        self.streams = Streams(0, plan.particles, vocab, device, self._ops.gumbel_keyed)
+        # every round adds a token at least, so there are no more of them than tokens
+        self.streams = Streams(0, plan.particles, vocab, device, self._ops.gumbel_keyed, longest)
         self._shaping: tuple[object, ...] = ()
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
@@ -90,6 +91,7 @@ class SMCRound:
         """Whether a particle may grow by fewer than K + 1 tokens."""
         return self._filtered or self._plan.smc_exact > 0
 
+    @torch.inference_mode()  # saves a microsecond an operator
     def __call__(self, width: int) -> Tensor:
         """One round over the first `width` tree slots, of which its own are handed out. Touches the host nowhere.
 
@@ -103,7 +105,7 @@ class SMCRound:
         judge = self._judge_in_part if self.rejects else self._judge
         kept, extra, terms = judge(self._score(drafted, slots), drafted, next(noise))
         p.take(drafted.tokens, kept, extra, terms, self._stops, width)
-        p.resample(self._plan.ess_threshold, self.streams.resampling(p.clock), width)
+        p.resample(self._plan.ess_threshold, self.streams.resampling(p.rounds), width)
         return torch.cat((p.common()[None], p.finished.sum()[None], p.tokens[0]))
 
     def _draft_tokens(self, slots: Tensor, width: int, noise: Iterator[Tensor]) -> Drafted:
