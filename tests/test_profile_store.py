@@ -96,6 +96,22 @@ def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
     assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
 
 
+def test_a_profile_of_emulated_times_is_no_news_to_others(tmp_path: Path) -> None:
+    """It lies in every checkout, and says nothing about a run at the machine's own pace."""
+    emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
+    elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
+    store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
+    assert store.find(tmp_path, store.Key(**KEY)) == (None, None, [])
+    _, _, reasons = store.find(tmp_path, store.Key(**emulated))
+    assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
+
+
+def test_titles_name_what_is_fixed() -> None:
+    assert store.title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
+    assert store.title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
+    assert store.title(run("ar", 4, 0)["plan"]) == "ar 4"
+
+
 def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:
     best = run("async", 3, 1, 300, 500, d=4)
     whole = profile(run("ar", 4, 0, 200), best, run("async", 1, 3, dropped="too slow"))

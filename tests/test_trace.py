@@ -15,6 +15,7 @@ from swiftspec.errors import UserError
 from swiftspec.params import Plan, PopulationPlan, SamplingParams
 from swiftspec.profile import timeline
 from swiftspec.profile.__main__ import main
+from swiftspec.profile.measure import rounds_of
 from swiftspec.profile.timeline import Trace
 from swiftspec.worker.local_drafter import LocalDrafter
 from tests.ranks import Pool
@@ -78,6 +79,7 @@ def test_the_lane_of_a_draft_in_turn(pair: tuple[Path, Path], tmp_path: Path) ->
     traced(pair, Plan("serial", draft_steps=2), tmp_path / "t.jsonl")
     trace = Trace.read(tmp_path / "t.jsonl")
     check_lanes(trace, 2)
+    assert rounds_of(trace) == [(len(line["path"]) - 1, 2) for line in trace.rounds if line["round"] > 0]
     assert all(cost.critical == 2 and cost.expansions == 0 for cost in timeline.costs(trace))
 
 
@@ -145,6 +147,9 @@ def test_the_summary_says_who_waited_and_why() -> None:
     assert "still growing   1000.000 ms, in 1 rounds" in text
     assert "expanded first      1500.000 ms, in 1 rounds, 1 expansions" in text
     assert "4 nodes reused, 12 wasted (75%)" in text
+    assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
+    assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
+    assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round has the prompt in it
 
 
 def test_the_timeline_is_in_chromes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
