@@ -179,7 +179,10 @@ def test_a_budget_too_small_for_one_measurement(
 ) -> None:
     assert main([*pair, *short, "--budget", "0.01s"]) == 1
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert err == "swiftspec: error: nothing could be measured: the budget of 0.01 s was spent"
+    spent = "the budget of 0.01 s was spent (--budget gives more)"
+    assert err == f"swiftspec: error: nothing could be measured: {spent}"
+    assert main([*pair, *short, "--splits", "3+1"]) == 1
+    assert "--splits needs several ranks" in capsys.readouterr().err
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
 
 

@@ -25,6 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
 
 
+DEMO = Path(__file__).parent.parent / "swiftspec" / "demo"
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("pair")
@@ -40,9 +43,11 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def traced(pair: tuple[Path, Path], plan: Plan, file: Path, requests: int = 1) -> list[list[int]]:
+def traced(
+    pair: tuple[Path, Path], plan: Plan, file: Path, requests: int = 1, dtype: torch.dtype = torch.float64
+) -> list[list[int]]:
     draft = None if plan.mode == "ar" else pair[1]
-    llm = LLM(pair[0], draft, plan, dtype=torch.float64, trace=file)
+    llm = LLM(pair[0], draft, plan, dtype=dtype, trace=file)
     sampling = GREEDY if plan.mode != "smc" else SamplingParams(max_tokens=24, ignore_eos=True)
     answers = [llm.generate(PROMPT, sampling).token_ids for _ in range(requests)]
     llm.close()
@@ -75,8 +80,10 @@ def check_lanes(trace: Trace, steps: int) -> None:
         assert after["draft"]["reused"] + after["draft"]["wasted"] == this["draft"]["expanded"]
 
 
-def test_the_lane_of_a_draft_in_turn(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    traced(pair, Plan("serial", draft_steps=2), tmp_path / "t.jsonl")
+@pytest.mark.parametrize("native", [False, True])
+def test_the_lane_of_a_draft_in_turn(native: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    pair, dtype = ((DEMO / "target", DEMO / "draft"), torch.bfloat16) if native else (pair, torch.float64)
+    traced(pair, Plan("serial", draft_steps=2), tmp_path / "t.jsonl", dtype=dtype)
     trace = Trace.read(tmp_path / "t.jsonl")
     check_lanes(trace, 2)
     assert rounds_of(trace) == [(len(line["path"]) - 1, 2) for line in trace.rounds if line["round"] > 0]
@@ -149,6 +156,9 @@ def test_the_summary_says_who_waited_and_why() -> None:
     assert "4 nodes reused, 12 wasted (75%)" in text
     assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
     assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
+    plain = lines((0, 0, 0.5), (0, 0, 0.5))
+    del plain[1]["wait"], plain[1]["draft"]
+    assert "3 rounds (1 of them plain), 6 tokens" in timeline.summary(Trace(HEAD, plain))
     assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round has the prompt in it
 
 

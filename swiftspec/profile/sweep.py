@@ -97,7 +97,7 @@ class Sweep:
             self._later(self._variations)
             self._later(lambda: trials.ablation(self.profile["runs"]))
         except measure.OutOfTime:
-            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent"
+            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
         if not any(run["speeds"] for run in self.profile["runs"]):
             raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")

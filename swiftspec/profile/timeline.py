@@ -72,7 +72,7 @@ def costs(trace: Trace) -> list[RoundCost]:
 def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
-    wait = after["wait"][1] - after["wait"][0]
+    asked, given = after.get("wait", (0.0, 0.0))  # a plain round asks nobody
     grown, short = this.get("draft", {}), expanded_first(after)
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
     seconds = sum(f[1] - f[0] for f in short)
@@ -80,7 +80,9 @@ def _cost(this: Json, after: Json) -> RoundCost:
         1 for f in grown.get("forwards", ()) if f[0] < grown.get("propose", (0, 0))[1]
     )
     forward = this["target"]["forward"]
-    return RoundCost(length, end - begin, forward, wait, min(late, wait), seconds, len(short), expansions)
+    return RoundCost(
+        length, end - begin, forward, given - asked, min(late, given - asked), seconds, len(short), expansions
+    )
 
 
 def expanded_first(line: Json) -> list[Sequence[float]]:
@@ -146,7 +148,9 @@ def summary(trace: Trace) -> str:
     split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
     tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
     shape = tree if head["mode"] in ("serial", "async") else ""
-    lines = [f"mode {head['mode']}, split {split}{shape}: {len(trace.rounds)} rounds, {tokens} tokens"]
+    plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
+    count = f"{len(trace.rounds)} rounds{f' ({plain} of them plain)' if plain else ''}"
+    lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {tokens} tokens"]
     if not rounds:
         return "\n".join([*lines, "no two rounds in a row that tell of a verification: nothing more to say"])
 
