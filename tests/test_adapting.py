@@ -178,6 +178,20 @@ def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
     assert {bs for _, bs in shapes[200:]} == {2} and {d for d, _ in shapes[200:]} <= {3, 4, 5}
 
 
+def test_a_shape_that_was_tried_in_vain_gives_way_to_the_one_before_it() -> None:
+    """Not to plain rounds at once: those last a while, and text that is hard for a moment would cost all of them."""
+    pace = Pace(9, 8, deepest=16, batches=(8, 4, 2), ahead=True)
+    pace.plains.append(4.0)
+    pace.turn(Decision(4, 4, True))
+    for _ in range(SKIP + WINDOW):
+        pace.see(Seen(7.0, 1, 6.5, 4.0, 0.2, ()))
+    assert decide(pace) == Decision(9, 8, True)
+    pace.turn(decide(pace))
+    for _ in range(SKIP + WINDOW):
+        pace.see(Seen(10.0, 1, 9.8, 9.0, 0.2, ()))
+    assert decide(pace) == Decision(0, 1, False)
+
+
 SHAPES = st.tuples(st.integers(1, 16), st.sampled_from((8, 4, 2)))
 ROUNDS = st.builds(
     lambda target, draft, wait, places: Seen(

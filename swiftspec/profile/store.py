@@ -94,7 +94,7 @@ class Key:
 
 def environment() -> Json:
     """Versions, for people."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": f"{platform.system()} {platform.machine()}"}
 
 
 def name_of(key: Key, model: str) -> str:

@@ -122,6 +122,7 @@ class Pace:
         """The next round is of another kind, or of another shape."""
         long = self.rounds > 2 * (SKIP + WINDOW)  # more than a trial
         if not decision.speculate:
+            self.before = None
             if long:
                 self.refusals = 0
             if self.age > REFRESH:
@@ -158,7 +159,10 @@ def decide(pace: Pace) -> Decision:
     if not pace.switches:
         speculate = True
     elif pace.speculating:
-        speculate = pace.plain_round is not None and pace.age <= REFRESH and _pays(pace, gain)
+        known = pace.plain_round is not None and pace.age <= REFRESH
+        speculate = known and _pays(pace, gain)
+        if known and not speculate and judged == 0 and pace.before is not None and not _shuns(pace, pace.before):
+            return Decision(*pace.before, True)  # a shape just tried does not pay; perhaps the one before still does
     else:
         speculate = _pays(pace, gain) or pace.rounds >= PATIENCE << min(pace.refusals, DOUBLINGS)
     return Decision(steps, nodes, True) if speculate else Decision(0, 1, False)
