@@ -40,6 +40,8 @@ def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path: Path, monkeypa
         ('{"swiftspec_profile": 0}', "has version 0, this program reads 1"),
         ('{"swiftspec_profile": 1}', "is damaged"),
         (json.dumps(profile({"plan": {}})), "is damaged"),
+        (json.dumps(profile(key={})), "is damaged"),
+        (json.dumps(profile(key={"emulate": {"target": {"points": [[1]]}}})), "is damaged"),
         (json.dumps(profile(run("ar", 4, 0, -3.0))), "is damaged"),
         (json.dumps(profile(run("ar", 4, 0))), "is damaged"),
         (json.dumps(profile(steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": []}])), "is damaged"),

@@ -94,7 +94,8 @@ class Key:
 
 def environment() -> Json:
     """Versions, for people."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "system": f"{platform.system()} {platform.machine()}"}
+    system = f"{platform.system()} {platform.machine()}"
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
 def name_of(key: Key, model: str) -> str:
@@ -127,14 +128,14 @@ def load(file: Path) -> Json:
 
 def _check(file: Path, data: Json) -> None:
     try:
-        assert isinstance(data["key"], dict)
+        Emulation.from_dict(data["key"]["emulate"])
         for run in data["runs"]:
             assert all(name in run["plan"] for name in PLAN)
             assert run["dropped"] is not None or run["speeds"] or file.name.endswith(PARTIAL)
             assert all(isinstance(speed, int | float) and speed > 0 for speed in run["speeds"])
         for step in data["steps"]:
             assert step["seconds"] and step["side"] in ("target", "draft")
-    except (KeyError, TypeError, AssertionError):
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
         raise UserError(f"profile {file} is damaged: measure again with `python -m swiftspec.profile`") from None
 
 
