@@ -1,17 +1,20 @@
-"""Adaptation on against off in mode serial, over prompts whose text is predictable at first and hardly so afterwards.
+"""Adaptation on against off, over prompts whose text is predictable at first and hardly so afterwards.
 
     python -m bench.adapt [--limit 8] [--max-tokens 128] [--self-switch]
 
-The embedded pair's real rounds on a clock of their own, which goes on by a given time for each verification and each
-expansion: the result is the same on any machine, busy or not. The predictable half goes on with a table (greedy), the
-other is held-out code at temperature 1.5. Off keeps d = 3, bs = 8. Besides, the best of all fixed shapes for each half.
+The embedded pair's real rounds, in turn and ahead, on a clock of their own, which goes on by a given time for each
+verification and each expansion: the result is the same on any machine, busy or not. Growing ahead, draft and target
+have a lane each of one clock, as the two groups of ranks. The predictable half goes on with a table (greedy), the other
+is held-out code at temperature 1.5. Off keeps bs = 8 and in turn d = 3, ahead the ratio of the step times. Besides, the
+best of all fixed shapes for each half.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from transformers import AutoTokenizer
@@ -22,7 +25,8 @@ from swiftspec.decode import decode
 from swiftspec.engine import LLM
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.drafter import Drafter
-from swiftspec.worker.local_drafter import LocalDrafter
+from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.worker.pace import DraftTimes, steps_for
 from swiftspec.worker.policy import Pace
 from swiftspec.worker.steered import Steered
 from swiftspec.worker.verifier import Verifier
@@ -32,7 +36,9 @@ TIMES = {  # milliseconds: target over 1 and over 8 rows, an expansion
     "a cheap draft": (10.0, 10.0, 0.8),
     "rows that cost": (4.0, 10.0, 1.0),
 }
-FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8)]
+FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8, 12)]
+TURN = 0.15  # milliseconds of a draft that grows ahead from a result to its answer: re-rooting, choosing, both messages
+T = TypeVar("T")
 ROW = "    [" + ", ".join(["{0}"] * 8) + "],\n"
 
 
@@ -71,6 +77,62 @@ class TimedDrafter:
         self.busy += spent
         self._clock.now += spent
         return self._drafter.propose()
+
+
+class Counted(AheadDrafter):
+    """Knows how many expansions it has made."""
+
+    expansions = 0
+
+    def expand(self) -> None:
+        self.expansions += 1
+        super().expand()
+
+
+class TimedAhead:
+    """A drafter that grows ahead in a lane of its own, as `remote.group` has it: it takes the result once it has grown,
+    answers, and grows d times more, by the d that was set before the result."""
+
+    def __init__(self, drafter: Counted, clock: Clock) -> None:
+        self._drafter, self._clock = drafter, clock
+        self.busy = 0.0
+        self._free = 0.0  # when the lane has nothing left to do
+        self.grow, self.close, self.offer = lambda: None, drafter.close, drafter.offer
+
+    @property
+    def steps(self) -> int:
+        """d."""
+        return self._drafter.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._drafter.steps = steps
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self._free = max(self._free, self._clock.now)
+        self._spend(lambda: self._drafter.open(request, tokens, sampling, prompt_len))
+        self._answer()
+
+    def propose(self) -> Proposal:
+        self._clock.now = max(self._clock.now, self._answered)
+        self.busy = self._told
+        return self._proposal
+
+    def observe(self, result: VerifyResult) -> None:
+        self._free = max(self._free, self._clock.now) + TURN
+        self._drafter.observe(result)
+        self._answer()
+
+    def _answer(self) -> None:
+        self._proposal = self._spend(self._drafter.propose)
+        self._answered, self._told = self._free, self._clock.expansion * self._drafter.expansions
+        self._spend(self._drafter.grow)
+
+    def _spend(self, act: Callable[[], T]) -> T:
+        before = self._drafter.expansions
+        made = act()
+        self._free += (self._drafter.expansions - before) * self._clock.expansion
+        return made
 
 
 class TimedVerifier:
@@ -113,10 +175,10 @@ def halves(limit: int) -> list[Half]:
     ]
 
 
-def speed(llm: LLM, half: Half, pace: Pace | None, clock: Clock, tokens: int) -> float:
-    """Tokens a second of the clock. Without a pace the engine's own shape."""
-    assert isinstance(llm.drafter, LocalDrafter)
-    timed = TimedDrafter(llm.drafter, clock)
+def speed(
+    llm: LLM, half: Half, timed: TimedDrafter | TimedAhead, pace: Pace | None, clock: Clock, tokens: int
+) -> float:
+    """Tokens a second of the clock. Without a pace the drafter's own shape."""
     verifier = TimedVerifier(llm.verifier, clock)
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
@@ -133,41 +195,55 @@ def speed(llm: LLM, half: Half, pace: Pace | None, clock: Clock, tokens: int) ->
     return 1e3 * count / (clock.now - began)
 
 
+def run(
+    plan: Plan, times: Sequence[float], steered: bool, texts: Sequence[Half], tokens: int
+) -> list[tuple[float, str]]:
+    """The speed on each half, and the shape at its end."""
+    alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
+    llm, clock = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16), Clock(*times)
+    assert isinstance(llm.drafter, LocalDrafter)
+    timed = TimedDrafter(llm.drafter, clock)
+    if plan.mode == "async":
+        timed = TimedAhead(Counted(llm.drafter.runner, plan, llm.vocab_size), clock)
+    pace = Pace.of(plan) if steered else None
+    found = []
+    for half in texts:
+        rate = speed(llm, half, timed, pace, clock, tokens)
+        found.append((rate, f"d {pace.steps} bs {pace.nodes}" if pace is not None else ""))
+    return found
+
+
+def compare(plan: Plan, times: Sequence[float], texts: Sequence[Half], tokens: int) -> None:
+    """Off, on, and the best fixed shape: a line for each half."""
+    off = run(plan, times, plan.self_switch, texts, tokens)
+    on = run(replace(plan, adapt_steps=True, adapt_batch=True), times, True, texts, tokens)
+    fixed = {shape: run(replace(plan, self_switch=False, verify_batch=shape[1], draft_steps=shape[0]), times, False,
+                        texts, tokens) for shape in FIXED}  # fmt: skip
+    for at, half in enumerate(texts):
+        best = max(FIXED, key=lambda shape: fixed[shape][at][0])
+        (plain, _), (steered, end), (most, _) = off[at], on[at], fixed[best][at]
+        print(
+            f"  {half.name:13} off {plain:6.1f} tok/s (d {plan.steps}), on {steered:6.1f} ({steered / plain:.3f}, at"
+            f" the end {end}); best fixed {most:6.1f} (d {best[0]}, bs {best[1]})",
+            flush=True,
+        )
+
+
 def main() -> None:
-    """Every kind of step times: off, on, and the best fixed shape."""
+    """Every kind of step times, in turn and ahead."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit", type=int, default=8, help="prompts a half")
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--modes", default="serial,async")
     parser.add_argument("--self-switch", action="store_true", help="both may decode plainly for a while")
     args = parser.parse_args()
     torch.set_num_threads(1)
     texts = halves(args.limit)
-
-    def engine(plan: Plan) -> LLM:
-        return LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
-
-    def run(plan: Plan, times: Sequence[float], steered: bool) -> tuple[list[float], list[str]]:
-        llm, clock = engine(plan), Clock(*times)
-        pace = Pace.of(plan) if steered else None
-        found, ends = [], []
-        for half in texts:
-            found.append(speed(llm, half, pace, clock, args.max_tokens))
-            ends.append(f"d {pace.steps} bs {pace.nodes}" if pace is not None else "")
-        return found, ends
-
-    for name, times in TIMES.items():
-        off, _ = run(Plan(self_switch=args.self_switch), times, args.self_switch)
-        free = Plan(self_switch=args.self_switch, adapt_steps=True, adapt_batch=True)
-        on, ends = run(free, times, True)
-        fixed = {shape: run(Plan(verify_batch=shape[1], draft_steps=shape[0]), times, False)[0] for shape in FIXED}
-        print(name)
-        for at, half in enumerate(texts):
-            best = max(FIXED, key=lambda shape: fixed[shape][at])
-            print(
-                f"  {half.name:13} off {off[at]:6.1f} tok/s, on {on[at]:6.1f} ({on[at] / off[at]:.3f}, at the end"
-                f" {ends[at]}); best fixed {fixed[best][at]:6.1f} (d {best[0]}, bs {best[1]})",
-                flush=True,
-            )
+    for mode in args.modes.split(","):
+        for name, times in TIMES.items():
+            d = steps_for(times[1], DraftTimes(TURN, times[2])) if mode == "async" else Plan().steps
+            print(f"{mode}, {name}", flush=True)
+            compare(Plan(mode, draft_steps=d, self_switch=args.self_switch), times, texts, args.max_tokens)
 
 
 if __name__ == "__main__":

@@ -304,7 +304,7 @@ class LLM:
 
 def _facts(models: Models, plan: Plan) -> dict[str, object]:
     """What the first line of a trace says of the run."""
-    shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.draft_steps}
+    shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.steps}
     split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
     return {"mode": plan.mode, **shape, **split, "model": models.target.name, "emulate": asdict(models.emulate)}
 

@@ -21,6 +21,7 @@ from swiftspec.params import Plan, PopulationPlan, SamplingParams
 from swiftspec.worker import policy
 from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.policy import Decision, Pace
+from swiftspec.worker.roles import Options
 from swiftspec.worker.runner import Runner
 
 Json = dict[str, Any]
@@ -153,3 +154,31 @@ def profile(argv: list[str]) -> int:
         return main(argv)
     finally:
         sys.stdout = out
+
+
+def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
+    """The embedded pair at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
+    rounds as a run without them has them."""
+    import tempfile
+
+    from swiftspec.profile import emulation, measure
+    from swiftspec.profile.crew import Crew, Order, Pair
+    from swiftspec.profile.timeline import Trace
+
+    world, demo = join_world(), Path(__file__).parent.parent / "swiftspec" / "demo"
+    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(emulate)}
+    crew = Crew(Pair(demo / "target", demo / "draft", options, threads=1), world)
+    if world is not None and world.rank > 0:
+        crew.follow()
+        return None
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in plans:
+            with crew.engine(Order(Plan(**plan))) as llm:
+                speed = measure.decode_all(llm, prompts, max_tokens).speed
+            file = f"{folder}/rounds.jsonl"
+            with crew.engine(Order(Plan(**plan), paced=False, trace=file)) as llm:
+                measure.decode_all(llm, prompts, max_tokens)
+            found.append({"speed": speed, "rounds": measure.rounds_of(Trace.read(Path(file)))})
+    crew.dismiss()
+    return found

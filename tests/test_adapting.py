@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import Plan, SamplingParams
-from swiftspec.worker.policy import PROBE, SKIP, WINDOW, Decision, Forecast, Pace, Seen, decide
+from swiftspec.worker.forecast import Forecast, Seen
+from swiftspec.worker.paced import StepTimes
+from swiftspec.worker.policy import PROBE, SKIP, WINDOW, Decision, Pace, decide
 from swiftspec.worker.steered import Steered
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through
@@ -25,6 +27,15 @@ def in_turn(pace: Pace, round_: int, hits: Hits, expansion: float, target: Calla
     tokens = 1 + sum(place < pace.nodes for place in reached)
     draft, verified = pace.steps * expansion, target(pace.nodes)
     return Seen(draft + verified + 0.1, tokens, verified, draft, draft, reached)
+
+
+def at_once(pace: Pace, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> Seen:
+    """A round of a draft that grows ahead: of d expansions d - 1 depths are left below the root."""
+    reached = hits(round_)[: max(pace.steps - 1, 1)]
+    tokens = 1 + sum(place < pace.nodes for place in reached)
+    draft, verified = pace.steps * expansion, target(pace.nodes)
+    wait = 0.1 + max(draft - verified, 0.0)
+    return Seen(verified + wait, tokens, verified, draft, wait, reached)
 
 
 def run(pace: Pace, rounds: int, see: Callable[[Pace, int], Seen]) -> list[tuple[int, int]]:
@@ -150,6 +161,37 @@ def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expa
     assert len(set(shapes)) <= 3
 
 
+def test_ahead_the_target_waits_for_what_is_accepted() -> None:
+    """Two expansions fit into a verification. Where nearly all is accepted a third is worth the wait, else not."""
+    for chances, wanted in (((0.97,) * 6, (3, 4, 5)), ((0.5, 0.2), (2,))):
+        pace = Pace(2, 8, deepest=16, ahead=True, switches=False)
+        shapes = run(pace, 400, lambda p, r, chances=chances: at_once(p, r, chain(*chances), 3.73, lambda _: 10.34))
+        late = [d for d, _ in shapes[200:]]
+        assert sum(d in wanted for d in late) > 0.85 * len(late)
+
+
+def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
+    pace = Pace(9, 8, deepest=16, batches=(8, 4, 2), ahead=True, switches=False)
+    pace.plains.append(4.0)
+    law = chain(0.5, 0.1)
+    shapes = run(pace, 400, lambda p, r: at_once(p, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
+    assert {bs for _, bs in shapes[200:]} == {2} and {d for d, _ in shapes[200:]} <= {3, 4, 5}
+
+
+def test_a_shape_that_was_tried_in_vain_gives_way_to_the_one_before_it() -> None:
+    """Not to plain rounds at once: those last a while, and text that is hard for a moment would cost all of them."""
+    pace = Pace(9, 8, deepest=16, batches=(8, 4, 2), ahead=True)
+    pace.plains.append(4.0)
+    pace.turn(Decision(4, 4, True))
+    for _ in range(SKIP + WINDOW):
+        pace.see(Seen(7.0, 1, 6.5, 4.0, 0.2, ()))
+    assert decide(pace) == Decision(9, 8, True)
+    pace.turn(decide(pace))
+    for _ in range(SKIP + WINDOW):
+        pace.see(Seen(10.0, 1, 9.8, 9.0, 0.2, ()))
+    assert decide(pace) == Decision(0, 1, False)
+
+
 SHAPES = st.tuples(st.integers(1, 16), st.sampled_from((8, 4, 2)))
 ROUNDS = st.builds(
     lambda target, draft, wait, places: Seen(
@@ -173,7 +215,7 @@ def test_nothing_is_decided_outside_the_allowed_shapes(
             assert switches and decision == Decision(0, 1, False)
         else:
             assert decision.steps == shape[0] if not steps_free else 1 <= decision.steps <= 16
-            assert decision.nodes == shape[1] if not batch_free or ahead else decision.nodes in (8, 4, 2)
+            assert decision.nodes == shape[1] if not batch_free else decision.nodes in (8, 4, 2)
         if decision.speculate != pace.speculating or (decision.speculate and decision[:2] != (pace.steps, pace.nodes)):
             pace.turn(decision)
 
@@ -184,19 +226,21 @@ def test_nothing_is_decided_outside_the_allowed_shapes(
 @pytest.mark.parametrize("expansion", [0.1, 0.5, 2.0])
 @pytest.mark.parametrize("row", [0.05, 0.5])
 @pytest.mark.parametrize(("start", "batch"), [(3, 0), (8, 2)])
+@pytest.mark.parametrize("ahead", [False, True])
 def test_what_does_not_change_is_left_alone(
-    tenths: tuple[int, ...], expansion: float, row: float, start: int, batch: int
+    tenths: tuple[int, ...], expansion: float, row: float, start: int, batch: int, ahead: bool
 ) -> None:
     """The shape comes to rest, but for a trial now and then. Not under every law: a forecast that is wrong about three
     shapes by turns can send them in a circle (docs/log.md)."""
-    pace = Pace(start, 8 >> batch, deepest=8, batches=(8, 4, 2), switches=False)
+    pace = Pace(start, 8 >> batch, deepest=8, batches=(8, 4, 2), ahead=ahead, switches=False)
     pace.plains.append(1.0 + row)
+    round_of = at_once if ahead else in_turn
 
     def hits(round_: int) -> tuple[int, ...]:
         depth = next((i for i, t in enumerate(tenths) if (7 * round_ + 3 * i) % 10 >= t), 8)
         return tuple(min(2 * place + 1, 7) for place in range(depth))
 
-    shapes = run(pace, 1000, lambda p, r: in_turn(p, r, hits, expansion, lambda rows: 1.0 + row * rows))
+    shapes = run(pace, 1000, lambda p, r: round_of(p, r, hits, expansion, lambda rows: 1.0 + row * rows))
     assert sum(a != b for a, b in pairwise(shapes[400:])) <= 10
 
 
@@ -206,7 +250,7 @@ def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
         pace.see(in_turn(pace, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
     seen = list(pace.trees)
     measured = sum(s.tokens for s in seen) / sum(s.seconds for s in seen)
-    assert Forecast(pace).speed(3, 8) == pytest.approx(measured)
+    assert Forecast(seen, 3, 8, {8}, StepTimes(((1, 8, 10.0),))).speed(3, 8) == pytest.approx(measured)
 
 
 def test_a_plan_says_what_is_open() -> None:
@@ -214,4 +258,4 @@ def test_a_plan_says_what_is_open() -> None:
     assert (fixed.steps, fixed.nodes, fixed.deepest, fixed.batches, fixed.switches) == (5, 8, None, (), False)
     free = Pace.of(Plan("serial", verify_batch=12, adapt_steps=True, adapt_batch=True))
     assert (free.deepest, free.batches, free.ahead) == (16, (12, 6, 3), False)
-    assert Pace.of(Plan("async", adapt_steps=True, adapt_batch=True)).batches == ()
+    assert Pace.of(Plan("async", adapt_steps=True, adapt_batch=True)).batches == (8, 4, 2)

@@ -10,10 +10,12 @@ import pytest
 
 from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
-from swiftspec.profile import latency, predict, simulate
+from swiftspec.profile import emulation, latency, predict, simulate
 from swiftspec.profile.__main__ import main
 from swiftspec.profile.simulate import Acceptance, Times
-from tests.profiles import profile, run
+from swiftspec.serve.text import TextCodec
+from tests.profiles import KEY, profile, run
+from tests.ranks import Pool
 
 ROUNDS = [(1, 0), (2, 1), (0, 0)]  # accepted, expansions on the critical path
 
@@ -119,6 +121,53 @@ def test_prediction_beside_measurement(tmp_path: Path, capsys: pytest.CaptureFix
     assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in out
     assert "serial 2     predicted   150.0  measured   187.5 (d 2)  -20.0%" in out
     assert "the predicted best, async 1+1, is measured at 100.0% of the measured best" in out
+    whole["runs"].append(run("async", 1, 1, 900.0, d=2, draft_leaves=32))
+    whole["key"]["emulate"] = {side: {"points": [[1, 8, t]]} for side, t in (("target", 10e-3), ("draft", 5e-3))}
+    (tmp_path / "p.json").write_text(json.dumps(whole))
+    assert main(["predict", "--against", str(tmp_path / "p.json")]) == 0
+    assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in capsys.readouterr().out, "w = 8 as w = 8"
+
+
+def test_plain_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"target": {"1": {"1": 4, "8": 10}}, "draft": {"1": {"8": 2}}}))
+    profile_ = profile(run("ar", 2, 0, 250.0), key={**KEY, "ranks": 2}, around={"verify": 0.0})
+    (tmp_path / "p.json").write_text(json.dumps(profile_))
+    spec = ["--emulate", str(tmp_path / "t.json"), "--ranks", "2", "--against", str(tmp_path / "p.json")]
+    assert main(["predict", *spec]) == 0
+    assert "ar 2         predicted   250.0  measured   250.0  +0.0%" in capsys.readouterr().out
+
+
+TABLE = {"target": {"1": {"8": 160}, "2": {"8": 100}, "3": {"8": 80}},
+         "draft": {"1": {"8": 26}, "2": {"8": 22}, "3": {"8": 20}}}  # fmt: skip
+PLANS = [
+    {"mode": "ar", "target_tp": 3},
+    {"mode": "serial", "target_tp": 3, "draft_tp": 3, "draft_steps": 2},
+    {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 3},
+    {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 6},
+]
+
+
+@pytest.mark.slow
+def test_every_split_is_as_fast_as_predicted(tmp_path: Path) -> None:
+    """The real runtime on three ranks, at step times so long that it hardly matters what else the machine does."""
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(TABLE))
+    prompt = TextCodec(Path(__file__).parent.parent / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
+    pool = Pool(3)
+    try:
+        found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
+    finally:
+        pool.close()
+    given = emulation.parse(str(file))
+    assert given.target is not None and given.draft is not None
+    speeds = {}
+    for plan, run_ in zip(PLANS, found, strict=True):
+        times = Times(given.target.at(plan["target_tp"], 8), given.draft.at(plan.get("draft_tp", 1), 8))
+        rounds = [tuple(round_) for round_ in run_["rounds"]] or [(0, 0)]
+        predicted = simulate.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
+        assert predicted == pytest.approx(run_["speed"], rel=0.1), plan
+        speeds[predicted] = run_["speed"]
+    assert speeds[max(speeds)] >= 0.97 * max(speeds.values())
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path: Path, monkeypa
         ('{"swiftspec_profile": 0}', "has version 0, this program reads 1"),
         ('{"swiftspec_profile": 1}', "is damaged"),
         (json.dumps(profile({"plan": {}})), "is damaged"),
+        (json.dumps(profile(key={})), "is damaged"),
+        (json.dumps(profile(key={"emulate": {"target": {"points": [[1]]}}})), "is damaged"),
         (json.dumps(profile(run("ar", 4, 0, -3.0))), "is damaged"),
         (json.dumps(profile(run("ar", 4, 0))), "is damaged"),
         (json.dumps(profile(steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": []}])), "is damaged"),
@@ -94,6 +96,22 @@ def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
     assert len(reasons) == 1 and "other ranks 2" in reasons[0]
     store.save(tmp_path / "c.json", json.dumps(profile()))
     assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
+
+
+def test_a_profile_of_emulated_times_is_no_news_to_others(tmp_path: Path) -> None:
+    """It lies in every checkout, and says nothing about a run at the machine's own pace."""
+    emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
+    elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
+    store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
+    assert store.find(tmp_path, store.Key(**KEY)) == (None, None, [])
+    _, _, reasons = store.find(tmp_path, store.Key(**emulated))
+    assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
+
+
+def test_titles_name_what_is_fixed() -> None:
+    assert store.title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
+    assert store.title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
+    assert store.title(run("ar", 4, 0)["plan"]) == "ar 4"
 
 
 def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:

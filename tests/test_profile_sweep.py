@@ -16,6 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.profile import measure
 from swiftspec.profile.__main__ import main
 from swiftspec.profile.crew import Crew, Order, Pair
+from swiftspec.profile.measure import Books
 from swiftspec.serve import session
 from swiftspec.serve.cli import parse
 from swiftspec.serve.terminal import Phases
@@ -128,12 +129,45 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     assert main([*args, "--resume"]) == 1  # nothing left to resume
 
 
+def test_what_was_killed_between_two_d_goes_on_with_the_next(
+    pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tidied up: what is on disk is what was finished."""
+    decoded: list[int] = []
+    decode_all = measure.decode_all
+
+    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float) -> measure.Run:
+        if max_tokens == 8:
+            if len(decoded) == killed_at:
+                raise KeyboardInterrupt
+            decoded.append(llm.drafter.steps)
+        return decode_all(llm, prompts, max_tokens, deadline)
+
+    monkeypatch.setattr(measure, "decode_all", counting)
+    args = [*pair, *short, "--modes", "serial", "--repeats", "1"]
+    killed_at = 2
+    assert main(args) == 130
+    killed_at = -1
+    monkeypatch.setattr("swiftspec.profile.sweep.Sweep._lanes", interrupted)
+    assert main([*args, "--resume"]) == 130
+    assert decoded == [1, 2, 3, 4, 6]
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_request_counts_from_its_second_round_on() -> None:
+    run = measure.Run()
+    run.add(Books(3, 1, 0.5, 0.4), Books(9, 4, 2.0, 1.3))
+    assert (run.tokens, run.rounds, run.speed, run.busy) == (6, 3, 4.0, pytest.approx(0.9))
+    run.add(Books(2, 1, 0.5, 0.4), Books(2, 1, 0.5, 0.4))
+    assert (run.tokens, run.rounds) == (8, 4), "unless there is no other"
+
+
 def test_another_sweep_is_not_resumed(
     pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("swiftspec.profile.sweep.Sweep._step_times", interrupted)
     assert main([*pair, *short, "--modes", "ar"]) == 130
     assert main([*pair, *short, "--modes", "ar", "--resume", "--max-tokens", "9"]) == 1
@@ -145,7 +179,10 @@ def test_a_budget_too_small_for_one_measurement(
 ) -> None:
     assert main([*pair, *short, "--budget", "0.01s"]) == 1
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert err == "swiftspec: error: nothing could be measured: the budget of 0.01 s was spent"
+    spent = "the budget of 0.01 s was spent (--budget gives more)"
+    assert err == f"swiftspec: error: nothing could be measured: {spent}"
+    assert main([*pair, *short, "--splits", "3+1"]) == 1
+    assert "--splits needs several ranks" in capsys.readouterr().err
     assert not list((tmp_path / "profiles").glob("*[!l].json"))
 
 

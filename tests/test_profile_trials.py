@@ -60,7 +60,8 @@ def test_variations_change_one_thing_at_a_time() -> None:
 
 
 def test_the_ablation_takes_the_best_of_both_modes() -> None:
-    runs = [run("async", 3, 1, 90, d=4), run("async", 2, 2, 95, d=6), run("serial", 4, 4, 40, d=2), run("ar", 4, 0, 9)]
+    runs = [run("async", 3, 1, 90, d=4), run("async", 2, 2, 95, d=6), run("serial", 4, 4, 40, d=2), run("ar", 4, 0, 9),
+            run("async", 2, 2, 99, d=6, draft_leaves=32, variation=True)]  # fmt: skip
     made = trials.ablation(runs)
     assert [(t.mode, t.target_tp, t.steps, t.ops) for t in made] == [
         ("serial", 4, (2,), "reference"), ("async", 2, (6,), "reference"),

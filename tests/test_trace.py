@@ -15,6 +15,7 @@ from swiftspec.errors import UserError
 from swiftspec.params import Plan, PopulationPlan, SamplingParams
 from swiftspec.profile import timeline
 from swiftspec.profile.__main__ import main
+from swiftspec.profile.measure import rounds_of
 from swiftspec.profile.timeline import Trace
 from swiftspec.worker.local_drafter import LocalDrafter
 from tests.ranks import Pool
@@ -22,6 +23,9 @@ from tests.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]
+
+
+DEMO = Path(__file__).parent.parent / "swiftspec" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,11 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def traced(pair: tuple[Path, Path], plan: Plan, file: Path, requests: int = 1) -> list[list[int]]:
+def traced(
+    pair: tuple[Path, Path], plan: Plan, file: Path, requests: int = 1, dtype: torch.dtype = torch.float64
+) -> list[list[int]]:
     draft = None if plan.mode == "ar" else pair[1]
-    llm = LLM(pair[0], draft, plan, dtype=torch.float64, trace=file)
+    llm = LLM(pair[0], draft, plan, dtype=dtype, trace=file)
     sampling = GREEDY if plan.mode != "smc" else SamplingParams(max_tokens=24, ignore_eos=True)
     answers = [llm.generate(PROMPT, sampling).token_ids for _ in range(requests)]
     llm.close()
@@ -74,10 +80,13 @@ def check_lanes(trace: Trace, steps: int) -> None:
         assert after["draft"]["reused"] + after["draft"]["wasted"] == this["draft"]["expanded"]
 
 
-def test_the_lane_of_a_draft_in_turn(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    traced(pair, Plan("serial", draft_steps=2), tmp_path / "t.jsonl")
+@pytest.mark.parametrize("native", [False, True])
+def test_the_lane_of_a_draft_in_turn(native: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    pair, dtype = ((DEMO / "target", DEMO / "draft"), torch.bfloat16) if native else (pair, torch.float64)
+    traced(pair, Plan("serial", draft_steps=2), tmp_path / "t.jsonl", dtype=dtype)
     trace = Trace.read(tmp_path / "t.jsonl")
     check_lanes(trace, 2)
+    assert rounds_of(trace) == [(len(line["path"]) - 1, 2) for line in trace.rounds if line["round"] > 0]
     assert all(cost.critical == 2 and cost.expansions == 0 for cost in timeline.costs(trace))
 
 
@@ -145,6 +154,12 @@ def test_the_summary_says_who_waited_and_why() -> None:
     assert "still growing   1000.000 ms, in 1 rounds" in text
     assert "expanded first      1500.000 ms, in 1 rounds, 1 expansions" in text
     assert "4 nodes reused, 12 wasted (75%)" in text
+    assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
+    assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
+    plain = lines((0, 0, 0.5), (0, 0, 0.5))
+    del plain[1]["wait"], plain[1]["draft"]
+    assert "3 rounds (1 of them plain), 6 tokens" in timeline.summary(Trace(HEAD, plain))
+    assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round has the prompt in it
 
 
 def test_the_timeline_is_in_chromes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

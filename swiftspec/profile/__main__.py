@@ -139,6 +139,8 @@ def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, setti
     for name in ("limit", "max_tokens", "repeats"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    if ranks == 1 and args.splits != "all":
+        raise UserError("--splits needs several ranks: start it with torchrun --standalone --nproc-per-node N")
     configs = ModelConfig.from_dir(target), ModelConfig.from_dir(draft)
     pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:

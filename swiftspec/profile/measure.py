@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from swiftspec.batch import Proposal
 from swiftspec.engine import LLM
@@ -21,16 +23,44 @@ class OutOfTime(Exception):
     """The budget has gone by in the middle of something."""
 
 
-@dataclass(slots=True)
-class Run:
-    """A prompt set once through."""
+class Books(NamedTuple):
+    """How far a request is: tokens before anything is cut off, seconds since the prefill, of them the target's."""
 
     tokens: int = 0
     rounds: int = 0
-    accepted: int = 0
-    seconds: float = 0.0  # after the prefill
+    seconds: float = 0.0
+    busy: float = 0.0
+
+    @staticmethod
+    def of(llm: LLM) -> Books:
+        """Of the request under way."""
+        stats = llm.stats
+        tokens = stats.tokens if llm.smc is not None else stats.accepted + stats.rounds
+        return Books(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
+
+
+@dataclass(slots=True)
+class Run:
+    """A prompt set once through.
+
+    The first round of a request is left out, unless it is the only one: it waits for a draft that reads the prompt and,
+    where requests come without a pause, still grows the tree of the one before.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
     busy: float = 0.0
     answers: list[list[int]] = field(default_factory=list)
+
+    def add(self, first: Books, last: Books) -> None:
+        """A request, by its books after the first round and at its end."""
+        if last.rounds == first.rounds:
+            first = Books()
+        self.tokens += last.tokens - first.tokens
+        self.rounds += last.rounds - first.rounds
+        self.seconds += last.seconds - first.seconds
+        self.busy += last.busy - first.busy
 
     @property
     def speed(self) -> float:
@@ -47,17 +77,13 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     run = Run()
     for prompt in prompts:
-        answer = []
+        answer, first = [], None
         for chunk in llm.stream(prompt, sampling):
             answer += chunk.token_ids
+            first = first or Books.of(llm)
             if time.monotonic() > deadline:
                 raise OutOfTime
-        stats = llm.stats
-        run.tokens += stats.tokens
-        run.rounds += stats.rounds
-        run.accepted += stats.accepted
-        run.seconds += stats.decode_time
-        run.busy += stats.target_busy_time
+        run.add(first or Books(), Books.of(llm))
         run.answers.append(answer)
     return run
 
@@ -84,11 +110,12 @@ def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterat
 
 
 def rounds_of(trace: Trace) -> list[tuple[int, int]]:
-    """(accepted draft tokens, expansions on the critical path) of every round between two others of its request."""
-    found = []
-    for (this, _), cost in zip(trace.successive(), timeline.costs(trace), strict=True):
-        found.append((len(this["path"]) - 1, cost.critical))
-    return found
+    """(accepted draft tokens, expansions on the critical path before) of every round but the first of its request."""
+    return [
+        (len(line["path"]) - 1, len(timeline.expanded_first(line)))
+        for before, line in pairwise(trace.rounds)
+        if before["request"] == line["request"] and "path" in line
+    ]
 
 
 def around_of(trace: Trace) -> dict[str, float]:
@@ -106,4 +133,4 @@ def around_of(trace: Trace) -> dict[str, float]:
             found["expand"].append((grow[1] - grow[0] - sum(f[1] - f[0] for f in growing)) / len(growing))
         found["answer"].append(answer["propose"][1] - answer["observe"][0] - inside)
         found["link"].append(after["wait"][1] - answer["propose"][1])
-    return {name: max(statistics.median(values), 0.0) for name, values in found.items() if values}
+    return {name: max(statistics.fmean(values), 0.0) for name, values in found.items() if values}

@@ -13,10 +13,11 @@ from typing import Any
 from swiftspec.errors import UserError
 from swiftspec.profile import emulation, latency, simulate, store
 from swiftspec.profile.simulate import Acceptance, Times
+from swiftspec.worker.paced import Emulation
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
 ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # beside GPU forwards
-StepTimesOf = Callable[[int, int], tuple[Times, Times]]  # target TP, draft TP -> slow, fast
+StepTimesOf = Callable[[int, int, int], tuple[Times, Times]]  # target TP, draft TP, rows verified -> slow, fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: Ste
     """All splits of so many ranks, each at its best d, fastest first."""
     rows = []
     for mode, x, y in candidates(ranks):
-        slow, fast = step_times(x, max(y, 1))
+        slow, fast = step_times(x, max(y, 1), 1 if mode == "ar" else bs)
         depths = [1] if mode == "ar" else acceptance.depths(mode, bs, w)
         middle = simulate.between(slow, fast)
         speeds = {d: simulate.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
@@ -92,17 +93,18 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
 
-def against(rows: Sequence[Row], profile: dict[str, Any]) -> str:
+def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
     """Prediction beside measurement, split by split, each at its own best d."""
     lines, found = [], []
     for row in rows:
-        wanted = {"mode": row.mode, "target_tp": row.target_tp, "draft_tp": row.draft_tp}
+        tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}
+        wanted = {"mode": row.mode, "target_tp": row.target_tp, "draft_tp": row.draft_tp, **tree}
         run = store.best(profile, wanted)
         if run is not None:
             found.append((row, run))
-            measured = store.speed(run)
+            measured, d = store.speed(run), run["plan"]["draft_steps"]
             lines.append(
-                f"{row.title:12} predicted {row.speed:7.1f}  measured {measured:7.1f} (d {run['plan']['draft_steps']})"
+                f"{row.title:12} predicted {row.speed:7.1f}  measured {measured:7.1f}{'' if d is None else f' (d {d})'}"
                 f"  {row.speed / measured - 1:+.1%}"
             )
     if found:
@@ -123,12 +125,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--emulate", metavar="SPEC", help="step times as `serve --emulate` has them, in place of hardware"
     )
-    made.add_argument("--ranks", type=int, default=4, help="with --emulate (default 4)")
+    made.add_argument("--ranks", type=int, help="with --emulate (default 4)")
     made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
     made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
     made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
                       " embedded pair)")  # fmt: skip
-    made.add_argument("--against", type=Path, help="a profile to compare with, whose time outside the models is taken")
+    made.add_argument("--against", type=Path, help="a profile to compare with, whose time outside the models is taken,"
+                      " and its emulated step times and ranks where none are given")  # fmt: skip
     return made
 
 
@@ -139,12 +142,12 @@ def main(argv: Sequence[str]) -> int:
     recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
     acceptance = Acceptance(_records(recorded))
     around = ASSUMED if profile is None or not profile.get("around") else profile["around"]
-    if args.emulate is not None:
-        ranks, step_times, origin = args.ranks, _table(args, around), "step times: quoted or given"
-    elif args.hardware is not None:
+    if args.hardware is not None:
         ranks, step_times, origin = _gpus(args, around)
     else:
-        raise UserError("say for what: --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4")
+        given = _emulation(args, profile)
+        ranks = args.ranks or (4 if profile is None else profile["key"]["ranks"])
+        step_times, origin = _table(args, given, around), "step times: quoted or given"
     if ranks < 2:
         raise UserError("a prediction compares splits: take two ranks or more")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
@@ -153,7 +156,7 @@ def main(argv: Sequence[str]) -> int:
     pair = recorded or "the embedded pair"
     print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
     if profile is not None:
-        print(against(rows, profile))
+        print(against(rows, profile, args.verify_batch, args.draft_leaves))
     return 0
 
 
@@ -163,14 +166,26 @@ def _records(file: Path | None) -> list[dict[str, Any]]:
     return json.loads(ACCEPTANCE.read_text(encoding="utf-8"))["rounds"]
 
 
-def _table(args: argparse.Namespace, around: dict[str, float]) -> StepTimesOf:
-    given = emulation.parse(args.emulate)
+def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> Emulation:
+    """The step times that are named, or those that a profile was measured at. Raises UserError where there are none."""
+    given = Emulation()
+    if args.emulate is not None:
+        given = emulation.parse(args.emulate)
+    elif profile is not None:
+        given = Emulation.from_dict(profile["key"]["emulate"])
+    if args.emulate is None and given == Emulation():
+        raise UserError("say for what: --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4")
     if given.target is None or given.draft is None:
         raise UserError("--emulate must give step times of target and draft")
-    target, draft = given.target, given.draft
+    return given
 
-    def step_times(x: int, y: int) -> tuple[Times, Times]:
-        times = Times(target.at(x, args.verify_batch), draft.at(y, args.draft_leaves), **around)
+
+def _table(args: argparse.Namespace, given: Emulation, around: dict[str, float]) -> StepTimesOf:
+    target, draft = given.target, given.draft
+    assert target is not None and draft is not None
+
+    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
+        times = Times(target.at(x, rows), draft.at(y, args.draft_leaves), **around)
         return times, times
 
     return step_times
@@ -185,10 +200,10 @@ def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, Step
     measured = args.kernels is not None or kernels.is_file()
     ends = latency.fitted(kernels, latency.GPUS[name]) if measured else latency.constants(latency.GPUS[name])
 
-    def step_times(x: int, y: int) -> tuple[Times, Times]:
+    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
         slow, fast = (
             Times(
-                latency.forward(target, x, args.verify_batch, lines, args.int4, args.context),
+                latency.forward(target, x, rows, lines, args.int4, args.context),
                 latency.forward(draft, y, args.draft_leaves, lines, args.int4, args.context),
                 **around,
             )

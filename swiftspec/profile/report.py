@@ -114,6 +114,7 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
         axes.annotate(f"{median:.0f}" + (f"\nd {d}" if d else ""), (place, most), (0, 3), textcoords="offset points",
                       ha="center", fontsize=9)  # fmt: skip
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_xlabel("mode and ranks (mode async: of the target + of the draft)")
     axes.set_ylabel("tokens a second")
     axes.margins(y=0.2)
     return bool(bars)
@@ -135,7 +136,7 @@ def draw_compression(profile: Json, axes: Axes) -> bool:
         axes.plot(*zip(*points), marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-    axes.set_xlabel("rows")
+    axes.set_xlabel("nodes verified a round (bs) or leaves expanded at a time (w)")
     axes.set_ylabel("tokens a target forward")
     axes.legend(frameon=False)
     return True
@@ -143,22 +144,29 @@ def draw_compression(profile: Json, axes: Axes) -> bool:
 
 def draw_step_times(profile: Json, axes: Axes) -> bool:
     """Step time against TP size (paper, Table 1)."""
-    for side, line in (("target", "-"), ("draft", "--")):
-        for rows, colour in ((1, "#9ecae1"), (8, "#1f6fb4"), (32, "#08306b")):
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    shades = {"target": ("#9ecae1", "#1f6fb4", "#08306b"), "draft": ("#fdd0a2", "#d98c00", "#7f3b08")}
+    for side, colours in shades.items():
+        for rows, colour in zip((1, 8, 32), colours):
             points = sorted(
                 (step["tp"], *store.spread(1e3 * s for s in step["seconds"]))
                 for step in profile["steps"] if step["side"] == side and step["rows"] == rows
             )  # fmt: skip
             if points:
                 tp, median, least, most = zip(*points)
-                axes.plot(tp, median, line, color=colour, marker="o", label=f"{side}, {rows} row{'s' * (rows > 1)}")
+                axes.plot(tp, median, color=colour, marker="o", label=f"{side}, {rows} row{'s' * (rows > 1)}")
                 axes.fill_between(tp, least, most, color=colour, alpha=0.12, linewidth=0)
-    axes.set_xlabel("ranks")
+    axes.set_xlabel("ranks of the group")
     axes.set_ylabel("milliseconds a forward")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.2)
     axes.set_xticks(sorted({step["tp"] for step in profile["steps"]}))
     if profile["steps"]:
-        axes.legend(frameon=False, fontsize=9, ncols=2)
+        axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return bool(profile["steps"])
 
 
@@ -198,7 +206,8 @@ def draw_ablation(profile: Json, axes: Axes) -> bool:
     }  # fmt: skip
     ranks = profile["key"]["ranks"]
     for place, (mode, ops) in enumerate(systems.values()):
-        mine = [r for r in profile["runs"] if r["plan"]["mode"] == mode and r["ops"] == ops]
+        mine = [r for r in profile["runs"] if r["plan"]["mode"] == mode and r["ops"] == ops
+                and (ops == "reference" or not r["variation"])]  # fmt: skip
         run = _best_of([r for r in mine if store.ranks_of(r["plan"]) == ranks] or mine)
         if run is not None:
             axes.bar(place, store.speed(run), color=COLOURS[mode], alpha=1.0 if ops == "auto" else 0.5, width=0.6)

@@ -94,7 +94,8 @@ class Key:
 
 def environment() -> Json:
     """Versions, for people."""
-    return {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    system = f"{platform.system()} {platform.machine()}"
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
 
 
 def name_of(key: Key, model: str) -> str:
@@ -127,14 +128,14 @@ def load(file: Path) -> Json:
 
 def _check(file: Path, data: Json) -> None:
     try:
-        assert isinstance(data["key"], dict)
+        Emulation.from_dict(data["key"]["emulate"])
         for run in data["runs"]:
             assert all(name in run["plan"] for name in PLAN)
-            assert run["dropped"] is not None or run["speeds"]
+            assert run["dropped"] is not None or run["speeds"] or file.name.endswith(PARTIAL)
             assert all(isinstance(speed, int | float) and speed > 0 for speed in run["speeds"])
         for step in data["steps"]:
             assert step["seconds"] and step["side"] in ("target", "draft")
-    except (KeyError, TypeError, AssertionError):
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
         raise UserError(f"profile {file} is damaged: measure again with `python -m swiftspec.profile`") from None
 
 
@@ -183,16 +184,17 @@ def ranks_of(plan: Mapping[str, Any]) -> int:
 
 
 def title(plan: Mapping[str, Any]) -> str:
-    """`async 3+1 bs 8 w 8 d 4`."""
+    """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] in ("ar", "smc"):
         return f"{plan['mode']} {split}"
-    return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']} d {plan['draft_steps']}"
+    d = "" if plan["draft_steps"] is None else f" d {plan['draft_steps']}"
+    return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
 
 
 def find(folder: Path, key: Key) -> tuple[Json | None, Path | None, list[str]]:
-    """The profile in `folder` for this key and its file; else why those of the same pair do not fit. What is no profile
-    is passed over."""
+    """The profile in `folder` for this key and its file; else why those of the same pair do not fit. Passed over are
+    files that are no profile, and where nothing is emulated those of emulated step times."""
     reasons = []
     for file in sorted(folder.glob("*.json")):
         if file.name.endswith(PARTIAL):
@@ -206,6 +208,7 @@ def find(folder: Path, key: Key) -> tuple[Json | None, Path | None, list[str]]:
         reason = key.difference(profile["key"])
         if reason is None:
             return profile, file, []
-        if "another pair" not in reason:
+        emulated = any(profile["key"]["emulate"].values()) and not any(key.emulate.values())
+        if "another pair" not in reason and not emulated:
             reasons.append(f"{file} is not used: {reason}")
     return None, None, reasons

@@ -97,10 +97,11 @@ class Sweep:
             self._later(self._variations)
             self._later(lambda: trials.ablation(self.profile["runs"]))
         except measure.OutOfTime:
-            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent"
+            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
         if not any(run["speeds"] for run in self.profile["runs"]):
             raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")
+        self.profile["runs"] = [run for run in self.profile["runs"] if run["speeds"] or run["dropped"]]
         store.save(self.file, json.dumps(self.profile, indent=1) + "\n")
         self._partial.unlink(missing_ok=True)
 
@@ -134,7 +135,8 @@ class Sweep:
         """Trials that follow from what has been measured, once each."""
         for trial in pick():
             plan = trial.row(trial.steps[0])
-            if not any(run["plan"] == plan and run["ops"] == trial.ops for run in self.profile["runs"]):
+            mine = (run for run in self.profile["runs"] if run["plan"] == plan and run["ops"] == trial.ops)
+            if not any(run["speeds"] or run["dropped"] for run in mine):
                 self._decode(trial, trial.steps, variation=True)
 
     def _variations(self) -> list[Trial]:
@@ -154,10 +156,13 @@ class Sweep:
                     steps = trials.depths(*times) if not known else steps
                 measure.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
                 for d in steps:
+                    self._entry(trial, d, variation)  # whoever resumes sees which d are missing
+                for d in steps:
                     if d is not None:
                         llm.drafter.steps = d
                     run = measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
+                    self._save()
         except UserError as error:
             for d in steps:
                 self._entry(trial, d, variation)["dropped"] = str(error)
@@ -308,7 +313,7 @@ def outlook(wish: Wish, ranks: int) -> Sequence[str]:
     lines = []
     for trial in contest:
         d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
-        lines.append(f"{store.title(trial.row(None)).removesuffix(' d None')} {d}".rstrip())
+        lines.append(f"{store.title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
     last = ("the best serial and async once more on plain torch operators", "the winner's bs and w one at a time")

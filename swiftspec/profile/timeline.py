@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -72,17 +72,24 @@ def costs(trace: Trace) -> list[RoundCost]:
 def _cost(this: Json, after: Json) -> RoundCost:
     begin, end = this["target"]["verify"]
     length = after["target"]["verify"][0] - begin
-    wait = after["wait"][1] - after["wait"][0]
-    grown, answer = this.get("draft", {}), after.get("draft", {})
-    proposing = answer.get("propose", (end, end))
-    short = [f for f in answer.get("forwards", ()) if proposing[0] <= f[0] < proposing[1]]
+    asked, given = after.get("wait", (0.0, 0.0))  # a plain round asks nobody
+    grown, short = this.get("draft", {}), expanded_first(after)
     late = max(grown.get("grow", (end, end))[1] - end, 0.0)
     seconds = sum(f[1] - f[0] for f in short)
     expansions = len(grown.get("forwards", ())) - sum(
         1 for f in grown.get("forwards", ()) if f[0] < grown.get("propose", (0, 0))[1]
     )
     forward = this["target"]["forward"]
-    return RoundCost(length, end - begin, forward, wait, min(late, wait), seconds, len(short), expansions)
+    return RoundCost(
+        length, end - begin, forward, given - asked, min(late, given - asked), seconds, len(short), expansions
+    )
+
+
+def expanded_first(line: Json) -> list[Sequence[float]]:
+    """The draft's forwards that a round's proposal had to wait for."""
+    draft = line.get("draft", {})
+    begin, end = draft.get("propose", (0.0, 0.0))
+    return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
 
 
 def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
@@ -138,10 +145,12 @@ def summary(trace: Trace) -> str:
     """Who waited for whom and why, as text."""
     rounds, head = costs(trace), trace.head
     tokens = sum(len(line["tokens"]) for line in trace.rounds)
-    lines = [
-        f"mode {head['mode']}, split {head['target_tp']}+{head['draft_tp']}, bs {head['verify_batch']}, "
-        f"w {head['draft_leaves']}, d {head['draft_steps']}: {len(trace.rounds)} rounds, {tokens} tokens"
-    ]
+    split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
+    tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
+    shape = tree if head["mode"] in ("serial", "async") else ""
+    plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
+    count = f"{len(trace.rounds)} rounds{f' ({plain} of them plain)' if plain else ''}"
+    lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {tokens} tokens"]
     if not rounds:
         return "\n".join([*lines, "no two rounds in a row that tell of a verification: nothing more to say"])
 

@@ -122,14 +122,13 @@ def variations(plan: Mapping[str, Any]) -> list[Trial]:
 
 
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
-    """The best of serial and async on all ranks once more with plain torch operators: base, only parallel tree, only
-    kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
+    """The best of serial and async on all ranks, with the usual tree, once more with plain torch operators: base, only
+    parallel tree, only kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
     made = []
     most = max((_ranks(run) for run in runs), default=1)
     for mode in ("serial", "async"):
-        mine = [
-            r for r in runs if r["plan"]["mode"] == mode and r["speeds"] and r["ops"] == "auto" and _ranks(r) == most
-        ]
+        mine = [r for r in runs if r["plan"]["mode"] == mode and r["speeds"] and r["ops"] == "auto"
+                and _ranks(r) == most and not r["variation"]]  # fmt: skip
         if mine:
             plan = max(mine, key=lambda run: statistics.median(run["speeds"]))["plan"]
             made.append(Trial(**{**plan_fields(plan), "ops": "reference", "steps": (plan["draft_steps"],)}))

@@ -136,7 +136,7 @@ class Settings(BaseSettings):
         True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
     )
     adapt: Annotated[bool, Flag(TREE)] = Field(
-        True, description="While serving, let d, and in mode serial bs, follow what is measured, where not given here."
+        True, description="While serving, let d and bs follow what is measured, where not given here."
     )
     guide_draft: Annotated[bool, Flag(TREE)] = Field(
         False, description="Guide the draft too where --guidance-scale is not 1: dearer, and closer to the target."

@@ -107,7 +107,8 @@ class LocalDrafter:
         if self._scoring is not None and self._draws is None and isinstance(self.tree, NativeTree):
             k, tau = min(self._plan.children, self._vocab), self.calibration.constant
             noise = self._plan.proposal == "coupled" and not self._sampler.params.greedy
-            self.runner.expand(self.tree, self.pending, self._plan.draft_leaves, k, self._scoring, noise, tau)
+            leaves = self._plan.draft_leaves if self.tree.expanded > 0 else 1  # as many rows as there are: the root's
+            self.runner.expand(self.tree, self.pending, leaves, k, self._scoring, noise, tau)
             self.pending = []
         else:
             self._expand_in_steps()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swiftspec.worker.around import AroundModel, T
 from swiftspec.worker.runner import Model
@@ -51,6 +52,15 @@ class Emulation:
 
     target: StepTimes | None = None
     draft: StepTimes | None = None
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Emulation:
+        """What `dataclasses.asdict` made of one, JSON in between or not."""
+        sides = {
+            side: StepTimes(tuple((int(tp), int(rows), float(seconds)) for tp, rows, seconds in times["points"]))
+            for side, times in data.items() if times is not None
+        }  # fmt: skip
+        return Emulation(**sides)
 
 
 class PacedModel(AroundModel):

@@ -7,15 +7,14 @@ n t_1 / t, and n = t / t_1 is the break-even (seed 003).
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
 from swiftspec.params import Plan
+from swiftspec.worker.forecast import AheadForecast, Forecast, Seen, quartile
 from swiftspec.worker.pace import MOST_STEPS, DraftTimes, steps_for
 from swiftspec.worker.paced import StepTimes
 
@@ -32,10 +31,6 @@ GAIN = 1.04  # another shape must promise so much before it is taken
 BAND = 1.05  # and the ratio of step times leave d by so much
 REACH = 2  # d moves by so much at a time: beyond that its effect is a guess
 
-# What another d changes, on the embedded pair (docs/log.md): a depth not seen yet holds the text with this share of the
-# chance of the depth above, and each depth less leaves the others' places for so much more.
-DEEPER, SHALLOWER = 0.75, 0.06
-
 
 class Decision(NamedTuple):
     """The shape of the next round: expansions, nodes verified, and whether the drafter is asked at all."""
@@ -43,17 +38,6 @@ class Decision(NamedTuple):
     steps: int  # d
     nodes: int  # bs
     speculate: bool
-
-
-class Seen(NamedTuple):
-    """A round as it went. Times in seconds."""
-
-    seconds: float  # without the consumer's
-    tokens: int
-    target: float = 0.0  # from the proposal to the result
-    draft: float = 0.0  # in the draft's forwards
-    wait: float = 0.0  # for the proposal
-    hits: tuple[int, ...] = ()  # the nodes that the text went through, by their place in what the draft proposed
 
 
 @dataclass(slots=True)
@@ -81,12 +65,11 @@ class Pace:
 
     @staticmethod
     def of(plan: Plan) -> Pace:
-        """What a plan leaves open. Growing ahead, bs stays: there a larger one costs the target what it gains d."""
-        ahead = plan.mode == "async"
+        """What a plan leaves open."""
         halves = takewhile(lambda bs: bs > 1, (plan.verify_batch >> i for i in range(plan.verify_batch)))
-        batches = tuple(halves) if plan.adapt_batch and not ahead else ()
+        batches = tuple(halves) if plan.adapt_batch else ()
         deepest = max(MOST_STEPS, plan.steps) if plan.adapt_steps else None
-        return Pace(plan.steps, plan.verify_batch, deepest, batches, ahead, plan.self_switch)
+        return Pace(plan.steps, plan.verify_batch, deepest, batches, plan.mode == "async", plan.self_switch)
 
     @property
     def tree_round(self) -> float | None:
@@ -139,6 +122,7 @@ class Pace:
         """The next round is of another kind, or of another shape."""
         long = self.rounds > 2 * (SKIP + WINDOW)  # more than a trial
         if not decision.speculate:
+            self.before = None
             if long:
                 self.refusals = 0
             if self.age > REFRESH:
@@ -175,7 +159,10 @@ def decide(pace: Pace) -> Decision:
     if not pace.switches:
         speculate = True
     elif pace.speculating:
-        speculate = pace.plain_round is not None and pace.age <= REFRESH and _pays(pace, gain)
+        known = pace.plain_round is not None and pace.age <= REFRESH
+        speculate = known and _pays(pace, gain)
+        if known and not speculate and judged == 0 and pace.before is not None and not _shuns(pace, pace.before):
+            return Decision(*pace.before, True)  # a shape just tried does not pay; perhaps the one before still does
     else:
         speculate = _pays(pace, gain) or pace.rounds >= PATIENCE << min(pace.refusals, DOUBLINGS)
     return Decision(steps, nodes, True) if speculate else Decision(0, 1, False)
@@ -191,11 +178,11 @@ def _shape(pace: Pace) -> tuple[int, int, float]:
     if len(pace.trees) < WINDOW or not (pace.deepest or pace.batches):
         return pace.steps, pace.nodes, 1.0
     if pace.ahead:
-        return (_in_step(pace) if pace.deepest else pace.steps), pace.nodes, 1.0
+        return _shape_ahead(pace)
     low, high = (1, pace.deepest) if pace.deepest else (pace.steps, pace.steps)
     depths = range(max(low, pace.steps - REACH), min(high, pace.steps + REACH) + 1)
     shapes = [(d, bs) for d in depths for bs in pace.batches or (pace.nodes,)]
-    forecast = Forecast(pace)
+    forecast = _forecast(pace)
     now = forecast.speed(pace.steps, pace.nodes)
     gains = {shape: forecast.speed(*shape) / now for shape in shapes if not _shuns(pace, shape)}
     best = max(gains, key=gains.__getitem__, default=(pace.steps, pace.nodes))
@@ -206,67 +193,52 @@ def _shuns(pace: Pace, shape: tuple[int, int]) -> bool:
     return pace.count < pace.shunned.get(shape, (0, 0))[0]
 
 
-def _in_step(pace: Pace) -> int:
-    """d for a draft that grows ahead (paper, section 3.1): as many expansions as fit into a verification beside the
-    draft's turn. It stays while the ratio is no further from it than the band.
+def _shape_ahead(pace: Pace) -> tuple[int, int, float]:
+    """The same for a draft that grows ahead: d as many expansions as fit into a verification, or more than that, for
+    which the target then waits, where they promise to be worth it."""
+    forecast, here = _forecast(pace), (pace.steps, pace.nodes)
+    start = (_in_step(pace, pace.nodes) if pace.deepest else pace.steps), pace.nodes
+    if pace.steps > start[0] and forecast.speed(*here) >= forecast.speed(*start):
+        start = here
+    shapes = {here, start}
+    for bs in pace.batches or (pace.nodes,):
+        least = _in_step(pace, bs) if pace.deepest else pace.steps
+        most = min(least + REACH, pace.deepest) if pace.deepest else pace.steps
+        shapes |= {(d, bs) for d in range(least, most + 1)}
+    speeds = {shape: forecast.speed(*shape) for shape in shapes if not _shuns(pace, shape)}
+    best = max(sorted(speeds), key=speeds.__getitem__, default=start)
+    if speeds.get(best, 0.0) <= GAIN * forecast.speed(*start):
+        best = start
+    now = forecast.speed(*here)
+    return (*best, forecast.speed(*best) / now if now > 0 else 1.0)
+
+
+def _in_step(pace: Pace, nodes: int) -> int:
+    """d for a draft that grows ahead (paper, section 3.1): as many expansions as fit into a verification of so many
+    nodes beside the draft's turn. It stays while the ratio is no further from it than the band.
 
     An answer counts expansions that its round had to have besides; a quartile is of a round without.
     """
     target = min(seen.target for seen in pace.trees)
-    expansion = _quartile([seen.draft for seen in pace.trees]) / pace.steps
+    expansion = quartile([seen.draft for seen in pace.trees]) / pace.steps
     if expansion <= 0:
         return pace.steps
     late = max(pace.steps * expansion - target, 0.0)
-    draft = DraftTimes(max(_quartile([seen.wait for seen in pace.trees]) - late, 0.0), expansion)
+    draft = DraftTimes(max(quartile([seen.wait for seen in pace.trees]) - late, 0.0), expansion)
+    if nodes != pace.nodes:
+        times = _targets(pace)
+        return steps_for(target * times.at(1, nodes) / times.at(1, pace.nodes), draft)
     least, most = steps_for(target / BAND, draft), steps_for(target * BAND, draft)
     return min(max(pace.steps, least), most)
 
 
-class Forecast:
-    """What other shapes would give in turn with the target, by the rounds of this one."""
-
-    def __init__(self, pace: Pace) -> None:
-        seen = list(pace.trees)
-        target, draft = median(s.target for s in seen), median(s.draft for s in seen)
-        shapes = pace.batches or (pace.nodes,)
-        self._reached = {bs: _reached([s.hits for s in seen], bs) for bs in {*shapes, pace.nodes}}
-        self._steps = pace.steps
-        self._expansion = draft / pace.steps
-        self._rest = max(median(s.seconds for s in seen) - target - draft, 0.0)
-        known = pace.targets | {pace.nodes: target} | ({1: median(pace.plains)} if pace.plains else {})
-        self._targets = StepTimes(tuple((1, rows, seconds) for rows, seconds in known.items()))
-
-    def speed(self, steps: int, nodes: int) -> float:
-        """Tokens a second."""
-        seconds = self._rest + self._targets.at(1, nodes) + steps * self._expansion
-        return self.tokens(steps, nodes) / seconds if seconds > 0 else 0.0
-
-    def tokens(self, steps: int, nodes: int) -> float:
-        """Of a round. Fewer of the likeliest nodes: counted. Another d: the depths that it leaves out, or would add."""
-        reached = self._reached[nodes]
-        if steps >= self._steps:
-            further = _deeper(reached[: self._steps], steps - self._steps) if len(reached) >= self._steps else []
-            return 1 + sum(reached) + sum(further)
-        return 1 + min(sum(reached[:steps]) * (1 + SHALLOWER * (self._steps - steps)), steps)
+def _forecast(pace: Pace) -> Forecast:
+    kind = AheadForecast if pace.ahead else Forecast
+    return kind(list(pace.trees), pace.steps, pace.nodes, {*pace.batches, pace.nodes}, _targets(pace))
 
 
-def _reached(hits: Sequence[tuple[int, ...]], nodes: int) -> list[float]:
-    """By depth, the share of rounds whose text came that far among so many nodes."""
-    lengths = [bisect_left(places, nodes) for places in hits]
-    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(max(lengths))]
-
-
-def _deeper(reached: Sequence[float], depths: int) -> list[float]:
-    """The shares of further depths."""
-    last = reached[-1]
-    chance = last / reached[-2] if len(reached) > 1 else last
-    found = []
-    for _ in range(depths):
-        chance *= DEEPER
-        last *= chance
-        found.append(last)
-    return found
-
-
-def _quartile(values: Sequence[float]) -> float:
-    return sorted(values)[len(values) // 4]
+def _targets(pace: Pace) -> StepTimes:
+    """Verifications by their rows, as far as they have been seen; beyond that as the nearest."""
+    now = {pace.nodes: median(seen.target for seen in pace.trees)}
+    known = pace.targets | now | ({1: median(pace.plains)} if pace.plains else {})
+    return StepTimes(tuple((1, rows, seconds) for rows, seconds in known.items()))

@@ -10,7 +10,8 @@ from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.worker import policy
 from swiftspec.worker.drafter import NoDrafter, SteppedDrafter
-from swiftspec.worker.policy import Decision, Pace, Seen
+from swiftspec.worker.forecast import Seen
+from swiftspec.worker.policy import Decision, Pace
 
 
 @dataclass(frozen=True, slots=True)
