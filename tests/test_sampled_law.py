@@ -1,7 +1,7 @@
 """Drawn proposals by enumeration: every way that the draws can fall, through the drafters that choose what is sent.
 
 The texts that come of it follow the target's law exactly, over rounds and re-roots. Which outcome a proposal has is
-worked out here in plain Python (tests/test_reject.py proves that the engine's verifier does the same).
+worked out here in plain Python (tests/test_reject.py proves that the engine's verifier does the same, whole trees too).
 """
 
 from __future__ import annotations
@@ -99,6 +99,28 @@ def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]
     return out
 
 
+def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+    """The same for what SpecSplit does: a coin for every node by itself, and the longest branch that passed."""
+    out: Law = {}
+    texts: list[tuple[int, ...]] = [()]
+    chances, rows = [1.0], sorted(set(proposal.parents[1:]))
+    for above, token in zip(proposal.parents[1:], proposal.tokens[1:], strict=True):
+        assert proposal.drawn is not None
+        row = rows.index(above)
+        q = float(proposal.drawn.probs[row][proposal.drawn.tokens[row] == token].sum())
+        texts.append((*texts[above], token))
+        chances.append(min(1.0, p(texts[above])[token] / q))
+    for coins in itertools.product((False, True), repeat=len(texts) - 1):
+        stands, mass = [True], 1.0
+        for node, passes in enumerate(coins, 1):
+            stands.append(passes and stands[proposal.parents[node]])
+            mass *= chances[node] if passes else 1 - chances[node]
+        text = max(itertools.compress(texts, stands), key=len)
+        for token, chance in enumerate(p(text)):
+            out[(*text, token)] = out.get((*text, token), 0.0) + mass * chance
+    return out
+
+
 def penalised(logits: Tensor, text: Sequence[int], p: SamplingParams) -> Tensor:
     """Bias and penalties by their definitions."""
     out = logits.clone()
@@ -122,6 +144,7 @@ class Pair:
         runner = Runner(draft, reference, context=24, tree_slots=slots)
         self.drafter = (AheadDrafter if plan.mode == "async" else LocalDrafter)(runner, plan, vocab)
         self._laws: dict[tuple[int, ...], list[float]] = {}
+        self.judge = outcomes
 
     def law(self, text: tuple[int, ...]) -> list[float]:
         if text not in self._laws:
@@ -130,13 +153,13 @@ class Pair:
         return self._laws[text]
 
     def run(self, choices: Choices, rounds: int, tokens: int) -> tuple[int, ...]:
-        """Some rounds, or fewer where they give so many tokens."""
+        """Some rounds, judged by `self.judge`, or fewer where they give so many tokens."""
         text: tuple[int, ...] = ()
         self.drafter.open(1, PROMPT, self.sampling, len(PROMPT))
         for _ in range(rounds):
             proposal = Proposal.unpack(self.drafter.propose().pack())
             told = text
-            new = choices.choose(list(outcomes(proposal, lambda below, told=told: self.law((*told, *below))).items()))
+            new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
             text = (*text, *new)
             if len(text) >= tokens:
                 break
@@ -250,6 +273,17 @@ def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.Monk
     monkeypatch.setattr(drawn, "weights", own)
     apart, _ = Pair(3, 1, plan_of("serial", 3, 1, 2), PLAIN).enumerate(monkeypatch, 1, 3)
     assert apart > 0.02
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]
+) -> None:
+    """What swiftspec.exactness.biased does."""
+    mode, bs, w, d, vocab, rounds, tokens = case
+    pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
+    pair.judge = longest_branch
+    assert pair.enumerate(monkeypatch, rounds, tokens)[0] > 0.01
 
 
 @pytest.mark.parametrize("exponent", [0.25, 1.0, 3.0])
