@@ -20,8 +20,8 @@ from swiftspec.spec import reject
 from swiftspec.spec.noise import PositionNoise
 from swiftspec.spec.reject import Rejection, judge
 from swiftspec.spec.sampler import Sampler
+from tests.enumeration import PROMPT, orders, outcomes, penalised
 from tests.histories import Law, filtered
-from tests.test_sampled_law import PROMPT, orders, outcomes, penalised
 from tests.thread_group import ThreadGroup, on_ranks
 
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
@@ -228,8 +228,8 @@ def halve(most: float, true: Callable[[float], bool]) -> float:
 def test_a_whole_tree_has_the_outcomes_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int
 ) -> None:
-    """What test_sampled_law.py enumerates with: for a proposal as it was drawn, the law of the tokens that follow. The
-    vocabulary is larger than what q names."""
+    """What tests/enumeration.py takes from the definition: the law of the tokens that follow, for a proposal as it was
+    drawn. The vocabulary is larger than what q names."""
     proposal, rows = tree(5, seed)
     logits = torch.from_numpy(rows)
     paths = {(): 0, **{(proposal.tokens[i],): i for i in (1, 2)},
