@@ -5,7 +5,7 @@ from __future__ import annotations
 from swiftspec.decode import Round
 from swiftspec.engine import Stats
 from swiftspec.params import Plan
-from swiftspec.serve.answer import metrics
+from swiftspec.serve.answer import footer, metrics
 from swiftspec.worker.policy import Decision
 from swiftspec.worker.steered import Steering
 
@@ -27,6 +27,8 @@ def test_the_policy_tells_what_it_measured_and_decided() -> None:
     }
     spec = told["speculative_decoding"]
     assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
+    stats.rounds = 40
+    assert footer(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
 
 
 def test_what_was_to_be_accepted_stands_beside_what_was() -> None:

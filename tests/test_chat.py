@@ -146,6 +146,13 @@ def test_set(room: Room) -> None:
     assert room.engine.asked[-1][1].top_p == 0.9
 
 
+def test_a_temperature_at_which_the_draft_samples_otherwise(room: Room) -> None:
+    assert "proposal" not in room.run("/set temperature 1", EOFError)
+    room.engine.plan = Plan("serial", proposal="top")
+    assert "proposal top does not see the noise" in room.run("/set temperature 1", EOFError)
+    assert "proposal" not in room.run("/set temperature 0", EOFError)
+
+
 def test_guidance(room: Room) -> None:
     assert "guidance without a negative prompt takes an empty one" in room.run("/set guidance_scale 2", "a", EOFError)
     assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)

@@ -73,7 +73,7 @@ def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
     llm.drafter = AheadDrafter(llm.drafter.runner, llm.plan, llm.vocab_size)
     ahead = tokens_per_round(llm, 0.0, every)
     print(f"serial {serial:.3f}, ahead {ahead:.3f} tokens a round: {ahead / serial:.1%}")
-    assert 0.88 * serial <= ahead < serial
+    assert 0.94 * serial <= ahead < serial  # 0.952 where it was measured
 
 
 @pytest.mark.slow

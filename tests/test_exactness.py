@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from swiftspec.batch import VerifyResult
 from swiftspec.engine import LLM
+from swiftspec.errors import DrafterLost
 from swiftspec.exactness import trial
 from swiftspec.exactness.__main__ import main
 from swiftspec.exactness.biased import BiasedVerifier
 from swiftspec.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.params import Plan, SamplingParams
+from swiftspec.worker.local_drafter import LocalDrafter
 from swiftspec.worker.verifier import LocalVerifier
 from tests.test_serve import bare_environment, pair
 
@@ -53,8 +58,18 @@ def test_the_interval_of_the_total_variation_holds_the_truth() -> None:
         apart, low, high = total_variation(noise.multinomial(800, p), noise.multinomial(800, q), seed)
         assert low <= apart <= high
         held += low <= 0.2 <= high
-    assert held >= 51
+    assert held >= 57
     assert compare("x", [1] * 90 + [2] * 90, [1] * 90 + [2] * 90).low == 0
+
+
+def test_the_interval_does_not_see_a_difference_where_there_is_none() -> None:
+    """However many cells: the more there are, the further two samples of one law are apart."""
+    noise = np.random.default_rng(6)
+    for cells in (2, 20, 100):
+        law = noise.dirichlet(np.ones(cells))
+        pairs = [noise.multinomial(1000, law, 2) for _ in range(30)]
+        held = [total_variation(one, other)[1] == 0 for one, other in pairs]
+        assert sum(held) >= 26
 
 
 def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str]) -> None:
@@ -74,7 +89,51 @@ def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert "greedy: 8 of 8 answers are the same" in out and "sampled, same seed: 8 of 8" in out
     assert "tokens 3, 4" in out and "no difference found" in out
+    assert int(re.findall(r"(\d+) draft tokens were accepted", out)[0]) > 40
     assert main([*flags, "--temperature", "0"]) == 0
+
+
+def test_guided_requests_are_guided_by_the_negative_prompt(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    whole = trial.draw
+
+    def noted(plain: LLM, tree: trial.Watched, prompt: Any, sampling: SamplingParams, *more: Any) -> trial.Verdict:
+        asked.append(sampling)
+        assert isinstance(tree.engine, LLM) and not tree.engine.plan.self_switch
+        return whole(plain, tree, prompt, sampling, *more)
+
+    monkeypatch.setattr(trial, "draw", noted)
+    flags = [*pair, "--raw", "--temperature", "0.7", "--samples", "20", "--greedy-tokens", "20"]
+    assert main([*flags, "--guidance-scale", "2", "--negative-prompt", "class", "--prompt", "a"]) == 0
+    assert asked[0].guidance_scale == 2 and len(asked[0].negative_prompt_ids) > 0
+
+
+def test_a_draft_without_use_is_no_proof(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(drafter: LocalDrafter, result: VerifyResult) -> None:
+        raise DrafterLost("it left")
+
+    monkeypatch.setattr(LocalDrafter, "observe", fails)
+    assert main([*pair, "--raw", "--temperature", "0", "--greedy-tokens", "9"]) == 1
+    assert "NOT TESTED: the drafter was lost (it left)" in capsys.readouterr().out
+    idle = trial.Watched(LLM(Path(pair[1])))
+    idle.generate([5, 17, 40], SamplingParams(max_tokens=3))
+    assert idle.idle == "no draft token was accepted"
+
+
+def test_rounding_is_named_where_only_single_answers_part(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "same_texts", lambda name, *_: trial.Texts(name, 8, [3]))
+    flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
+    assert main(flags) == 1
+    out = capsys.readouterr().out
+    assert "7 of 8 answers are the same, the first difference at token 4" in out and "DIFFERENT" in out
+    assert "--dtype float64 tells" in out
+    assert main([*flags, "--dtype", "float64"]) == 1 and "--dtype float64" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -93,6 +152,10 @@ def test_the_embedded_pair_passes_and_the_biased_verifier_fails(capsys: pytest.C
         (["--mode", "ar"], "mode ar draws without speculation already"),
         (["--mode", "smc"], "mode smc is approximate by design"),
         (["--samples", "0"], "--samples must be at least 1"),
+        (["--samples", "many"], "--samples: invalid int value"),
+        (["--json"], "--json has no use here"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
         (["--biased"], "--biased stands in for --verify reject on one rank"),
         (["--verify", "reject", "--proposal", "top"], "proposal top carries none: take proposal sample"),
         (["--verify", "reject", "--temperature", "0"], "temperature 0 leaves nothing to draw"),

@@ -159,6 +159,19 @@ def test_a_guided_draft_is_closer(pair: Pair) -> None:
     assert close.stats.rounds <= 16 and free.stats.rounds >= 24, (close.stats.rounds, free.stats.rounds)
 
 
+def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:
+    """Target and draft the same model: guided alike, q is p, and every first child passes."""
+    sampling = guided(3.0, temperature=0.8, seed=5, max_tokens=60)
+    for guide in (True, False):
+        plan = Plan(verify="reject", guide_draft=guide)
+        seen = LLM(pair[0], pair[0], plan, dtype=torch.float64).generate(PROMPT, sampling).stats.acceptance
+        assert seen.expected_rate is not None
+        if guide:
+            assert seen.expected_rate == pytest.approx(1, abs=1e-6) and seen.accepted_child[0] == seen.tried_child[0]
+        else:
+            assert seen.expected_rate < 0.9
+
+
 def test_the_context_holds_the_longer_text(pair: Pair) -> None:
     llm = LLM(*pair[:2], dtype=torch.float64, max_model_len=64)
     answer = llm.generate(PROMPT, guided(2.0, LONG[:50], max_tokens=None))

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.batch import Drawn, Proposal
 from swiftspec.params import SamplingParams
+from swiftspec.spec import reject
+from swiftspec.spec.noise import PositionNoise
 from swiftspec.spec.reject import Rejection, judge
 from swiftspec.spec.sampler import Sampler
-from tests.test_sampled_law import orders
+from tests.enumeration import PROMPT, orders, outcomes, penalised
+from tests.histories import Law, filtered
 from tests.thread_group import ThreadGroup, on_ranks
 
 KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
@@ -125,7 +130,7 @@ Found = tuple[list[int], list[float]]  # tokens, overlaps
 
 def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> Found:
     vocab = logits.shape[1]
-    sampler = Sampler(sampling, [1, 2], vocab, "cpu", group)
+    sampler = Sampler(sampling, PROMPT, vocab, "cpu", group)
     paths = [[], *([proposal.tokens[i]] for i in (1, 2)), *([proposal.tokens[1], proposal.tokens[i]] for i in (3, 4))]
     if group is not None:
         width = math.ceil(vocab / group.size)
@@ -149,6 +154,96 @@ def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) ->
         assert [tokens for tokens, _ in every] == [one[0]] * size
         for _, overlaps in every:
             assert overlaps == pytest.approx(one[1])
+
+
+class Walked:
+    """`Rejection.walk` on one proposal, over all that its coins and its noise can be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, proposal: Proposal, logits: Tensor, sampling: SamplingParams) -> None:
+        self._ask = lambda: tuple(walk(proposal, logits, sampling, None)[0])
+        self._families = reject._families(proposal)
+        self._tokens = proposal.tokens
+        self._coins = np.zeros((3, 2))  # by depth and sibling
+        self._noise = np.zeros(logits.shape[1])
+        self.law: Law = {}
+        patch.setattr(reject, "row_keys", lambda key, positions: positions)
+        patch.setattr(reject, "row_bits", self._bits)
+        patch.setattr(PositionNoise, "rows", lambda *_: (torch.from_numpy(self._noise)[None], torch.tensor([0])))
+
+    def _bits(self, positions: Tensor, counters: Tensor) -> Tensor:
+        return torch.from_numpy(self._coins)[positions - 8, : counters.shape[-1]] * 2.0**32 - 0.5
+
+    def visit(self, node: int = 0, text: tuple[int, ...] = (), mass: float = 1.0) -> None:
+        """Adds the law of what comes of this node: child by child the chance that it passes, by its coin's threshold,
+        then what is left."""
+        mine = self._coins[len(text)]
+        mine[:] = 1e-9
+        for i, child in enumerate(self._families.get(node, [])):
+            longer = (*text, self._tokens[child])
+
+            def fails(coin: float, i: int = i, longer: tuple[int, ...] = longer) -> bool:
+                mine[i] = coin
+                found = self._ask()
+                return found[:-1][: len(longer)] != longer  # the last is the target's own
+
+            passes = halve(1.0, fails)
+            if passes > 1e-9:
+                mine[i] = 1e-9
+                self.visit(child, longer, mass * passes)
+            mine[i] = 1 - 1e-12
+            mass *= 1 - passes
+            if mass < 1e-9:
+                return
+        left = self._left()
+        for token, chance in enumerate(left / left.sum()):
+            self.law[(*text, token)] = self.law.get((*text, token), 0.0) + mass * chance
+
+    def _left(self) -> NDArray[np.float64]:
+        """What the last token is drawn from [V], not normalised: two tokens at a time, by the noise at which the
+        likeliest gives way to the other."""
+        self._noise[:] = 0
+        best, chances = self._ask()[-1], np.ones(len(self._noise))
+        for token in {*range(len(chances))} - {best}:
+
+            def wins(noise: float, token: int = token) -> bool:
+                self._noise[:] = -1e6
+                self._noise[[best, token]] = 0, noise
+                return self._ask()[-1] == token
+
+            chances[token] = math.exp(-halve(60.0, wins))
+        return chances
+
+
+def halve(most: float, true: Callable[[float], bool]) -> float:
+    """From where on, between 0 and `most`, it is true."""
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if true(middle) else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.parametrize("seed", [1, 2, 3, 6])
+def test_a_whole_tree_has_the_outcomes_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int
+) -> None:
+    """What tests/enumeration.py takes from the definition: the law of the tokens that follow, for a proposal as it was
+    drawn. The vocabulary is larger than what q names."""
+    proposal, rows = tree(5, seed)
+    logits = torch.from_numpy(rows)
+    paths = {(): 0, **{(proposal.tokens[i],): i for i in (1, 2)},
+             **{(proposal.tokens[1], proposal.tokens[i]): i for i in (3, 4)}}  # fmt: skip
+
+    def p(text: tuple[int, ...]) -> list[float]:
+        return filtered(penalised(logits[paths[text]], text, sampling), sampling).tolist()
+
+    want = outcomes(proposal, p)
+    walked = Walked(monkeypatch, proposal, logits, sampling)
+    walked.visit()
+    for text in {*want, *walked.law}:
+        assert walked.law.get(text, 0.0) == pytest.approx(want.get(text, 0.0), abs=1e-7), text
+    assert sum(walked.law.values()) == pytest.approx(1)
 
 
 def test_overlaps_are_those_of_the_shaped_laws() -> None:

@@ -188,6 +188,15 @@ def test_what_the_user_fixes_is_not_adapted(given: dict[str, Any], steps: bool, 
     assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
 
 
+def test_rejection_has_a_text_that_the_clock_changes_only_if_asked_to() -> None:
+    for given, switches in (
+        ({}, True),
+        ({"verify": "reject"}, False),
+        ({"verify": "reject", "self_switch": True}, True),
+    ):
+        assert load(given).make_plan(has_draft=True).self_switch is switches
+
+
 def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load({})
     settings.stop_token_ids = "4,5"  # type: ignore[assignment]

@@ -1,6 +1,6 @@
 """`python -m swiftspec.exactness`: draws many answers with and without speculation and compares what was drawn.
 
-Exit code 0 where no difference was found, 1 where one was, 2 for a call that makes no sense.
+Exit code 0 where no difference was found, 1 where one was or the draft was of no use, 2 for a call that makes no sense.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from swiftspec.serve.__main__ import guarded, own_world
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from swiftspec.exactness.trial import Texts, Verdict
-    from swiftspec.params import SamplingParams
+    from swiftspec.exactness.trial import Texts, Verdict, Watched
     from swiftspec.remote.world import World
     from swiftspec.serve.session import Session
     from swiftspec.serve.settings import Settings
@@ -28,7 +27,8 @@ ABOUT = """\
 Tests on your own models that speculation changes nothing: draws many short answers with and without it and compares
 every next token and every two tokens in a row (chi-square, Holm's correction for their number; total variation with
 its 95 % interval), then greedy answers token for token. A false alarm comes once in a thousand runs. Every other flag
-is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify, --proposal, --temperature."""
+is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify, --proposal, --temperature. Only
+--self-switch is off unless given: rounds without the draft would test nothing."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, first: bool) -> int:
-    from swiftspec.serve.cli import parse
+    from swiftspec.serve.cli import Parser, parse
+    from swiftspec.serve.oneshot import read_prompt
     from swiftspec.serve.settings import UsageError
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m swiftspec.exactness",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -53,12 +54,18 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     own, rest = parser.parse_known_args(argv)
     command = parse(rest)
     settings = command.settings
+    if "self_switch" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"self_switch": False})
     for name in ("samples", "tokens", "greedy_tokens"):
         if getattr(own, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
     if settings.mode in ("ar", "smc"):
         why = "draws without speculation already" if settings.mode == "ar" else "is approximate by design"
         raise UsageError(f"mode {settings.mode} {why}: take mode serial or async")
+    if command.json:
+        raise UsageError("--json has no use here: the result is a table, and the exit code")
+    given = command.prompt is not None or command.prompt_file is not None
+    prompt = (read_prompt(command) if given else None) or PROMPT
     if not first:
         from swiftspec.serve.session import serve_rank
 
@@ -66,7 +73,7 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
         assert world is not None
         serve_rank(settings, world)
         return 0
-    return _test(own, settings, command.prompt or PROMPT)
+    return _test(own, settings, prompt)
 
 
 def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
@@ -74,6 +81,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
+    from swiftspec.exactness.trial import Watched
     from swiftspec.serve.session import open_session
     from swiftspec.serve.settings import UsageError
     from swiftspec.serve.terminal import Phases
@@ -87,36 +95,46 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     finally:
         phases.close()
     if tree.llm.plan.mode not in ("serial", "async"):
-        raise UsageError("there is no draft model to test: name one with --draft-model")
+        drafted = settings.draft_model is not None or settings.model is None
+        why = "the profile's best plan is mode ar: --plan none" if drafted else "there is no draft model: --draft-model"
+        raise UsageError(f"{why} gives something to test")
     if own.biased:
         _bias(tree, world)
+    tested = Watched(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        verdict, texts = _trials(own, plain, tree, settings, prompt, progress)
+        verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
     tree.llm.close()
-    return _report(tree, verdict, texts)
+    return _report(tree, tested, verdict, texts)
 
 
 def _trials(
-    own: argparse.Namespace, plain: Session, tree: Session, settings: Settings, prompt: str, progress: Progress
+    own: argparse.Namespace,
+    plain: Session,
+    tree: Session,
+    tested: Watched,
+    settings: Settings,
+    prompt: str,
+    progress: Progress,
 ) -> tuple[Verdict | None, list[Texts]]:
     """The distribution, unless the request is greedy; then what must be the same token for token."""
     from swiftspec.exactness.trial import draw, same_texts
 
-    sampling: SamplingParams = replace(settings.sampling(plain.defaults), max_tokens=own.tokens)
-    tree.llm.plan.check_request(sampling)
+    plan = tree.llm.plan
+    sampling = replace(plain.sampling(settings), max_tokens=own.tokens)
+    plan.check_request(sampling)
     tokens = plain.encode(prompt, settings)
     prompts = [tokens, *(plain.encode(text, settings) for text in OTHER_PROMPTS)]
     verdict, texts = None, []
     if not sampling.greedy:
         task = progress.add_task("answers", total=2 * own.samples)
-        verdict = draw(plain.llm, tree.llm, tokens, sampling, own.samples, lambda: progress.advance(task))
+        verdict = draw(plain.llm, tested, tokens, sampling, own.samples, lambda: progress.advance(task))
     long = replace(sampling, max_tokens=own.greedy_tokens, ignore_eos=True, stop=(), stop_token_ids=())
-    same = [("greedy", replace(long, temperature=0.0))] if tree.llm.plan.proposal != "sample" else []
-    if tree.llm.plan.verify == "match" and not sampling.greedy:
+    same = [("greedy", replace(long, temperature=0.0))] if plan.proposal != "sample" else []
+    if plan.verify == "match" and not sampling.greedy:
         same.append(("sampled, same seed", long))
     for name, asked in same:
         task = progress.add_task(name, total=len(prompts))
-        texts.append(same_texts(name, plain.llm, tree.llm, prompts, asked, lambda task=task: progress.advance(task)))
+        texts.append(same_texts(name, plain.llm, tested, prompts, asked, lambda task=task: progress.advance(task)))
     return verdict, texts
 
 
@@ -131,7 +149,7 @@ def _bias(tree: Session, world: World | None) -> None:
     tree.llm.verifier = BiasedVerifier(verifier.runner, tree.llm.vocab_size, "reject")
 
 
-def _report(tree: Session, verdict: Verdict | None, texts: list[Texts]) -> int:
+def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list[Texts]) -> int:
     """Prints the table and the verdict. Returns the exit code."""
     from rich.console import Console
     from rich.table import Table
@@ -140,6 +158,7 @@ def _report(tree: Session, verdict: Verdict | None, texts: list[Texts]) -> int:
 
     out, plan = Console(), tree.llm.plan
     out.print(f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.ranks} rank(s), {tree.dtype}")
+    out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds")
     same = all(not text.parted for text in texts)
     if verdict is not None:
         same = same and verdict.same
@@ -151,8 +170,13 @@ def _report(tree: Session, verdict: Verdict | None, texts: list[Texts]) -> int:
     for text in texts:
         where = f", the first difference at token {min(text.parted) + 1}" if text.parted else ""
         out.print(f"{text.name}: {text.requests - len(text.parted)} of {text.requests} answers are the same{where}")
-    out.print("no difference found" if same else f"DIFFERENT: beyond what chance allows (level {LEVEL})")
-    return 0 if same else 1
+    if not same:
+        out.print(f"DIFFERENT: beyond what chance allows (level {LEVEL})")
+        if tree.dtype != "float64" and (verdict is None or verdict.same):
+            out.print(f"Rounding can do that to single answers in {tree.dtype}: --dtype float64 tells whether it did")
+    else:
+        out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
+    return 0 if same and tested.idle is None else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 RARE = 10  # cells seen less often in both samples together are one cell
 RESAMPLES = 1000
+TAIL, Z = 0.025, 1.96  # on each side of an interval, and the normal quantile of that
 Counts = NDArray[np.int64]
 
 
@@ -27,7 +28,7 @@ class Comparison:
     square: float
     p: float
     apart: float  # total variation of the two samples
-    low: float  # its 95 % interval, freed from what chance adds
+    low: float  # the 95 % interval of that of their laws
     high: float
 
 
@@ -77,11 +78,16 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def total_variation(a: Counts, b: Counts, seed: int = 0) -> tuple[float, float, float]:
-    """The distance of two samples [c], and the 95 % interval of that of their distributions (basic bootstrap: what
-    resampling adds to the distance is what sampling has added before)."""
-    noise = np.random.default_rng(seed)
-    p, q = a / a.sum(), b / b.sum()
+    """The distance of two samples [c], and an interval that holds that of their laws with 95 % or more.
+
+    Samples are further apart than their laws, by no more than the noise of both: so the lower end is that far below, by
+    a quantile of the noise, which resampling gives. The distance of the laws is their largest difference on any set of
+    cells; on that set the samples differ by no more than their distance, and chance moves that difference by no more
+    than half of 1 / sqrt(size) of each: so the upper end is that far above.
+    """
+    dice, (m, n) = np.random.default_rng(seed), (int(a.sum()), int(b.sum()))
+    p, q = a / m, b / n
+    noise = dice.multinomial(m, p, RESAMPLES) / m - p - dice.multinomial(n, q, RESAMPLES) / n + q
     apart = float(abs(p - q).sum() / 2)
-    more = noise.multinomial(a.sum(), p, RESAMPLES) / a.sum() - noise.multinomial(b.sum(), q, RESAMPLES) / b.sum()
-    low, high = np.quantile(abs(more).sum(-1) / 2, (0.025, 0.975))
-    return apart, max(0.0, 2 * apart - float(high)), max(0.0, 2 * apart - float(low))
+    low = apart - float(np.quantile(abs(noise).sum(-1) / 2, 1 - TAIL))
+    return apart, max(0.0, low), min(1.0, apart + Z / 2 * (1 / m + 1 / n) ** 0.5)

@@ -20,6 +20,31 @@ class Engine(Protocol):
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion: ...
 
 
+@dataclass(slots=True)
+class Watched:
+    """An engine, and how it came to its answers: without draft tokens that were accepted nothing of it was tested."""
+
+    engine: Engine
+    rounds: int = 0
+    accepted: int = 0
+    lost: str | None = None  # why the draft was of no use in some request
+
+    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """As the engine does."""
+        answer = self.engine.generate(prompt, sampling)
+        self.rounds += answer.stats.rounds
+        self.accepted += answer.stats.accepted
+        self.lost = answer.stats.drafter_lost or self.lost
+        return answer
+
+    @property
+    def idle(self) -> str | None:
+        """Why its answers tell nothing of speculation; None where they do."""
+        if self.lost is not None:
+            return f"the drafter was lost ({self.lost})"
+        return None if self.accepted else "no draft token was accepted"
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What the comparisons say together. `corrected` are their p-values after Holm."""

@@ -147,6 +147,8 @@ def footer(stats: Stats, tokens: int) -> str:
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
+    if stats.steering is not None and stats.steering.plain_rounds:
+        parts.append(f"{stats.steering.plain_rounds} of {stats.rounds} rounds without the draft")
     if stats.steering is not None and stats.steering.changes:
         parts.append(f"now d {stats.steering.steps}, bs {stats.steering.nodes}")
     if stats.population is not None:

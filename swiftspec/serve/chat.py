@@ -223,8 +223,12 @@ class Chat:
         except ValidationError as error:
             raise UserError(explain(error)) from None
         self._note(f"{name} = {self._effective(name)!r}")
-        note = self._settings.note()
-        if note is not None and name in ("guidance_scale", "negative_prompt"):
+        note = None
+        if name in ("guidance_scale", "negative_prompt"):
+            note = self._settings.note()
+        elif name == "temperature":
+            note = self._session.llm.plan.mismatch(self._settings.sampling(self._session.defaults))
+        if note is not None:
             self._note(note)
 
     def _show_settings(self) -> None:

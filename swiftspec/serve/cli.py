@@ -31,7 +31,7 @@ class Command:
     json: bool
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Complains in one line, like everything else here."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> Command:
 
 def build_parser() -> argparse.ArgumentParser:
     """A parser whose result holds only what was given, as text."""
-    parser = _Parser(
+    parser = Parser(
         prog="swiftspec",
         usage="python -m swiftspec.serve [flags]",
         description=ABOUT,

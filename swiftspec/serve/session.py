@@ -104,6 +104,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     found = Found.of(settings, 1 if world is None else world.size, phases)
     defaults = generation_defaults(found.target)
     sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
+    found.plan.check_request(sampling)
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")

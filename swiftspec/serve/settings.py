@@ -19,14 +19,10 @@ from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, spl
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
-TREE_ONLY = (
-    "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "guide_draft",
-    "self_switch", "adapt",
-)  # fmt: skip
-NUMBERS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "guidance_scale", "seed", "max_tokens",
-)  # fmt: skip
+TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
+             "guide_draft", "self_switch", "adapt")  # fmt: skip
+NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+           "guidance_scale", "seed", "max_tokens")  # fmt: skip
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
 
 
@@ -133,7 +129,9 @@ class Settings(BaseSettings):
         True, description="async: expand on after a result while that is worth its time; off: the paper's rule."
     )
     self_switch: Annotated[bool, Flag(TREE)] = Field(
-        True, description="Decode plainly for a while where that is measured to be faster than the draft's help."
+        True,
+        description="Decode plainly for a while where that is measured to be faster than the draft's help. With"
+        " --verify reject only if given: its text follows the rounds.",
     )
     adapt: Annotated[bool, Flag(TREE)] = Field(
         True, description="While serving, let d and bs follow what is measured, where not given here."
@@ -155,7 +153,7 @@ class Settings(BaseSettings):
         0, description="Draft tokens of a round that are verified exactly, by rejection; the rest is weighted."
     )
     seed: Annotated[int, Flag(SAMPLING, "N")] = Field(
-        0, description="Of the noise: same seed, same prompt, same text, in every exact mode."
+        0, description="Of the noise: same seed and prompt, same text, in every exact mode that verifies by match."
     )
     temperature: Annotated[float | None, Flag(SAMPLING, "T", FROM_MODEL.format(1))] = Field(
         None, description="0 is greedy."
@@ -252,10 +250,12 @@ class Settings(BaseSettings):
                 raise UsageError(f"{flag_name(name)} shapes a {what}, which mode {mode} has not: leave it out")
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, gpu=self.device == "cuda")
-            adapts = self.adapt and mode in ("serial", "async") and self.verify == "match"
+            fixed = self.verify == "reject"  # its text follows the rounds, so these do not follow the clock unasked
+            adapts = self.adapt and mode in ("serial", "async") and not fixed
+            switches = self.self_switch and (not fixed or "self_switch" in self.model_fields_set)
             return Plan(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
-                self.calibration, catch_up=self.catch_up, self_switch=self.self_switch, guide_draft=self.guide_draft,
+                self.calibration, catch_up=self.catch_up, self_switch=switches, guide_draft=self.guide_draft,
                 adapt_steps=adapts and "draft_steps" not in self.model_fields_set, target_tp=target_tp,
                 adapt_batch=adapts and "verify_batch" not in self.model_fields_set, draft_tp=draft_tp,
                 population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
