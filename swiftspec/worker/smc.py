@@ -119,7 +119,7 @@ class Population(Protocol):
 class SMC:
     """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
 
-    Where both models' forwards can be captured, a round is one graph for each width of the window; the seconds that it
+    Where both models' forwards can be captured and are not a group's, a round is one graph for each width of the window; the seconds that it
     spends in either model cannot be told apart then, and `busy` leaves them out. In a group of ranks each has its
     shares of both models; the logits are gathered, so that everything else happens on all of them alike.
     """
@@ -132,7 +132,8 @@ class SMC:
         self.round = SMCRound(target, draft, plan, vocab, longest)
         self.particles = self.round.particles
         self._graphs: Rounds | None = None
-        if target.capture is not None and draft.capture is not None:
+        alone = target.model.group is None  # a graph has no room for the gathering of whole logits, a library's
+        if alone and target.capture is not None and draft.capture is not None:
             self._graphs = Rounds(self.round, self.particles.state, target.capture)
 
     @property
