@@ -119,9 +119,10 @@ class Population(Protocol):
 class SMC:
     """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
 
-    Where both models' forwards can be captured and are not a group's, a round is one graph for each width of the window; the seconds that it
-    spends in either model cannot be told apart then, and `busy` leaves them out. In a group of ranks each has its
-    shares of both models; the logits are gathered, so that everything else happens on all of them alike.
+    Where both models' forwards can be captured, and are not a group's, a round is one graph for each width of the
+    window; the seconds that it spends in either model cannot be told apart then, and `busy` leaves them out. In a group
+    of ranks each has its shares of both models; the logits are gathered, so that everything else happens on all of them
+    alike.
     """
 
     def __init__(
