@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Unpack
@@ -51,19 +51,28 @@ class Stats:
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    acceptance: Acceptance = field(default_factory=Acceptance)
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
     steering: Steering | None = None  # at the end, where the plan leaves something to measurements
     population: Answer | None = None  # mode smc, at the end of the request
+    _acceptance: Acceptance = field(default_factory=Acceptance)
+    _uncounted: list[Round] = field(default_factory=list)
 
     def count(self, round_: Round) -> None:
         """Adds a round before anything is cut off it: acceptance is the algorithm's, not the stop condition's."""
         self.rounds += 1
         self.drafted += round_.drafted
         self.accepted += len(round_.tokens) - 1
-        self.acceptance.count(round_.parents, round_.path, round_.overlaps)
+        self._uncounted.append(round_)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """Of all rounds so far. Counted when somebody asks, for between two rounds the target would wait for it."""
+        for round_ in self._uncounted:
+            self._acceptance.count(round_.parents, round_.path, round_.overlaps)
+        self._uncounted.clear()
+        return self._acceptance
 
     def clock(self, round_: Round, began: float, opened: float, busy: Sequence[float]) -> None:
         """Takes the time after a round. `busy`: what target and draft have spent in forwards since the prefill."""
@@ -157,7 +166,7 @@ class LLM:
                 drafter = models.drafter(self.plan, progress=progress)
                 self.drafter = drafter if log is None else LaneDrafter(drafter, log.draft)
         if log is not None:
-            log.head(_facts(models, self.plan))
+            log.head(models.described(self.plan))
             if self.smc is None:
                 self.verifier, self.drafter = TracedVerifier(self.verifier, log), TracedDrafter(self.drafter, log)
             else:
@@ -302,18 +311,10 @@ class LLM:
         return target - since[0], draft - since[1]
 
 
-def _facts(models: Models, plan: Plan) -> dict[str, object]:
-    """What the first line of a trace says of the run."""
-    shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.steps}
-    split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
-    return {"mode": plan.mode, **shape, **split, "model": models.target.name, "emulate": asdict(models.emulate)}
-
-
 def _cut(round_: Round, budget: int, stops: set[int]) -> Chunk:
     """Ends a round's tokens at the first stop token (which stays) or at the budget."""
     tokens = round_.tokens[:budget]
     reason = "length" if len(tokens) == budget else None
-    stop = next((i for i, token in enumerate(tokens) if token in stops), None)
-    if stop is not None:
-        tokens, reason = tokens[: stop + 1], "stop"
+    if not stops.isdisjoint(tokens):
+        tokens, reason = tokens[: next(i for i, token in enumerate(tokens, 1) if token in stops)], "stop"
     return Chunk(tokens, min(len(tokens), len(round_.tokens) - 1), reason)

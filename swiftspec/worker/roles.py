@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol, TypedDict
@@ -129,6 +129,12 @@ class Models:
         limits = (self.max_model_len, self.vocab_size)
         how = (str(plan), str(self.dtype), self.device.type, self.ops, str(self.emulate))
         return json.dumps([*how, *limits, same_draft])
+
+    def described(self, plan: Plan) -> dict[str, object]:
+        """What the first line of a trace says of a run."""
+        shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.steps}
+        split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
+        return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
     def runner(
         self, side: Literal["target", "draft"], plan: Plan, tree_slots: int, group: Group | None,
