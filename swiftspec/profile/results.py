@@ -61,7 +61,8 @@ def as_yaml(run: Mapping[str, Any], source: str) -> str:
         wanted.remove("draft_tp")
     if plan["mode"] == "ar":
         wanted = ["mode", "target_tp"]
-    lines = [f"# {source}: {store.speed(run):.1f} tokens a second, {len(run['speeds'])} repeats"]
+    count = len(run["speeds"])
+    lines = [f"# {source}: {store.speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
     return "\n".join([*lines, *(f"{name.replace('_', '-')}: {plan[name]}" for name in wanted)]) + "\n"
 
 
