@@ -53,7 +53,7 @@ class Rank:
             elif here.side == "target":
                 self._verifier = models.verifier(plan, self._group, progress)
             if here.side == "draft" or (plan.mode == "serial" and here.rank < plan.draft_tp):
-                alone = plan.draft_tp == 1  # in mode serial too: a small draft is slower on several ranks than on one
+                alone = plan.draft_tp == 1  # in mode serial too, where the plan keeps the draft whole on rank 0
                 self._drafter = models.drafter(plan, None if alone else self._group, progress)
         except UserError as problem:
             error = str(problem)
