@@ -7,6 +7,7 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "shared.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -20,9 +21,14 @@ __global__ void claim_kernel(const __grid_constant__ AttentionPlan p) {
   if (row < p.rows) claim(p, row);
 }
 
+// Of a group, while its rows are listed.
+struct Seen {
+  int base, keys;
+};
+
 // A block lists the rows of one group.
 __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ AttentionPlan p) {
-  __shared__ int base, keys;
+  auto& [base, keys] = shared_variable<Seen>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int thread = static_cast<int>(threadIdx.x);
@@ -73,9 +79,8 @@ template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionPlan p, const uint16_t* qkv, uint16_t* keys, uint16_t* values,
                      uint16_t* out) {
-  extern __shared__ __align__(16) uint8_t memory[];
   ptx::wait_for_dependencies();
-  auto& s = *reinterpret_cast<Shared<kDim>*>(memory);
+  auto& s = *reinterpret_cast<Shared<kDim>*>(dynamic_shared());
   cg::cluster_group cluster = cg::this_cluster();
   const int rank = static_cast<int>(cluster.block_rank()), thread = static_cast<int>(threadIdx.x);
   const int64_t clusters = gridDim.x / kCluster;
@@ -104,43 +109,27 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 template <int kDim>
-cudaLaunchConfig_t config(cudaLaunchAttribute (&attributes)[2], dim3 grid, Stream stream) {
-  check(cudaFuncSetAttribute(attention_kernel<kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<kDim>)),
-        "attention");
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {kCluster, 1, 1};
-  attributes[1] = early();
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = kThreads;
-  config.dynamicSmemBytes = sizeof(Shared<kDim>);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  return config;
+Launch launch_of(dim3 grid) {
+  return {.grid = grid, .threads = kThreads, .cluster = kCluster, .shared = sizeof(Shared<kDim>), .early = true};
 }
 
 template <int kDim>
-int64_t clusters_at_a_time() {
-  cudaLaunchAttribute attributes[2]{};
-  cudaLaunchConfig_t launch = config<kDim>(attributes, kCluster, nullptr);
-  launch.numAttrs = 1;  // how it is launched does not change what fits
-  int count = 0;
-  check(cudaOccupancyMaxActiveClusters(&count, attention_kernel<kDim>, &launch), "attention");
-  return std::max(count, 1);
+int64_t clusters_that_fit() {
+  Launch how = launch_of<kDim>(kCluster);
+  how.early = false;  // which does not change what fits
+  allow_shared("attention", attention_kernel<kDim>, how.shared);
+  return std::max(clusters_at_a_time("attention", attention_kernel<kDim>, how), 1);
 }
 
 // As many clusters as the device holds at a time: for each head first one for every group, then for parts of a row.
 template <int kDim>
-void launch(const AttentionPlan& p, const void* qkv, void* keys, void* values, void* out, Stream stream) {
+void launch_attention(const AttentionPlan& p, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   const int64_t each = most(p.clusters / p.kv_heads, 1), z = least(each, groups_of(p));
   const int64_t x = least(each / z, parts(p.capacity, kPart));
   const dim3 grid(static_cast<unsigned>(x * kCluster), static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(z));
-  cudaLaunchAttribute attributes[2]{};
-  const cudaLaunchConfig_t launch = config<kDim>(attributes, grid, stream);
-  check(cudaLaunchKernelEx(&launch, attention_kernel<kDim>, p, static_cast<const uint16_t*>(qkv),
-                           static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out)),
-        "attention");
+  allow_shared("attention", attention_kernel<kDim>, sizeof(Shared<kDim>));
+  launch("attention", attention_kernel<kDim>, launch_of<kDim>(grid), stream, p, static_cast<const uint16_t*>(qkv),
+         static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out));
 }
 
 }  // namespace
@@ -153,18 +142,19 @@ int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity) {
   return groups * kv_heads * parts(capacity, kPart) * kColumns;
 }
 
-int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_at_a_time<64>() : clusters_at_a_time<128>(); }
+int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_that_fit<64>() : clusters_that_fit<128>(); }
 
 void plan_attention(const AttentionPlan& p, Stream stream) {
   if (p.rows == 0) return;
-  claim_kernel<<<static_cast<unsigned>(parts(p.rows, kThreads)), kThreads, 0, stream>>>(p);
-  check(cudaGetLastError(), "plan_attention");
-  launch_early("plan_attention", list_kernel, dim3(static_cast<unsigned>(groups_of(p))), kThreads, stream, p);
+  launch("plan_attention", claim_kernel, {dim3(static_cast<unsigned>(parts(p.rows, kThreads))), kThreads}, stream, p);
+  const Launch how{.grid = dim3(static_cast<unsigned>(groups_of(p))), .threads = kThreads, .early = true};
+  launch("plan_attention", list_kernel, how, stream, p);
 }
 
 void attention(const AttentionPlan& p, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (p.rows == 0) return;
-  p.dim == 64 ? launch<64>(p, qkv, keys, values, out, stream) : launch<128>(p, qkv, keys, values, out, stream);
+  const auto run = p.dim == 64 ? launch_attention<64> : launch_attention<128>;
+  run(p, qkv, keys, values, out, stream);
 }
 
 }  // namespace swiftspec::cuda

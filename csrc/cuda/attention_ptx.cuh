@@ -5,6 +5,10 @@
 
 #include <cstdint>
 
+#ifndef __CUDACC__
+#include <simt/ptx.h>  // tests/simt, a GPU emulated on a CPU
+#else
+
 namespace swiftspec::ptx {
 
 // c += a b: bfloat16 16 x 16 times 16 x 8, float32 sums.
@@ -49,3 +53,5 @@ __device__ inline void cp_async_wait() {
 }
 
 }  // namespace swiftspec::ptx
+
+#endif

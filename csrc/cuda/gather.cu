@@ -43,7 +43,8 @@ int32_t blocks_for(int64_t count) {
 void gather(const GatherArgs& args, Stream stream) {
   if (args.count == 0) return;
   Gathers one{{*args.channel}, {{args.mine, args.out, args.count}}, blocks_for(args.count)};
-  launch_early("gather", gather_kernel, dim3(static_cast<unsigned>(one.blocks)), kThreads, stream, one);
+  const Launch how{.grid = dim3(static_cast<unsigned>(one.blocks)), .threads = kThreads, .early = true};
+  launch("gather", gather_kernel, how, stream, one);
 }
 
 void gather_virtual(const GatherArgs* ranks, int count, Stream stream) {
@@ -53,11 +54,8 @@ void gather_virtual(const GatherArgs* ranks, int count, Stream stream) {
     all.channels[r] = *ranks[r].channel;
     all.tasks[r] = {ranks[r].mine, ranks[r].out, ranks[r].count};
   }
-  void* arguments[] = {&all};
-  const dim3 grid(static_cast<unsigned>(all.blocks * count));
-  check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(&gather_kernel), grid, dim3(kThreads), arguments, 0,
-                                    stream),
-        "gather");
+  const Launch how{.grid = dim3(static_cast<unsigned>(all.blocks * count)), .threads = kThreads, .together = true};
+  launch("gather", gather_kernel, how, stream, all);
 }
 
 }  // namespace swiftspec::cuda

@@ -7,6 +7,7 @@
 #include "epilogue.cuh"
 #include "launch.cuh"
 #include "ll.cuh"
+#include "shared.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -92,7 +93,7 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Place&
 // The body: every CTA of every rank.
 template <bool kInt4, int kRows8, class Ranks>
 __device__ void linear_body(const Ranks& ranks) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
   const Channel& channel = ranks.my_channel();
   const Place at{ranks.block() >> task.plan.cluster_log, static_cast<int>(ptx::cluster_rank()),
@@ -169,20 +170,12 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.plan.cluster() * tiles::kWarps)};
 }
 
-template <class Ranks>
-void launch(const Ranks& ranks, const Weights& weights, int rows8, int clusters, cudaLaunchAttribute how,
-            Stream stream) {
-  cudaLaunchAttribute attributes[2] = {how, {}};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {static_cast<unsigned>(weights.plan.cluster()), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(clusters * weights.plan.cluster()));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(tiles::carve(weights.plan, rows8).total);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check(cudaLaunchKernelEx(&config, kernel_for<Ranks>(weights.plan.group != 0, rows8), ranks), "linear");
+Launch launch_of(const Weights& weights, int rows8, int clusters) {
+  const int cluster = weights.plan.cluster();
+  return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
+          .threads = kThreads,
+          .cluster = cluster,
+          .shared = tiles::carve(weights.plan, rows8).total};
 }
 
 __global__ void repack_int4_kernel(tiles::Plan plan, tiles::Int4Source source, uint32_t* out) {
@@ -199,12 +192,16 @@ __global__ void repack_bf16_kernel(tiles::Plan plan, const uint16_t* matrix, uin
   }
 }
 
-constexpr int kRepackBlocks = 2048;
+Launch repack_of(const tiles::Plan& plan) {
+  constexpr int64_t kMostBlocks = 2048;
+  const int64_t blocks = tiles::ceil_div(plan.bytes() / 4, kThreads);
+  return {dim3(static_cast<unsigned>(std::min(blocks, kMostBlocks))), kThreads};
+}
 
 }  // namespace
 
 int prepare(const tiles::Plan& plan) {
-  int device = 0, major = 0, minor = 0, clusters = 0;
+  int device = 0, major = 0, minor = 0;
   check(cudaGetDevice(&device), "linear");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "linear");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "linear");
@@ -212,37 +209,28 @@ int prepare(const tiles::Plan& plan) {
     throw std::runtime_error("the CUDA kernels are built for compute capability 9.0 (H100, H200), this device has " +
                              std::to_string(major) + "." + std::to_string(minor));
   }
-  const auto ready = [](auto kernel) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, tiles::kSharedBytes), "linear");
-  };
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
-      ready(kernel_for<OneRank>(int4, rows8));
-      ready(kernel_for<ManyRanks>(int4, rows8));
+      allow_shared("linear", kernel_for<OneRank>(int4, rows8), tiles::kSharedBytes);
+      allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), tiles::kSharedBytes);
     }
   }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(plan.cluster()), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(plan.cluster()));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = tiles::kSharedBytes;  // as if it were alone on its SM
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  check(cudaOccupancyMaxActiveClusters(&clusters, kernel_for<OneRank>(true, 1), &config), "linear");
+  const int cluster = plan.cluster();
+  const Launch alone{.grid = dim3(static_cast<unsigned>(cluster)),
+                     .threads = kThreads,
+                     .cluster = cluster,
+                     .shared = tiles::kSharedBytes};  // on its SM
+  const int clusters = clusters_at_a_time("linear", kernel_for<OneRank>(true, 1), alone);
   if (clusters < 1) throw std::runtime_error("a cluster of " + std::to_string(plan.cluster()) + " CTAs does not fit here");
   return clusters;
 }
 
 void repack_int4(const tiles::Plan& plan, const tiles::Int4Source& source, void* out, Stream stream) {
-  repack_int4_kernel<<<kRepackBlocks, kThreads, 0, stream>>>(plan, source, static_cast<uint32_t*>(out));
-  check(cudaGetLastError(), "repack_int4");
+  launch("repack_int4", repack_int4_kernel, repack_of(plan), stream, plan, source, static_cast<uint32_t*>(out));
 }
 
 void repack_bf16(const tiles::Plan& plan, const uint16_t* matrix, void* out, Stream stream) {
-  repack_bf16_kernel<<<kRepackBlocks, kThreads, 0, stream>>>(plan, matrix, static_cast<uint32_t*>(out));
-  check(cudaGetLastError(), "repack_bf16");
+  launch("repack_bf16", repack_bf16_kernel, repack_of(plan), stream, plan, matrix, static_cast<uint32_t*>(out));
 }
 
 void linear(const LinearArgs& args, Stream stream) {
@@ -250,7 +238,9 @@ void linear(const LinearArgs& args, Stream stream) {
   const int rows8 = rows8_of(args.rows);
   OneRank ranks{task_of(args, rows8, args.weights->clusters), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
-  launch(ranks, *args.weights, rows8, ranks.task.clusters, early(), stream);
+  Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
+  how.early = true;
+  launch("linear", kernel_for<OneRank>(args.weights->plan.group != 0, rows8), how, stream, ranks);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
@@ -265,10 +255,9 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
   const int clusters = many.tasks[0].clusters;
   many.per_rank = clusters * weights.plan.cluster();
   many.delays = delays;
-  cudaLaunchAttribute together{};
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
-  launch(many, weights, rows8, clusters * count, together, stream);
+  Launch how = launch_of(weights, rows8, clusters * count);
+  how.together = true;
+  launch("linear", kernel_for<ManyRanks>(weights.plan.group != 0, rows8), how, stream, many);
 }
 
 }  // namespace swiftspec::cuda

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
-#include "check.cuh"
 #include "kernels.h"
+#include "launch.cuh"
 #include "noise.h"
 
 namespace swiftspec::cuda {
@@ -29,8 +29,8 @@ void noise_bits(uint64_t seed, uint32_t stream, const int32_t* positions, int64_
   const int64_t total = rows * vocab;
   if (total == 0) return;
   const auto blocks = static_cast<unsigned>(std::min((total + kThreads - 1) / kThreads, kMaxBlocks));
-  noise_bits_kernel<<<blocks, kThreads, 0, cuda_stream>>>(seed, stream, positions, vocab, total, out);
-  check(cudaGetLastError(), "noise_bits");
+  launch("noise_bits", noise_bits_kernel, {dim3(blocks), kThreads}, cuda_stream, seed, stream, positions, vocab, total,
+         out);
 }
 
 }  // namespace swiftspec::cuda

@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#ifndef __CUDACC__
+#include <simt/ptx.h>  // tests/simt, a GPU emulated on a CPU
+#else
+
 namespace swiftspec::cuda::ptx {
 
 // d += a b; bf16 operands, float32 sums. PTX ISA, "Matrix Fragments for mma.m16n8k16".
@@ -142,3 +146,5 @@ __device__ inline uint64_t nanoseconds() {
 }
 
 }  // namespace swiftspec::cuda::ptx
+
+#endif

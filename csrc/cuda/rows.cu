@@ -4,6 +4,7 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "shared.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -38,7 +39,7 @@ __global__ void embed_kernel(const int64_t* tokens, const Chunk* table, int64_t 
 
 __global__ void __launch_bounds__(kThreads)
     rms_norm_kernel(const uint16_t* x, const uint16_t* weight, float eps, int64_t dim, uint16_t* out) {
-  __shared__ float sums[kThreads / 32];
+  float(&sums)[kThreads / 32] = shared_variable<float[kThreads / 32]>();
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t row = blockIdx.x * dim;
   warp::PerLane<float> sum = {squares(x + row, dim, thread)};
@@ -55,21 +56,20 @@ __global__ void __launch_bounds__(kThreads)
 void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream) {
   if (keys.count == 0) return;
   const dim3 grid(static_cast<unsigned>(keys.kv_heads), static_cast<unsigned>(keys.layers), 2);
-  move_kernel<<<grid, kThreads, 0, stream>>>(keys, values);
-  check(cudaGetLastError(), "move_kv");
+  launch("move_kv", move_kernel, {grid, kThreads}, stream, keys, values);
 }
 
 void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_bytes, void* out, Stream stream) {
   if (rows == 0) return;
-  launch_early("embed", embed_kernel, dim3(static_cast<unsigned>(rows)), kThreads, stream, tokens,
-               static_cast<const Chunk*>(table), row_bytes / 16, static_cast<Chunk*>(out));
+  const Launch how{.grid = dim3(static_cast<unsigned>(rows)), .threads = kThreads, .early = true};
+  launch("embed", embed_kernel, how, stream, tokens, static_cast<const Chunk*>(table), row_bytes / 16,
+         static_cast<Chunk*>(out));
 }
 
 void rms_norm(const void* x, const void* weight, float eps, int64_t rows, int64_t dim, void* out, Stream stream) {
   if (rows == 0) return;
-  rms_norm_kernel<<<static_cast<unsigned>(rows), kThreads, 0, stream>>>(
-      static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weight), eps, dim, static_cast<uint16_t*>(out));
-  check(cudaGetLastError(), "rms_norm");
+  launch("rms_norm", rms_norm_kernel, {dim3(static_cast<unsigned>(rows)), kThreads}, stream,
+         static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weight), eps, dim, static_cast<uint16_t*>(out));
 }
 
 }  // namespace swiftspec::cuda

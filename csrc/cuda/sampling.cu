@@ -7,6 +7,7 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "shared.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -23,9 +24,9 @@ __global__ void gumbel_rows_kernel(uint64_t seed, uint32_t stream, const int64_t
   }
 }
 
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads)
     children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
-  __shared__ Found found;
+  Found& found = shared_variable<Found>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   cg::cluster_group cluster = cg::this_cluster();
@@ -46,17 +47,18 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
 
 void gumbel_rows(uint64_t seed, uint32_t stream, const int64_t* positions, int64_t rows, uint32_t first, int64_t count,
                  float* out, Stream cuda_stream) {
-  constexpr int64_t kBlock = 256, kMany = 1024;
+  constexpr int kBlock = 256;
+  constexpr int64_t kMany = 1024;
   if (rows == 0 || count == 0) return;
   const dim3 grid(static_cast<unsigned>(std::min((count + kBlock - 1) / kBlock, kMany)), static_cast<unsigned>(rows));
-  gumbel_rows_kernel<<<grid, kBlock, 0, cuda_stream>>>(seed, stream, positions, first, count, out);
-  check(cudaGetLastError(), "gumbel_rows");
+  launch("gumbel_rows", gumbel_rows_kernel, {grid, kBlock}, cuda_stream, seed, stream, positions, first, count, out);
 }
 
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
   if (args.rows == 0) return;
   const dim3 grid(kBlocks, static_cast<unsigned>(args.rows));
-  launch_early("children", children_kernel, grid, kThreads, stream, args, static_cast<int>(k), tokens, values);
+  const Launch how{.grid = grid, .threads = kThreads, .cluster = kBlocks, .early = true};
+  launch("children", children_kernel, how, stream, args, static_cast<int>(k), tokens, values);
 }
 
 }  // namespace swiftspec::cuda

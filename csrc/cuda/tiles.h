@@ -105,7 +105,7 @@ SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x
 SWIFTSPEC_HD float low(uint32_t pair) { return float_of(pair << 16); }
 SWIFTSPEC_HD float high(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 SWIFTSPEC_HD uint32_t pair_of(float a, float b) {
-#if defined(__CUDA_ARCH__)
+#if defined(__CUDACC__) && defined(__CUDA_ARCH__)
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
   return pair;

@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream) {
-  leaves_kernel<<<1, kThreads, 0, stream>>>(tree, w, prefix, out);
-  check(cudaGetLastError(), "tree_leaves");
+  launch("tree_leaves", leaves_kernel, {dim3(1), kThreads}, stream, tree, w, prefix, out);
 }
 
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
               const float* values, Stream stream) {
-  launch_early("tree_add", add_kernel, dim3(1), kThreads, stream, tree, w, node, k, tokens, values);
+  const Launch how{.grid = dim3(1), .threads = kThreads, .early = true};
+  launch("tree_add", add_kernel, how, stream, tree, w, node, k, tokens, values);
 }
 
 }  // namespace swiftspec::cuda

@@ -3,7 +3,8 @@
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
-#include "check.cuh"
+#include "launch.cuh"
+#include "shared.cuh"
 
 namespace swiftspec::cuda {
 namespace {
@@ -13,9 +14,9 @@ namespace cg = cooperative_groups;
 
 // Grid: (the blocks of a cluster, positions, requests).
 template <class T>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads)
     verify_kernel(const __grid_constant__ VerifyArgs a) {
-  __shared__ Found found;
+  Found& found = shared_variable<Found>();
   cg::cluster_group cluster = cg::this_cluster();
   const int block = static_cast<int>(cluster.block_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t position = blockIdx.y, request = blockIdx.z;
@@ -53,8 +54,7 @@ void verify(const VerifyArgs& a, Stream stream) {
   if (a.batch == 0) return;
   const dim3 grid(kBlocks, static_cast<unsigned>(positions(a)), static_cast<unsigned>(a.batch));
   const auto kernel = a.wide ? verify_kernel<float> : verify_kernel<uint16_t>;
-  kernel<<<grid, kThreads, 0, stream>>>(a);
-  check(cudaGetLastError(), "verify");
+  launch("verify", kernel, {.grid = grid, .threads = kThreads, .cluster = kBlocks}, stream, a);
 }
 
 }  // namespace swiftspec::cuda

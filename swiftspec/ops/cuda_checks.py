@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes that the kernels read at a time
+KIND = "cuda"  # of device
 
 
 def current_stream() -> int:
@@ -17,7 +18,7 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...],
     """The tensor's address. ValueError, one line, for what a kernel would read wrongly."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
-    if tensor.device != device or device.type != "cuda":
+    if tensor.device != device or device.type != KIND:
         raise ValueError(f"{name} lies on {tensor.device}, the CUDA operators want it on {_wanted(device)}")
     if device.index != torch.cuda.current_device():
         raise ValueError(f"{name} lies on {device}, the current device is cuda:{torch.cuda.current_device()}")
@@ -28,4 +29,4 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...],
 
 
 def _wanted(device: torch.device) -> str:
-    return str(device) if device.type == "cuda" else "a GPU"
+    return str(device) if device.type == KIND else "a GPU"

@@ -139,8 +139,8 @@ class Communicator:
         return self._epoch
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and as short as the longest product."""
-        return x.is_cuda and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
+        """Whether `gather` takes x: on this GPU, whole words of 4 bytes, and as short as the longest product."""
+        return x.device == self._epoch.device and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""

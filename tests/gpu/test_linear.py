@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +15,16 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
 from swiftspec.ops import cuda_linear as ops
+from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.gpu, hopper]
 ROOT = Path(__file__).resolve().parents[2]
-DEVICE = torch.device("cuda", 0)
 TOLERANCE = 2e-3
 EPS = 1e-5
+K, N, EPOCHS = (256, 136, 12) if EMULATED else (512, 1024, 60)  # of products that are summed
 # K, N: every cut and chunk of x; small, odd, and of Llama-3 shards
-SHAPES = [(64, 32), (128, 8), (512, 72), (2048, 3072), (3072, 1280), (1024, 4096), (8192, 2560), (14336, 1024)]
+LARGE = [(2048, 3072), (3072, 1280), (1024, 4096), (8192, 2560), (14336, 1024)]
+SHAPES = [(64, 32), (128, 8), (512, 72), (24576, 8), *most(LARGE, 0)]
 
 
 @dataclass
@@ -69,6 +68,12 @@ def error(got: Tensor, want: Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+def check(got: Tensor, want: Tensor, rounded: Tensor) -> None:
+    """Nearly as close to `want` as `rounded`, which is `want` after bfloat16's roundings alone: few outputs may be
+    unlucky with those."""
+    assert error(got, want) <= max(TOLERANCE, 1.25 * error(rounded, want))
+
+
 def norm_of(k: int) -> Norm:
     return Norm(torch.rand(k, generator=generator(2)).add_(0.5).bfloat16().to(DEVICE))
 
@@ -84,9 +89,10 @@ def test_products(k: int, n: int, group: int) -> None:
         few = x[:count]
         residual = rows_of(count, n, 3)
         want = exact(few, w)
-        assert error(ops.linear_residual(few, packed, residual), want + residual.double()) <= TOLERANCE
+        rounded = (want.bfloat16().double() + residual.double()).bfloat16()
+        check(ops.linear_residual(few, packed, residual), want + residual.double(), rounded)
         want = exact(normalised(few, norm), w)
-        assert error(ops.norm_linear(few, norm, packed), want) <= TOLERANCE
+        check(ops.norm_linear(few, norm, packed), want, want.bfloat16())
         logits = ops.norm_head(few, norm, packed)
         assert logits.dtype == torch.float32 and error(logits, want) <= TOLERANCE / 2
         gate, up = want.bfloat16().double().chunk(2, -1)
@@ -95,13 +101,29 @@ def test_products(k: int, n: int, group: int) -> None:
         assert error(ops.norm_swiglu(few, norm, packed), gated) <= 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("outputs", [1, 7, 33, 128257])
+def test_many_turns_of_few_clusters() -> None:
+    """More strips than run at a time, so that a CTA goes round; on the emulated GPU, which can be made small."""
+    if not EMULATED:
+        pytest.skip("a GPU has the size that it has; the large shapes above go round")
+    native: Any = _C
+    native.blocks(8)
+    try:
+        for group in (128, 0):
+            w, x = weight(2048, 200, group), rows_of(20, 2048)
+            packed, zero = ops.pack(w, torch.bfloat16, DEVICE), torch.zeros(20, 200, dtype=torch.bfloat16)
+            want = exact(x, w)
+            check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
+    finally:
+        native.blocks(64)
+
+
+@pytest.mark.parametrize("outputs", most([1, 7, 33, 128257], 3))
 def test_odd_numbers_of_outputs(outputs: int) -> None:
     w, x, norm = weight(256, outputs, 0), rows_of(5, 256), norm_of(256)
     packed = ops.pack(w, torch.bfloat16, DEVICE)
     want = exact(normalised(x, norm), w)
     assert error(ops.norm_head(x, norm, packed), want) <= TOLERANCE / 2
-    assert error(ops.norm_linear(x, norm, packed), want) <= TOLERANCE
+    check(ops.norm_linear(x, norm, packed), want, want.bfloat16())
 
 
 def test_other_groups_are_cut_or_dequantised() -> None:
@@ -115,16 +137,17 @@ def test_other_groups_are_cut_or_dequantised() -> None:
 
 @pytest.mark.parametrize("group", [128, 0])
 def test_bitwise_run_to_run(group: int) -> None:
-    packed, norm = ops.pack(weight(4096, 6144, group), torch.bfloat16, DEVICE), norm_of(4096)
+    k, n, times = (512, 96, 5) if EMULATED else (4096, 6144, 50)
+    packed, norm = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE), norm_of(k)
     for count in (8, 32):
-        x = rows_of(count, 4096)
+        x = rows_of(count, k)
         first = ops.norm_linear(x, norm, packed)
-        for _ in range(50):
+        for _ in range(times):
             assert torch.equal(ops.norm_linear(x, norm, packed), first)
 
 
 @pytest.mark.parametrize("group", [128, 32, 0])
-@pytest.mark.parametrize(("k", "n"), [(2048, 768), (8192, 1024), (14336, 256)])
+@pytest.mark.parametrize(("k", "n"), [(512, 40)] if EMULATED else [(2048, 768), (8192, 1024), (14336, 256)])
 def test_rows_do_not_depend_on_each_other(k: int, n: int, group: int) -> None:
     """To the bit: a row alone, among any number of others, and with the others changed."""
     packed, norm = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE), norm_of(k)
@@ -140,8 +163,9 @@ def test_rows_do_not_depend_on_each_other(k: int, n: int, group: int) -> None:
 
 def test_replayed_as_a_graph() -> None:
     """Four projections in a row, one on the other's result, with programmatic launch between them."""
-    layers = [ops.pack(weight(1024, 1024, 128, seed), torch.bfloat16, DEVICE) for seed in range(4)]
-    x, zero = rows_of(8, 1024), torch.zeros(8, 1024, dtype=torch.bfloat16, device=DEVICE)
+    size = 128 if EMULATED else 1024
+    layers = [ops.pack(weight(size, size, 128, seed), torch.bfloat16, DEVICE) for seed in range(4)]
+    x, zero = rows_of(8, size), torch.zeros(8, size, dtype=torch.bfloat16, device=DEVICE)
 
     def step() -> Tensor:
         y = x
@@ -150,14 +174,11 @@ def test_replayed_as_a_graph() -> None:
         return y
 
     want = step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    replay = captured(step)
     for _ in range(20):
-        got.fill_(float("nan"))
-        graph.replay()
+        got = replay()
         assert torch.equal(got, want)
+        got.fill_(float("nan"))
 
 
 class Ranks:
@@ -168,7 +189,7 @@ class Ranks:
         self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
         lines = ops.lines_of(n)
         self.inboxes = [ops.inbox(size, lines, DEVICE) for _ in range(size)]
-        self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
         addresses = [box.data_ptr() for box in self.inboxes]
         self.ends = [ops.Communicator(r, addresses, lines, self.trouble, DEVICE, patience) for r in range(size)]
 
@@ -195,28 +216,28 @@ class Ranks:
 def test_sums_over_virtual_ranks(size: int, group: int) -> None:
     """Bit for bit the rounded products in rank order, the same on every rank, over epochs of changing length, with and
     without pauses."""
-    ranks = Ranks(size, 512, 1024, group)
-    for epoch in range(60):
+    ranks = Ranks(size, K, N, group)
+    for epoch in range(EPOCHS):
         count = (8, 1, 32, 3, 17, 16)[epoch % 6]
-        x = [rows_of(count, 512, 100 * epoch + r) for r in range(size)]
-        residual = rows_of(count, 1024, epoch)
+        x = [rows_of(count, K, 100 * epoch + r) for r in range(size)]
+        residual = rows_of(count, N, epoch)
         want = ranks.expected(x, residual)
         for out in ranks.sum(x, residual, delays=epoch % 3 * (epoch + 1)):
             assert torch.equal(out, want), f"epoch {epoch}"
-    assert [int(end.epoch) for end in ranks.ends] == [60] * size
+    assert [int(end.epoch) for end in ranks.ends] == [EPOCHS] * size
     assert ranks.ends[0].trouble() is None
 
 
 def test_flags_that_return_on_virtual_ranks() -> None:
     """Across the end of 32 bits, where flags start again and lines are cleaned."""
-    ranks = Ranks(4, 512, 1024, 128)
+    ranks = Ranks(4, K, N, 128)
     for start in (2**30 - 3, 2**32 - 8):
         for end in ranks.ends:
             end.epoch.fill_(start)
         for epoch in range(16):
             count = (32, 1)[epoch % 2]
-            x = [rows_of(count, 512, epoch + r) for r in range(4)]
-            residual = rows_of(count, 1024, epoch)
+            x = [rows_of(count, K, epoch + r) for r in range(4)]
+            residual = rows_of(count, N, epoch)
             for out in ranks.sum(x, residual, delays=epoch):
                 assert torch.equal(out, ranks.expected(x, residual))
 
@@ -224,13 +245,14 @@ def test_flags_that_return_on_virtual_ranks() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_gathers_over_virtual_ranks(size: int) -> None:
     """Messages of any number of words, between sums that share their lines and epochs, across flags that return."""
-    ranks = Ranks(size, 512, 1024, 128)
+    ranks = Ranks(size, K, N, 128)
     for start in (0, 2**32 - 8):
         for end in ranks.ends:
             end.epoch.fill_(start)
-        for count in (1, 2, 7, 600, 16384, 136):
+        for count in (1, 2, 7, 600, 16 * N, 136):
             mine = [
-                torch.randint(2**31, (count,), generator=generator(r), dtype=torch.int32).cuda() for r in range(size)
+                torch.randint(2**31, (count,), generator=generator(r), dtype=torch.int32).to(DEVICE)
+                for r in range(size)
             ]
             out = [torch.full((size, count + 1), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
             _C.gather_cuda_virtual(
@@ -240,16 +262,19 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
             for found in out:
                 assert torch.equal(found.flatten()[: size * count].view(size, count), torch.stack(mine))
                 assert (found.flatten()[size * count :] == -1).all(), "nothing is written behind the messages"
-            x, residual = [rows_of(3, 512, r) for r in range(size)], rows_of(3, 1024, 7)
+            x, residual = [rows_of(3, K, r) for r in range(size)], rows_of(3, N, 7)
             for summed in ranks.sum(x, residual, 0):
                 assert torch.equal(summed, ranks.expected(x, residual))
 
 
 def test_what_is_asked_for_ahead_changes_nothing() -> None:
     """A projection that names the next one's tiles, more of them than are asked for and fewer than its warps."""
-    first, norm = ops.pack(weight(2048, 3072, 128), torch.bfloat16, DEVICE), norm_of(2048)
-    x, zero = rows_of(8, 2048), torch.zeros(8, 8192, dtype=torch.bfloat16, device=DEVICE)
-    for k, n, group in ((8192, 8192, 128), (64, 8192, 0), (128, 8, 128)):
+    k, n = (128, 96) if EMULATED else (2048, 3072)
+    first, norm = ops.pack(weight(k, n, 128), torch.bfloat16, DEVICE), norm_of(k)
+    x, zero = rows_of(8, k), torch.zeros(8, 8192, dtype=torch.bfloat16, device=DEVICE)
+    for k, n, group in (
+        [(64, 1024, 0), (128, 8, 128)] if EMULATED else [(8192, 8192, 128), (64, 8192, 0), (128, 8, 128)]
+    ):
         then = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE)
         rows = rows_of(8, k)
         want = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
@@ -259,8 +284,8 @@ def test_what_is_asked_for_ahead_changes_nothing() -> None:
 
 
 def test_a_group_of_one_through_the_plain_entry() -> None:
-    ranks = Ranks(1, 512, 1024, 128)
-    x, residual = rows_of(40, 512), rows_of(40, 1024, 5)
+    ranks = Ranks(1, K, N, 128)
+    x, residual = rows_of(40, K), rows_of(40, N, 5)
     got = ops.linear_residual(x, ranks.packed[0], residual, ranks.ends[0])
     assert torch.equal(got, ranks.expected([x], residual))
     assert int(ranks.ends[0].epoch) == 2  # 32 rows, then 8
@@ -270,10 +295,10 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
 
 
 ALONE = """
-from tests.gpu.test_linear import Ranks, ops, rows_of, torch
-ranks = Ranks(2, 512, 1024, 128, patience=0.2)
+from tests.gpu.test_linear import K, N, Ranks, ops, rows_of, torch
+ranks = Ranks(2, K, N, 128, patience=0.2)
 try:
-    ops.linear_residual(rows_of(3, 512), ranks.packed[0], rows_of(3, 1024), ranks.ends[0])
+    ops.linear_residual(rows_of(3, K), ranks.packed[0], rows_of(3, N), ranks.ends[0])
     torch.cuda.synchronize()
 except RuntimeError:
     print(ranks.ends[0].trouble())
@@ -292,7 +317,7 @@ def test_bad_input() -> None:
     packed, x = ops.pack(weight(256, 64, 0), torch.bfloat16, DEVICE), rows_of(4, 256)
     residual = torch.zeros(4, 64, dtype=torch.bfloat16, device=DEVICE)
     wide = torch.zeros(4, 264, dtype=torch.bfloat16, device=DEVICE)
-    for bad in (x.float(), x.cpu(), x[:, :128], wide[:, 8:], wide.flatten()[1 : 1 + 4 * 256].view(4, 256)):
+    for bad in (x.float(), x.to("meta"), x[:, :128], wide[:, 8:], wide.flatten()[1 : 1 + 4 * 256].view(4, 256)):
         with pytest.raises(ValueError) as refused:
             ops.linear_residual(bad, packed, residual)
         assert "\n" not in str(refused.value)

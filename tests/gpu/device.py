@@ -1,0 +1,52 @@
+"""What these tests run on: a GPU, or, where SWIFTSPEC_EMULATED names the module that tests/simt/emulate.py has built,
+the emulated one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from swiftspec import _C
+
+T = TypeVar("T")
+
+_module = os.environ.get("SWIFTSPEC_EMULATED")
+EMULATED = _module is not None
+if _module is not None:
+    from tests.simt.emulate import install
+
+    install(Path(_module), int(os.environ.get("SWIFTSPEC_EMULATED_SEED", "1")))
+
+DEVICE = torch.device("cpu") if EMULATED else torch.device("cuda", 0)
+READY = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+hopper = pytest.mark.skipif(not READY, reason="no Hopper GPU, or no CUDA kernels")
+real = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+def most(cases: list[T], emulated: int) -> list[T]:
+    """All cases on a GPU; the first so many on the emulated one, which is slow."""
+    return cases[:emulated] if EMULATED else cases
+
+
+def captured(work: Callable[[], T]) -> Callable[[], T]:
+    """`work` as a graph: each call replays it and returns the tensors that it returned when it was captured. Graphs are
+    not emulated: there each call does the work."""
+    if EMULATED:
+        return work
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+
+    def replay() -> T:
+        graph.replay()
+        return out
+
+    return replay

@@ -1,0 +1,101 @@
+"""Builds the kernels of csrc/cuda for the emulated GPU of this folder, and puts it in place of a real one.
+
+Device memory is the CPU's then, all streams are one, and graphs cannot be captured: what a test wants with those it
+leaves out where tests.gpu.device says EMULATED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pybind11
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.ops import cuda, cuda_checks, cuda_linear
+
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
+SOURCES = ("bindings_cuda.cpp", "bindings_cuda_attention.cpp", "bindings_cuda_peers.cpp", "host/segment.cpp")
+FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
+         "-Wno-clobbered")  # fmt: skip
+DEVICE_CODE = ("-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++")
+LINE = 256  # bytes, as a GPU's allocator aligns
+
+
+def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
+    """Compiles the module into `folder`; CalledProcessError where that fails."""
+    includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
+                f"-I{sysconfig.get_path('include')}")  # fmt: skip
+    here = Path(__file__).resolve().parent
+    plain = [*(CSRC / name for name in SOURCES), here / "module.cpp", here / "simt/machine.cpp"]
+    jobs = [(source, ()) for source in plain] + [(source, DEVICE_CODE) for source in sorted(CSRC.glob("cuda/*.cu"))]
+
+    def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:
+        source, more = job
+        out = str(folder / f"{source.name}.o")
+        subprocess.run([compiler, *FLAGS, *flags, *includes, *more, "-c", str(source), "-o", out], check=True)
+        return out
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, jobs))
+    module = folder / f"emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
+    subprocess.run([compiler, *flags, "-shared", "-o", str(module), *objects, "-lrt", "-pthread"], check=True)
+    return module
+
+
+def install(module: Path, seed: int) -> None:
+    """From now on this process has one GPU, which is not there."""
+    spec = importlib.util.spec_from_file_location("emulated", module)
+    assert spec is not None and spec.loader is not None
+    emulated = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(emulated)
+    emulated.seed(seed)
+    for name, value in vars(emulated).items():
+        if not name.startswith("__"):
+            setattr(_C, name, value)
+    native: Any = _C
+    native.cuda_built = True
+    cpu = torch.device("cpu")
+    gpu: Any = torch.cuda
+    gpu.is_available = lambda: True
+    gpu.get_device_capability = lambda *_: (9, 0)
+    gpu.device_count = lambda: 1
+    gpu.current_device = lambda: cpu.index
+    gpu.set_device = lambda *_: None
+    gpu.device = lambda *_: contextlib.nullcontext()
+    gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)
+    gpu.synchronize = lambda *_: _synchronize()
+    cuda_checks.KIND = "cpu"
+    modules: tuple[Any, ...] = (cuda, cuda_linear)
+    for ops in modules:
+        ops.usable = lambda *_: cpu
+    torch.empty = _aligned(torch.empty)
+
+
+def _synchronize() -> None:
+    native: Any = _C
+    if native.broken():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+def _aligned(empty: Any) -> Any:
+    """torch.empty, whose bytes lie as a GPU's do."""
+
+    def aligned(*shape: Any, **kind: Any) -> Tensor:
+        if kind.get("dtype") is not torch.uint8 or len(shape) != 1 or not isinstance(shape[0], int):
+            return empty(*shape, **kind)
+        memory = empty(shape[0] + LINE, **kind)
+        start = -memory.data_ptr() % LINE
+        return memory[start : start + shape[0]]
+
+    return aligned

@@ -1,0 +1,12 @@
+// The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
+#include "bindings.h"
+#include "simt/machine.h"
+
+PYBIND11_MODULE(emulated, m) {
+  swiftspec::binding::bind_linear(m);
+  swiftspec::binding::bind_cuda_attention(m);
+  swiftspec::binding::bind_peers(m);
+  m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
+  m.def("blocks", [](unsigned count) { simt::Machine::get().blocks = count; }, "So many run at a time.");
+  m.def("broken", [] { return simt::Machine::get().broken; }, "Whether a kernel has ended itself.");
+}

@@ -1,0 +1,307 @@
+#include "machine.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/common_interface_defs.h>
+#define SIMT_ASAN 1
+#else
+#define SIMT_ASAN 0
+#endif
+
+namespace simt {
+namespace {
+
+constexpr size_t kStack = SIMT_ASAN ? 256 << 10 : 64 << 10;
+constexpr size_t kAlignment = 128;
+
+}  // namespace
+
+Machine& Machine::get() {
+  static Machine machine;
+  return machine;
+}
+
+Machine::Machine() : dice_(1) {}
+
+uint8_t* Block::variable(std::type_index type, size_t bytes) {
+  auto& [memory, size] = variables[type];
+  if (memory == nullptr) {
+    memory.reset(new uint64_t[(bytes + 15) / 8 + 1]);
+    size = bytes;
+    std::memset(memory.get(), 0xff, (bytes + 15) / 8 * 8 + 8);
+  }
+  const auto at = reinterpret_cast<uintptr_t>(memory.get());
+  return reinterpret_cast<uint8_t*>((at + 15) / 16 * 16);
+}
+
+void* Block::in(Block& other, const void* p, size_t bytes) {
+  const auto at = reinterpret_cast<uintptr_t>(p);
+  const auto inside = [&](const uint8_t* from, size_t size) {
+    const auto first = reinterpret_cast<uintptr_t>(from);
+    return at >= first && at + bytes <= first + size;
+  };
+  if (other.live == 0) Machine::get().fault("shared memory of a block that has left is read");
+  if (inside(dynamic.get(), shared_bytes)) return other.dynamic.get() + (at - reinterpret_cast<uintptr_t>(dynamic.get()));
+  for (auto& [type, memory] : variables) {
+    const uint8_t* mine = variable(type, memory.second);
+    if (inside(mine, memory.second)) return other.variable(type, memory.second) + (at - reinterpret_cast<uintptr_t>(mine));
+  }
+  Machine::get().fault("an address of a cluster that is not in shared memory");
+}
+
+// ---- Fibers.
+
+void Machine::resume(Thread& thread) {
+  current_ = &thread;
+#if SIMT_ASAN
+  __sanitizer_start_switch_fiber(&home_fake_, thread.stack.get(), kStack);
+#endif
+  if (_setjmp(home_) == 0) {  // jumps, for a swap of contexts asks the kernel twice
+    if (thread.started) _longjmp(thread.here, 1);
+    thread.started = true;
+    setcontext(&thread.beginning);
+  }
+#if SIMT_ASAN
+  __sanitizer_finish_switch_fiber(home_fake_, nullptr, nullptr);
+#endif
+  current_ = nullptr;
+}
+
+void Machine::stop() {
+  Thread& thread = *current_;
+#if SIMT_ASAN
+  __sanitizer_start_switch_fiber(thread.ended ? nullptr : &thread.fake_stack, home_stack_, home_size_);
+#endif
+  if (_setjmp(thread.here) == 0) _longjmp(home_, 1);
+#if SIMT_ASAN
+  __sanitizer_finish_switch_fiber(thread.fake_stack, &home_stack_, &home_size_);
+#endif
+}
+
+void Machine::enter() {
+  Machine& machine = get();
+#if SIMT_ASAN
+  __sanitizer_finish_switch_fiber(nullptr, &machine.home_stack_, &machine.home_size_);
+#endif
+  machine.launch_->body();
+  machine.leave(*machine.current_);
+  machine.stop();
+}
+
+void Machine::leave(Thread& thread) {
+  thread.ended = true;
+  Block& block = *thread.block;
+  --block.live, --block.cluster->live;
+  // those that wait for all that are left need wait no longer
+  if (block.live > 0 && static_cast<int>(block.gate.waiting.size()) == block.live) wake(block.gate);
+  cluster_left_ = block.cluster->live == 0;
+  if (block.cluster->live > 0 && static_cast<int>(block.cluster->gate.waiting.size()) == block.cluster->live) {
+    wake(block.cluster->gate);
+  }
+}
+
+void Machine::yield() {
+  ready_.push_back(current_);
+  std::swap(ready_[dice_() % ready_.size()], ready_.back());  // behind others
+  stop();
+}
+
+void Machine::block(const char* what) {
+  current_->waits_at = what;
+  stop();
+  current_->waits_at = nullptr;
+}
+
+void Machine::wake(Gate& gate) {
+  ready_.insert(ready_.end(), gate.waiting.begin(), gate.waiting.end());
+  gate.waiting.clear();
+}
+
+void Machine::meet(Gate& gate, int expected, const char* what) {
+  if (static_cast<int>(gate.waiting.size()) + 1 == expected) {
+    wake(gate);
+    return;
+  }
+  gate.waiting.push_back(current_);
+  block(what);
+}
+
+void Machine::collective(uint32_t mask, const char* what, const void* in, void* out, void (*compute)(Warp&)) {
+  Thread& thread = *current_;
+  Warp& warp = thread.block->warps[static_cast<size_t>(thread.warp)];
+  if ((mask >> thread.lane & 1) == 0) fault(std::string(what) + ": a lane that its mask leaves out");
+  if (warp.gate.waiting.empty()) {
+    warp.mask = mask, warp.what = what;
+  } else if (warp.mask != mask || std::strcmp(warp.what, what) != 0) {
+    fault(std::string("lanes of a warp meet at ") + warp.what + " and at " + what);
+  }
+  warp.in[thread.lane] = in, warp.out[thread.lane] = out;
+  if (static_cast<int>(warp.gate.waiting.size()) + 1 == __builtin_popcount(mask)) {
+    compute(warp);
+    wake(warp.gate);
+    return;
+  }
+  warp.gate.waiting.push_back(&thread);
+  block(what);
+}
+
+// ---- Copies.
+
+void Machine::complete(const BulkCopy& done) {
+  std::memcpy(done.copy.to, done.copy.from, done.copy.bytes);
+  Barrier state;
+  std::memcpy(&state, done.barrier, sizeof state);
+  state.bytes -= static_cast<int32_t>(done.copy.bytes);
+  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
+  std::memcpy(done.barrier, &state, sizeof state);
+}
+
+void Machine::start_copy(const BulkCopy& copy) {
+  if (chance(4)) return complete(copy);
+  copies_.push_back(copy);
+}
+
+void Machine::finish_a_copy() {
+  if (copies_.empty()) return;
+  std::swap(copies_[dice_() % copies_.size()], copies_.back());
+  const BulkCopy done = copies_.back();
+  copies_.pop_back();
+  complete(done);
+}
+
+void Machine::check_shared(const void* p, size_t bytes, size_t alignment, const char* what) {
+  const auto at = reinterpret_cast<uintptr_t>(p), first = reinterpret_cast<uintptr_t>(current_->block->dynamic.get());
+  if (at % alignment != 0) fault(std::string(what) + ": misaligned");
+  if (at < first || at + bytes > first + current_->block->shared_bytes) fault(std::string(what) + ": outside of shared memory");
+}
+
+// ---- Launches.
+
+void Machine::trap() {
+  trapped_ = true;
+  for (;;) stop();
+}
+
+void Machine::fault(const std::string& what) {
+  if (fault_.empty()) fault_ = what;
+  if (current_ == nullptr) throw std::runtime_error("emulated GPU: " + what);
+  for (;;) stop();
+}
+
+void Machine::start(const Launch& launch, Index first) {
+  auto cluster = std::make_unique<Cluster>();
+  const unsigned threads = launch.threads.x;
+  for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+    auto block = std::make_unique<Block>();
+    block->index = {first.x + rank, first.y, first.z};
+    block->rank = rank;
+    block->cluster = cluster.get();
+    block->live = static_cast<int>(threads);
+    block->warps.resize((threads + 31) / 32);
+    void* memory = nullptr;
+    if (posix_memalign(&memory, kAlignment, launch.shared) != 0) throw std::bad_alloc();
+    block->dynamic.reset(static_cast<uint8_t*>(memory));
+    block->shared_bytes = launch.shared;
+    std::memset(memory, 0xff, launch.shared);
+    for (unsigned t = 0; t < threads; ++t) {
+      auto thread = std::make_unique<Thread>();
+      thread->index = {t, 0, 0};
+      thread->block = block.get();
+      thread->warp = static_cast<int>(t / 32), thread->lane = static_cast<int>(t % 32);
+      thread->groups.emplace_back();
+      if (stacks_.empty()) {
+        thread->stack.reset(new uint8_t[kStack]);
+      } else {
+        thread->stack = std::move(stacks_.back());
+        stacks_.pop_back();
+      }
+      getcontext(&thread->beginning);
+      thread->beginning.uc_stack.ss_sp = thread->stack.get();
+      thread->beginning.uc_stack.ss_size = kStack;
+      thread->beginning.uc_link = nullptr;
+      makecontext(&thread->beginning, &Machine::enter, 0);
+      ready_.push_back(thread.get());
+      block->threads.push_back(std::move(thread));
+    }
+    cluster->live += static_cast<int>(threads);
+    cluster->blocks.push_back(std::move(block));
+  }
+  resident_.push_back(std::move(cluster));
+}
+
+std::string Machine::stuck() const {
+  std::string what = "threads wait for ever:";
+  for (const auto& cluster : resident_) {
+    for (const auto& block : cluster->blocks) {
+      for (const auto& thread : block->threads) {
+        if (thread->waits_at == nullptr || what.size() > 400) continue;
+        what += " block " + std::to_string(block->index.x) + "," + std::to_string(block->index.y) + " thread " +
+                std::to_string(thread->index.x) + " at " + thread->waits_at + ";";
+      }
+    }
+  }
+  return what;
+}
+
+void Machine::clear() {
+  for (auto& cluster : resident_) cluster->live = 0;
+  retire();
+  ready_.clear();
+  copies_.clear();
+}
+
+// Frees what clusters without threads held.
+void Machine::retire() {
+  std::erase_if(resident_, [&](std::unique_ptr<Cluster>& cluster) {
+    if (cluster->live > 0) return false;
+    for (auto& block : cluster->blocks) {
+      for (auto& thread : block->threads) stacks_.push_back(std::move(thread->stack));
+    }
+    return true;
+  });
+}
+
+// One thread goes on until it waits: mostly one of those that have been woken last, whose memory is in the caches.
+void Machine::step() {
+  if (ready_.empty()) {
+    if (copies_.empty()) fault_ = stuck();
+    return finish_a_copy();
+  }
+  const size_t among = chance(64) ? ready_.size() : std::min<size_t>(ready_.size(), 64);
+  std::swap(ready_[ready_.size() - 1 - dice_() % among], ready_.back());
+  Thread& thread = *ready_.back();
+  ready_.pop_back();
+  resume(thread);
+}
+
+void Machine::run(const Launch& launch) {
+  if (broken) return;
+  launch_ = &launch;
+  grid = launch.grid, block_size = launch.threads;
+  const uint64_t row = launch.grid.x / launch.cluster, total = row * launch.grid.y * launch.grid.z;
+  const uint64_t at_once = std::max(blocks / launch.cluster, 1u);
+  uint64_t next = 0;
+  fault_.clear();
+  trapped_ = false;
+  const auto ended = [&] { return trapped_ || !fault_.empty(); };
+  while (!ended()) {
+    retire();
+    for (; next < total && resident_.size() < at_once; ++next) {
+      const auto x = static_cast<unsigned>(next % row), y = static_cast<unsigned>(next / row % launch.grid.y);
+      start(launch, {x * launch.cluster, y, static_cast<unsigned>(next / row / launch.grid.y)});
+    }
+    if (resident_.empty()) break;
+    for (cluster_left_ = false; !cluster_left_ && !ended();) step();
+  }
+  if (fault_.empty() && !trapped_ && !copies_.empty()) fault_ = "a kernel ended with copies under way";
+  clear();
+  launch_ = nullptr;
+  broken = trapped_;
+  if (!fault_.empty()) throw std::runtime_error("emulated GPU: " + fault_);
+}
+
+}  // namespace simt

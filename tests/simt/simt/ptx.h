@@ -1,0 +1,205 @@
+// csrc/cuda/ptx.cuh and attention_ptx.cuh on the emulated GPU.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+
+#include "cuda_runtime.h"
+
+namespace simt {
+
+inline float low_half(uint32_t pair) { return std::bit_cast<float>(pair << 16); }
+inline float high_half(uint32_t pair) { return std::bit_cast<float>(pair & 0xffff0000u); }
+
+struct Operands {
+  uint32_t a[4], b[2];
+  float c[4];
+};
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k16": who holds what of a [16, 16], b [16, 8] and c [16, 8].
+inline void multiply(Warp& warp) {
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& mine = *static_cast<const Operands*>(warp.in[lane]);
+    const int group = lane / 4, place = lane % 4 * 2;
+    for (int i = 0; i < 4; ++i) {
+      const int row = group + i % 2 * 8, column = place + i / 2 * 8;
+      a[row][column] = low_half(mine.a[i]), a[row][column + 1] = high_half(mine.a[i]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      b[place + 8 * i][group] = low_half(mine.b[i]), b[place + 8 * i + 1][group] = high_half(mine.b[i]);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& mine = *static_cast<const Operands*>(warp.in[lane]);
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      float sum = mine.c[i];
+      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+      static_cast<float*>(warp.out[lane])[i] = sum;
+    }
+  }
+}
+
+inline void mma(float (&c)[4], const Operands& operands) {
+  Machine::get().collective(0xffffffffu, "mma.sync", &operands, c, &multiply);
+}
+
+// Register i of lane l: of matrix i row l / 4, columns l % 4 * 2 and the next; transposed, of its transpose.
+template <bool kTransposed>
+void load_matrices(Warp& warp) {
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const auto at = [&](int row, int column) {
+        return uint32_t{(*static_cast<const uint16_t* const*>(warp.in[8 * i + row]))[column]};
+      };
+      const int row = lane / 4, column = lane % 4 * 2;
+      const uint32_t low = kTransposed ? at(column, row) : at(row, column);
+      const uint32_t high = kTransposed ? at(column + 1, row) : at(row, column + 1);
+      static_cast<uint32_t*>(warp.out[lane])[i] = low | high << 16;
+    }
+  }
+}
+
+}  // namespace simt
+
+namespace swiftspec::ptx {
+
+inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  simt::mma(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}});
+}
+
+template <bool kTransposed>
+void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  simt::Machine::get().check_shared(row, 16, 16, "ldmatrix");
+  simt::Machine::get().collective(0xffffffffu, "ldmatrix", &row, r, &simt::load_matrices<kTransposed>);
+}
+
+// The bytes come when they are waited for, or at once.
+inline void cp_async16(void* shared, const void* global) {
+  simt::Machine& machine = simt::Machine::get();
+  machine.check_shared(shared, 16, 16, "cp.async");
+  if (reinterpret_cast<uintptr_t>(global) % 16 != 0) machine.fault("cp.async: misaligned");
+  if (machine.chance(2)) {
+    std::memcpy(shared, global, 16);
+  } else {
+    machine.self().groups.back().push_back({shared, global, 16});
+  }
+}
+
+inline void cp_async_commit() { simt::Machine::get().self().groups.emplace_back(); }
+
+template <int N>
+void cp_async_wait() {
+  auto& groups = simt::Machine::get().self().groups;
+  while (groups.size() > N + 1) {
+    for (const simt::Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
+    groups.pop_front();
+  }
+}
+
+}  // namespace swiftspec::ptx
+
+namespace swiftspec::cuda::ptx {
+
+inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  simt::mma(d, {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}});
+}
+
+// ---- mbarriers and bulk copies.
+
+inline void barrier_init(uint64_t* barrier) {
+  simt::Machine::get().check_shared(barrier, 8, 8, "mbarrier");
+  const simt::Barrier state{0, 1, 1, 0};
+  std::memcpy(barrier, &state, sizeof state);
+}
+inline void fence_barrier_init() {}
+inline uint64_t evict_first() { return 0; }
+
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {
+  simt::Machine& machine = simt::Machine::get();
+  machine.check_shared(to, bytes, 16, "cp.async.bulk");
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) machine.fault("cp.async.bulk: misaligned");
+  simt::Barrier state;
+  std::memcpy(&state, barrier, sizeof state);
+  if (state.pending == 0) machine.fault("mbarrier: more arrivals than its phase expects");
+  state.pending -= 1, state.bytes += static_cast<int32_t>(bytes);
+  std::memcpy(barrier, &state, sizeof state);
+  machine.start_copy({{to, from, bytes}, barrier});
+}
+
+inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  for (;;) {
+    simt::Barrier state;
+    std::memcpy(&state, barrier, sizeof state);
+    if (state.phase != parity) return;
+    simt::Machine::get().finish_a_copy();
+    simt::Machine::get().yield();
+  }
+}
+
+inline void prefetch(const void* from, uint32_t bytes) {
+  const auto* first = static_cast<const volatile uint8_t*>(from);
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+    simt::Machine::get().fault("cp.async.bulk.prefetch: nothing, or misaligned");
+  }
+  static_cast<void>(first[0]), static_cast<void>(first[bytes - 1]);
+}
+
+inline void launch_dependents() {}
+inline void wait_for_dependencies() {}
+
+// ---- Clusters.
+
+inline uint32_t cluster_rank() { return simt::Machine::get().self().block->rank; }
+
+inline void cluster_sync() {
+  simt::Cluster& cluster = *simt::Machine::get().self().block->cluster;
+  simt::Machine::get().meet(cluster.gate, cluster.live, "barrier.cluster");
+}
+inline void cluster_meet() { cluster_sync(); }
+
+template <class T>
+T remote(const void* p, uint32_t rank) {
+  simt::Block& mine = *simt::Machine::get().self().block;
+  T value;
+  std::memcpy(&value, mine.in(*mine.cluster->blocks.at(rank), p, sizeof value), sizeof value);
+  return value;
+}
+inline float4 remote_load4(const void* p, uint32_t rank) { return remote<float4>(p, rank); }
+inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
+
+// ---- Memory that others see. Between two of these anything may happen, between the halves of a line, too.
+
+inline uint64_t load_system(const uint64_t* p) {
+  simt::Machine::get().yield();
+  return std::atomic_ref(*const_cast<uint64_t*>(p)).load(std::memory_order_relaxed);
+}
+
+inline void store_system(uint64_t* p, uint64_t a) {
+  if (simt::Machine::get().chance(4)) simt::Machine::get().yield();
+  std::atomic_ref(*p).store(a, std::memory_order_relaxed);
+}
+
+inline void load_system(const void* p, uint64_t& a, uint64_t& b) {
+  const auto* halves = static_cast<const uint64_t*>(p);
+  const bool second_first = simt::Machine::get().chance(2);
+  if (second_first) b = load_system(halves + 1);
+  a = load_system(halves);
+  if (!second_first) b = load_system(halves + 1);
+}
+
+inline void store_system(void* p, uint64_t a, uint64_t b) {
+  auto* halves = static_cast<uint64_t*>(p);
+  const bool second_first = simt::Machine::get().chance(2);
+  if (second_first) store_system(halves + 1, b);
+  store_system(halves, a);
+  if (!second_first) store_system(halves + 1, b);
+}
+
+inline uint64_t nanoseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+}
+
+}  // namespace swiftspec::cuda::ptx

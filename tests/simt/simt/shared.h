@@ -1,0 +1,17 @@
+// csrc/cuda/shared.cuh on the emulated GPU.
+#pragma once
+
+#include <typeindex>
+
+#include "machine.h"
+
+namespace swiftspec::cuda {
+
+inline uint8_t* dynamic_shared() { return simt::Machine::get().self().block->dynamic.get(); }
+
+template <class T>
+T& shared_variable() {
+  return *reinterpret_cast<T*>(simt::Machine::get().self().block->variable(typeid(T), sizeof(T)));
+}
+
+}  // namespace swiftspec::cuda
