@@ -40,7 +40,7 @@ PROMPT = [3, 1, 4, 1, 5, 9]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("verify")
-    make_checkpoint(path, vocab=VOCAB)
+    make_checkpoint(path, vocab=VOCAB, num_attention_heads=8)
     return path
 
 
@@ -85,7 +85,7 @@ def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkey
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, 3, 6])
 @pytest.mark.parametrize("name", ["greedy", "sampled", "top_p", "flat", "all"])
 def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
     def work(group: ThreadGroup) -> int:

@@ -114,7 +114,7 @@ class VocabShard:
                 total = kept.logsumexp(-1, keepdim=True)
             else:
                 return None
-            limit = _least(filters.top_p(kept, params.top_p, total))
+            limit = _least(filters.top_p(kept, params.top_p, total, sure=sure))
         # above the floor the merged ranking is complete; the floor is -inf where all of it is
         return limit if sure(limit > floor) else None
 

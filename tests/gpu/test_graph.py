@@ -83,12 +83,12 @@ def random_model(group: Any = None) -> Transformer:
     return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512, group=group)
 
 
-def group_of_one() -> PeerParallel:
-    """A rank that sums and gathers with itself, by the kernels of a group."""
+def group_of_one(gather: Any = None) -> PeerParallel:
+    """A rank that sums and gathers with itself, by the kernels of a group; `gather`: what is too long for these."""
     device, lines = torch.device("cuda", 0), lines_of(256)
     box, trouble = inbox(1, lines, device), torch.zeros(1, dtype=torch.int64, pin_memory=True)
     own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, device), kept=box)
-    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=None)
+    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)
     return PeerParallel(*ends)
 
@@ -126,7 +126,7 @@ def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: Sampling
 )
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
     """In every row what is drawn operator by operator, though the graph's batches are padded."""
-    model = random_model(group_of_one() if grouped else None)
+    model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
     steps, graphed = (
         LocalVerifier(Runner(model, cuda, context=320, tree_slots=16, capture=capture), 4096)
         for capture in (None, CudaCapture(Lock()))
