@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,12 @@ from swiftspec.params import SamplingParams
 
 NEG_INF = float("-inf")
 HEAD = 256  # tokens that nearly always reach p; to sort the whole vocabulary costs ten times more
+Sure = Callable[[Tensor], bool]  # whether all of [n] or [n, 1] bools hold, so that a short way may be gone
+
+
+def every(holds: Tensor) -> bool:
+    """By a look at the device."""
+    return bool(holds.all())
 
 
 def active(params: SamplingParams) -> bool:
@@ -16,10 +24,10 @@ def active(params: SamplingParams) -> bool:
     return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
 
 
-def keep(logits: Tensor, params: SamplingParams) -> Tensor:
+def keep(logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
     """All filters of a request, in their order; what they forbid is -inf."""
     logits = keep_by_rank(logits, params)
-    return top_p(logits, params.top_p) if params.top_p < 1 else logits
+    return top_p(logits, params.top_p, sure=sure) if params.top_p < 1 else logits
 
 
 def keep_by_rank(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -33,16 +41,16 @@ def keep_by_rank(logits: Tensor, params: SamplingParams) -> Tensor:
     return logits
 
 
-def top_p(logits: Tensor, p: float, total: Tensor | None = None, head: int = HEAD) -> Tensor:
+def top_p(logits: Tensor, p: float, total: Tensor | None = None, head: int = HEAD, sure: Sure = every) -> Tensor:
     """Keeps the fewest likeliest tokens whose probabilities reach p; tokens tied with the last kept one stay.
 
     `total` [n, 1]: the logsumexp of the row, where `logits` are only the likeliest of it. `head`: how many are ranked
-    first; with all of them no value is looked at, so nothing waits for a device.
+    first, and whether that is enough must be `sure`; with all of them it is.
     """
     head = min(head, logits.shape[-1])
     total = logits.logsumexp(-1, keepdim=True) if total is None else total
     ranked = logits.topk(head).values
-    if head < logits.shape[-1] and bool(((ranked - total).exp().sum(-1) < p).any()):
+    if head < logits.shape[-1] and not sure(~((ranked - total).exp().sum(-1) < p)):
         ranked = logits.sort(-1, descending=True).values
     mass = (ranked - total).exp()
     before = mass.cumsum(-1) - mass

@@ -6,7 +6,8 @@ sampling parameters and target logits, whatever tree looked it up. Letters: n ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,8 @@ from swiftspec.spec import filters
 from swiftspec.spec.noise import TARGET_STREAM, PositionNoise
 from swiftspec.spec.vocab import Group, VocabShard
 
+Rows = Callable[[Tensor, range, torch.dtype], tuple[Tensor, Tensor]]  # as PositionNoise.rows
+
 
 class Ops(Protocol):
     """The fused passes over whole rows of logits; swiftspec.ops.reference defines them."""
@@ -29,6 +32,17 @@ class Ops(Protocol):
     def children(self, logits: Tensor, vocab: int, k: int, scores: Scores, /) -> tuple[Tensor, Tensor]: ...
     def gumbel_keyed(self, keys: Tensor, tokens: range, /) -> Tensor: ...
     def log_probs(self, logits: Tensor, vocab: int, tokens: Tensor, scores: Scores, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The paths of rows whose tokens are each other's, without the host."""
+
+    tokens: Tensor  # [n] int64
+    above: Tensor  # [n, n] bool: whether column j's token is on row i's path
+
+
+Paths = Sequence[Sequence[int]] | Lineage
 
 
 class History:
@@ -44,8 +58,16 @@ class History:
         index = torch.tensor(list(tokens), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
 
-    def counts(self, paths: Sequence[Sequence[int]]) -> Tensor:
+    def take(self, other: History) -> None:
+        """Those of another request, in the same tensors."""
+        self.prompt.copy_(other.prompt)
+        self.output.copy_(other.output)
+
+    def counts(self, paths: Paths) -> Tensor:
         """[n, V] occurrences in the output followed by each row's unverified path."""
+        if isinstance(paths, Lineage):
+            counts = self.output.repeat(len(paths.tokens), 1)
+            return counts.index_add_(1, paths.tokens, paths.above.to(counts.dtype))
         counts = self.output.repeat(len(paths), 1)
         for row, path in zip(counts, paths, strict=True):
             if path:
@@ -68,12 +90,18 @@ class Sampler:
         device: torch.device | str,
         group: Group | None = None,
         ops: Ops = reference,
+        *,
+        rows: Rows | None = None,
+        sure: filters.Sure = filters.every,
     ) -> None:
+        """`rows` and `sure` are for samplers that must not look at the device: where the target's noise comes from, if
+        not from `noise`, and whether filters may go their short way."""
         self.params = params
         self.vocab = vocab
         self.group = group
         self._device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)
+        self._rows, self._sure = rows or self.noise.rows, sure
         self.history = History(prompt, vocab, device) if params.penalised else None
         self._bias: Tensor | None = None
         if params.logit_bias:
@@ -110,7 +138,7 @@ class Sampler:
         that power."""
         return Scores(self.params.temperature / power, self._bias, noise, rows)
 
-    def shape(self, logits: Tensor, paths: Sequence[Sequence[int]] | None) -> Tensor:
+    def shape(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.
 
         `paths`: per row, the tokens between the last verified one (not included) and the row's own; needed for
@@ -127,7 +155,7 @@ class Sampler:
         if p.greedy:
             return logits
         logits = logits / p.temperature
-        return filters.keep(logits, p) if shard is None else shard.keep(logits, p)
+        return filters.keep(logits, p, self._sure) if shard is None else shard.keep(logits, p, self._sure)
 
     def _penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
         p = self.params
@@ -137,7 +165,7 @@ class Sampler:
         counts = counts.to(logits.dtype)
         return logits - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
 
-    def draw(self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, paths: Paths | None, positions: Tensor) -> Tensor:
         """The target's tokens [n] after rows at `positions` [n], from raw logits."""
         noisy = not self.params.greedy
         shard = self.shard(logits)
@@ -149,7 +177,7 @@ class Sampler:
     def children(
         self,
         logits: Tensor,
-        paths: Sequence[Sequence[int]] | None,
+        paths: Paths | None,
         positions: Tensor,
         *,
         k: int,
@@ -173,7 +201,7 @@ class Sampler:
         return shard.log_top_k(shaped / tau, k)
 
     def _scored(
-        self, logits: Tensor, paths: Sequence[Sequence[int]] | None, positions: Tensor | None, tau: float
+        self, logits: Tensor, paths: Paths | None, positions: Tensor | None, tau: float
     ) -> tuple[Tensor, int, Scores]:
         """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
         p, temperature, bias = self.params, 1.0, None
@@ -183,12 +211,12 @@ class Sampler:
             temperature, bias = 1.0 if p.greedy else p.temperature, self._bias
         if positions is None:
             return logits, self.vocab, Scores(temperature * tau, bias)
-        noise, rows = self.noise.rows(positions + 1, range(self.vocab), logits.dtype)
+        noise, rows = self._rows(positions + 1, range(self.vocab), logits.dtype)
         return logits, self.vocab, Scores(temperature, bias, noise, rows, tau)
 
     def _noise(self, shaped: Tensor, shard: VocabShard, positions: Tensor) -> Tensor:
         """[n, m] for the tokens after `positions`."""
-        block, rows = self.noise.rows(positions + 1, shard.tokens, shaped.dtype)
+        block, rows = self._rows(positions + 1, shard.tokens, shaped.dtype)
         return block[rows]
 
     def shard(self, logits: Tensor) -> VocabShard | None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec.params import SamplingParams
 from swiftspec.spec import filters
-from swiftspec.spec.filters import NEG_INF
+from swiftspec.spec.filters import NEG_INF, Sure, every
 
 HEAD = 64  # the likeliest tokens of each shard, which settle nearly every filter
 
@@ -80,18 +80,18 @@ class VocabShard:
         values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
         return values.amax(0), totals.logsumexp(0)
 
-    def keep(self, logits: Tensor, params: SamplingParams) -> Tensor:
-        """`filters.keep` on [n, m]. Only where the shards' heads do not settle it are all logits gathered."""
+    def keep(self, logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
+        """`filters.keep` on [n, m]. Only where it is not `sure` that the shards' heads settle it are all gathered."""
         if not filters.active(params):
             return logits
-        limit = self._limit(logits, params)
+        limit = self._limit(logits, params, sure)
         if limit is not None:
             return logits.masked_fill(logits < limit, NEG_INF)
         padded = F.pad(logits, (0, self.width - logits.shape[-1]), value=NEG_INF)
         whole = _side_by_side(self.group.all_gather(padded))[:, : self.vocab]
         return filters.keep(whole, params)[:, self.tokens.start : self.tokens.stop]
 
-    def _limit(self, logits: Tensor, params: SamplingParams) -> Tensor | None:
+    def _limit(self, logits: Tensor, params: SamplingParams, sure: Sure) -> Tensor | None:
         """The least logit [n, 1] that the filters keep; None if that lies among tokens nobody has named.
 
         Merged, the shards' heads are the true ranking as far as every value above the largest of their last ones.
@@ -110,12 +110,13 @@ class VocabShard:
         if params.top_p < 1:
             if kept is ranked:
                 total = totals.logsumexp(0)
-            elif _settled(limit, floor):
+            elif sure(limit > floor):
                 total = kept.logsumexp(-1, keepdim=True)
             else:
                 return None
-            limit = _least(filters.top_p(kept, params.top_p, total))
-        return limit if _settled(limit, floor) else None
+            limit = _least(filters.top_p(kept, params.top_p, total, sure=sure))
+        # above the floor the merged ranking is complete; the floor is -inf where all of it is
+        return limit if sure(limit > floor) else None
 
 
 def _not_empty(x: Tensor) -> Tensor:
@@ -130,8 +131,3 @@ def _side_by_side(parts: Tensor) -> Tensor:
 
 def _least(kept: Tensor) -> Tensor:
     return kept.masked_fill(kept == NEG_INF, math.inf).amin(-1, keepdim=True)
-
-
-def _settled(limit: Tensor, floor: Tensor) -> bool:
-    """Whether each row's limit lies where the merged ranking is complete: above the floor, -inf if all of it is."""
-    return bool((limit > floor).all())

@@ -19,7 +19,7 @@ from swiftspec.model.peers import PeerParallel
 from swiftspec.ops.cuda_sampling import MOST_CANDIDATES
 from swiftspec.ops.cuda_tree import MOST_LEAVES, DeviceTree
 from swiftspec.ops.reference import Scores
-from swiftspec.spec.noise import PositionNoise
+from swiftspec.spec.noise import HeldNoise, PositionNoise
 from swiftspec.spec.tree import DraftTree
 from swiftspec.spec.vocab import VocabShard
 from swiftspec.worker.graph import Capture
@@ -41,11 +41,10 @@ class DraftRounds:
     def __init__(self, runner: Runner, ops: Ops, tree: DeviceTree, capture: Capture, vocab: int) -> None:
         self._runner, self._ops, self._tree, self._capture, self._vocab = runner, ops, tree, capture, vocab
         device = tree.state.device
-        self._numbers = torch.zeros(3, dtype=torch.int64, device=device)  # prefix, end of the region, the noise's first
-        self._staged = torch.zeros(3, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix, end of the region
+        self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(len(tree.rows.nodes), dtype=torch.int64, device=device)
-        self._noise = torch.zeros(PositionNoise.BLOCK, vocab, device=device)
-        self._made_of: tuple[PositionNoise, int] | None = None  # whose noise it holds, from which position on
+        self._noise = HeldNoise(vocab, torch.float32, device)
         self._graphs: dict[Key, Callable[[], None]] = {}
         self._bound: tuple[object, object] = (None, None)  # the model and the keys that the graphs know
 
@@ -67,7 +66,7 @@ class DraftRounds:
         """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
         w = len(self._tree.rows.nodes)
         slots = min(tree.room(self._tree.children), self._runner.cache.room)
-        return min(slots // w, len(self._noise) - _depth(tree))
+        return min(slots // w, PositionNoise.BLOCK - _depth(tree))
 
     def grow(self, tree: DraftTree, count: int, *, temperature: float, tau: float, noise: PositionNoise | None) -> None:
         """`count` expansions, at most `room`, of the w likeliest leaves each. Scores as in `Sampler.children`."""
@@ -76,8 +75,9 @@ class DraftRounds:
             self._graphs.clear()
             self._bound = self._runner.model, cache.k
         prefix = cache.prefix_len[0]
-        first = 0 if noise is None else self._fill(noise, prefix + 1, tree, count)
-        self._staged[:] = torch.tensor([prefix, prefix + tree.slots, first])
+        if noise is not None:
+            self._noise.hold(noise, prefix + 1, prefix + 1 + _depth(tree) + count)
+        self._staged[:] = torch.tensor([prefix, prefix + tree.slots])
         self._numbers.copy_(self._staged, non_blocking=True)
         self._tree.put(tree)
         key = (count, temperature, tau, noise is not None)
@@ -92,7 +92,7 @@ class DraftRounds:
         self._runner.busy += time.perf_counter() - began
 
     def _expand(self, count: int, temperature: float, tau: float, noisy: bool) -> Tensor:
-        prefix, end, first = self._numbers.split(1)
+        prefix, end = self._numbers.split(1)
         self._tree.restore()
         for _ in range(count):
             rows = self._tree.best_leaves(prefix)
@@ -100,35 +100,23 @@ class DraftRounds:
             logits = self._runner.model.forward(batch, self._runner.cache)
             assert logits is not None
             # rows without a leaf may lie anywhere; their children are nobody's
-            places = (rows.positions + 1 - first).clamp_(0, len(self._noise) - 1) if noisy else None
-            self._tree.add_children(*self._children(logits, temperature, tau, places))
+            self._tree.add_children(*self._children(logits, temperature, tau, rows.positions + 1 if noisy else None))
         return self._tree.logprob
 
-    def _children(self, logits: Tensor, temperature: float, tau: float, places: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `Sampler.children`, operation by operation. `places`: the rows' noise, where there is some."""
+    def _children(self, logits: Tensor, temperature: float, tau: float, after: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `Sampler.children`, operation by operation. `after`: the children's positions, where there is noise."""
         group, count = self._runner.model.group, self._tree.children
         if group is None:
-            if places is None:
+            if after is None:
                 return self._ops.children(logits, self._vocab, count, Scores(temperature * tau))
-            return self._ops.children(logits, self._vocab, count, Scores(temperature, None, self._noise, places, tau))
+            noise, places = self._noise.rows(after, range(self._vocab), torch.float32)
+            return self._ops.children(logits, self._vocab, count, Scores(temperature, None, noise, places, tau))
         shard = VocabShard(group, logits.shape[-1], self._vocab)
         scores = logits[:, : len(shard.tokens)] / temperature
-        if places is not None:
-            scores = scores + self._noise[:, shard.tokens.start : shard.tokens.stop][places]
+        if after is not None:
+            noise, places = self._noise.rows(after, shard.tokens, torch.float32)
+            scores = scores + noise[places]
         return shard.log_top_k(scores / tau, count)
-
-    def _fill(self, noise: PositionNoise, low: int, tree: DraftTree, count: int) -> int:
-        """Sees to noise for the positions from `low` to the depth that the tree may reach. Returns where it begins."""
-        end = low + _depth(tree) + count
-        if self._made_of is not None and self._made_of[0] is noise:
-            first = self._made_of[1]
-            if first <= low and end <= first + len(self._noise):
-                return first
-        positions = torch.arange(low, low + len(self._noise), device=self._noise.device)
-        block, rows = noise.rows(positions, range(self._vocab), torch.float32)
-        torch.index_select(block, 0, rows, out=self._noise)
-        self._made_of = noise, low
-        return low
 
 
 def _depth(tree: DraftTree) -> int:

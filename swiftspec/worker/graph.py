@@ -90,7 +90,7 @@ class Captured:
     """A shape that has been captured."""
 
     inputs: Inputs
-    logits: Tensor  # [rows, vocab]
+    out: Tensor  # [rows, ...]
     replay: Callable[[], None]
 
 
@@ -98,7 +98,7 @@ class Graphs:
     """The graphs of one model and cache. A shape is captured when it first comes."""
 
     def __init__(self, forward: Callable[[Batch], Tensor], device: torch.device, capture: Capture) -> None:
-        """`forward` gives a batch's logits; but for the batch it reads only what stays where it is."""
+        """`forward` gives something of each row; but for the batch it reads only what stays where it is."""
         self._forward, self._device, self._capture = forward, device, capture
         self._captured: dict[tuple[int, int], Captured] = {}
 
@@ -107,10 +107,15 @@ class Graphs:
         """Whether forwards of so many rows are captured."""
         return rows <= ROWS[-1]
 
+    @staticmethod
+    def padded(rows: int) -> int:
+        """How many rows a batch of so many is captured with."""
+        return next(fixed for fixed in ROWS if fixed >= rows)
+
     def __call__(self, batch: HostBatch) -> Tensor:
-        """Logits [n, vocab] on the device, to be read before the next call: graphs share their memory."""
+        """What `forward` gives, [n, ...] on the device, to be read before the next call: graphs share their memory."""
         count, width = batch.mask.shape
-        rows = next(rows for rows in ROWS if rows >= count)
+        rows = self.padded(count)
         captured = self._captured.get((rows, width))
         if captured is None:
             inputs = Inputs(rows, width, batch.kv_len.shape[0], self._device)
@@ -120,7 +125,7 @@ class Graphs:
         else:
             captured.inputs.fill(batch)
         captured.replay()
-        return captured.logits[:count]
+        return captured.out[:count]
 
 
 class Rounds:

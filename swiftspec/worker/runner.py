@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from swiftspec.spec.native_tree import NativeTree
 from swiftspec.worker.graph import Capture, Graphs, HostBatch
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 PREFILL_CHUNK = 256  # rows: large enough to be bound by compute, small enough to be interrupted
 
@@ -71,7 +72,7 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.busy = 0.0  # seconds spent in forwards
+        self.busy = 0.0  # seconds spent in forwards, and in draws that are one graph with them
         self.capture = capture
         self._guidance: Guidance | None = None
         self.use(model)
@@ -85,7 +86,7 @@ class Runner:
         """Binds to the cache's buffers what knows their addresses. Guided rows go neither way: their logits are two."""
         fused, alone = self.model.fused, len(self.cache.prefix_len) == 1
         self.rounds = fused.rounds(self.cache) if fused is not None and alone else None
-        self._graphs = Graphs(self._logits, self.model.device, self.capture) if self.capture and alone else None
+        self.graphs = Graphs(self._logits, self.model.device, self.capture) if self.capture and alone else None
 
     def open(self, tokens: Sequence[int], guidance: Guidance | None = None) -> None:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
@@ -127,6 +128,13 @@ class Runner:
         assert logits is not None
         return logits
 
+    def tree_step(self, step: Callable[[HostBatch], T], tokens: Ints, depths: Ints, mask: tree_mask.Rows) -> T:
+        """As `forward_tree`, with `step` in place of the forward."""
+        starts = dict(enumerate(self.cache.prefix_len))
+        batch = self._batch(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
+        with self._busy():
+            return step(batch)
+
     def expand(
         self, tree: NativeTree, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float
     ) -> None:
@@ -153,13 +161,25 @@ class Runner:
         self, tokens: Ints, places: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.Rows, *,
         head: bool = True,
     ) -> Tensor | None:  # fmt: skip
-        """One forward over the same rows in some sequences, all counted from a slot `starts` of each: row i has slot
-        `first` + i and position `places[i]`, without these the slot's. Returns the logits, guided if there are two."""
-        count, several = tokens.shape[0], len(starts) > 1
+        """One forward over a `_batch`. Returns the logits, guided if there are two sequences."""
+        batch = self._batch(tokens, places, starts, first, mask)
+        with self._busy():
+            logits = self._run(batch, head)
+        if logits is None or len(starts) == 1:
+            return logits
+        assert self._guidance is not None and logits.shape[0] == 2 * tokens.shape[0]
+        return self._guidance.combine(logits)
+
+    def _batch(
+        self, tokens: Ints, places: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.Rows
+    ) -> HostBatch:
+        """The same rows in some sequences, all counted from a slot `starts` of each: row i has slot `first` + i and
+        position `places[i]`, without these the slot's."""
+        several = len(starts) > 1
         rows = [self._rows(sequence, start, tokens, places, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
         mask = tree_mask.pad_left(mask)
-        batch = HostBatch(
+        return HostBatch(
             tokens=token,
             positions=position,
             slots=slot,
@@ -167,14 +187,13 @@ class Runner:
             sequence=sequence,
             kv_len=np.array(self.cache.kv_len()),
         )
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
         began = time.perf_counter()
         with self.naming_lost():
-            logits = self._run(batch, head)
+            yield
         self.busy += time.perf_counter() - began
-        if logits is None or not several:
-            return logits
-        assert self._guidance is not None and logits.shape[0] == 2 * count
-        return self._guidance.combine(logits)
 
     @contextmanager
     def naming_lost(self) -> Iterator[None]:
@@ -189,8 +208,8 @@ class Runner:
 
     def _run(self, batch: HostBatch, head: bool) -> Tensor | None:
         device = self.model.device
-        if head and self._graphs is not None and self._graphs.take(batch.tokens.shape[0]):
-            logits = self._graphs(batch)
+        if head and self.graphs is not None and self.graphs.take(batch.tokens.shape[0]):
+            logits = self.graphs(batch)
         else:
             logits = self.model.forward(batch.to(device), self.cache, head=head)
         if device.type == "cuda":

@@ -12,14 +12,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from swiftspec.errors import UserError
 from swiftspec.params import PopulationPlan, SamplingParams
 from swiftspec.spec.mask import WIDTHS
 from swiftspec.spec.particles import LIVE, SHARED
 from swiftspec.worker.graph import Rounds
+from swiftspec.worker.mail import Mail
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc_round import SMCRound
 
@@ -72,22 +70,6 @@ class Answer:
     full: bool  # the cache had no room for another round
     compactions: int
     moved_slots: int  # by compactions; fan-out and resampling move none
-
-
-class _Mail:
-    """A tensor on its way to the host."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        pinned = tensor.device.type == "cuda"
-        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor, non_blocking=True)
-        self._event = torch.cuda.Event() if pinned else None
-        if self._event is not None:
-            self._event.record()
-
-    def read(self) -> Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copy
 
 
 class Population(Protocol):
@@ -156,7 +138,7 @@ class SMC:
             self._graphs.forget()
         self.rounds = self.compactions = self.moved_slots = 0
         self.full = self._done = False
-        self._mail: deque[_Mail] = deque()
+        self._mail: deque[Mail] = deque()
         self._due = 2 * self.plan.slots  # tree slots in use from which compaction is worth its while
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
@@ -178,7 +160,7 @@ class SMC:
             return False
         for runner in (self.target, self.draft):
             runner.cache.append_tree(self.plan.slots)
-        self._mail.append(_Mail((self._graphs or self.round)(self._width(self.target.cache.tree_len))))
+        self._mail.append(Mail((self._graphs or self.round)(self._width(self.target.cache.tree_len))))
         self.rounds += 1
         return True
 

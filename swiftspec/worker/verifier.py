@@ -16,7 +16,9 @@ from swiftspec.spec import verify
 from swiftspec.spec.guidance import Guidance
 from swiftspec.spec.reject import Rejection
 from swiftspec.spec.sampler import Sampler
+from swiftspec.worker.graph import Graphs
 from swiftspec.worker.runner import Runner
+from swiftspec.worker.verify_step import VerifyStep, VerifySteps
 
 
 class Pending(Protocol):
@@ -56,6 +58,8 @@ class LocalVerifier:
         self.runner = runner
         self._vocab = vocab
         self._method = method  # as Plan.verify has it
+        self._steps = VerifySteps(runner, vocab)
+        self._step: VerifyStep | None = None
 
     @property
     def busy(self) -> float:
@@ -76,6 +80,7 @@ class LocalVerifier:
                 raise
             raise UserError("no memory for a second prefix: take a smaller max_model_len, or no guidance") from None
         self._scoring = None if rejects else self._sampler.scoring(self.runner.rounds)
+        self._step = None if rejects else self._steps.open(self._sampler)
 
     def submit(self, proposal: Proposal) -> LocalPending:
         return LocalPending(self, proposal)
@@ -102,17 +107,22 @@ class LocalVerifier:
         return VerifyResult(*head, tuple(path), tuple(tokens), tuple(overlaps))
 
     def _verify_in_steps(self, proposal: Proposal) -> tuple[list[int], list[int], list[float]]:
-        """Where Python must see the logits. As `Rejection.walk`; where nothing was drawn, no overlaps."""
+        """Where it is no native call. As `Rejection.walk`; where nothing was drawn, no overlaps."""
         mask = tree_mask.from_parents(proposal.parents)
         depths = mask.sum(-1) - 1
-        logits = self.runner.forward_tree(np.array(proposal.tokens), depths, mask)
-        paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
-        positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
-        with self.runner.naming_lost():  # a group's ranks speak here, too
-            if self._rejection is not None:
-                return self._rejection.walk(proposal, logits, paths, positions)
-            sampled = self._sampler.draw(logits, paths, positions).tolist()
-        path, tokens = verify.walk(proposal.tokens, proposal.parents, sampled)
+        rows = np.array(proposal.tokens), depths, mask
+        if self._step is not None and Graphs.take(len(depths)):
+            found = self.runner.tree_step(self._step, *rows)
+        else:
+            found = self.runner.forward_tree(*rows)
+        if isinstance(found, torch.Tensor):
+            paths = verify.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
+            positions = torch.from_numpy(depths + proposal.prefix_len).to(found.device)
+            with self.runner.naming_lost():  # a group's ranks speak here, too
+                if self._rejection is not None:
+                    return self._rejection.walk(proposal, found, paths, positions)
+                found = self._sampler.draw(found, paths, positions).tolist()
+        path, tokens = verify.walk(proposal.tokens, proposal.parents, found)
         return path, tokens, []
 
 

@@ -27,7 +27,8 @@ from swiftspec.spec import mask as tree_mask
 from swiftspec.worker.graph import CudaCapture
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
-from tests.same_rounds import same_rounds
+from swiftspec.worker.verifier import LocalVerifier
+from tests.same_rounds import same_rounds, same_verdicts
 
 HOPPER = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
@@ -82,12 +83,12 @@ def random_model(group: Any = None) -> Transformer:
     return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512, group=group)
 
 
-def group_of_one() -> PeerParallel:
-    """A rank that sums and gathers with itself, by the kernels of a group."""
+def group_of_one(gather: Any = None) -> PeerParallel:
+    """A rank that sums and gathers with itself, by the kernels of a group; `gather`: what is too long for these."""
     device, lines = torch.device("cuda", 0), lines_of(256)
     box, trouble = inbox(1, lines, device), torch.zeros(1, dtype=torch.int64, pin_memory=True)
     own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, device), kept=box)
-    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=None)
+    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)
     return PeerParallel(*ends)
 
@@ -107,3 +108,28 @@ def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: Sampling
     )
     same_rounds(alone, graphed, sampling, 4096)
     assert graphed._on_device is not None and graphed._on_device._graphs
+
+
+@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or no CUDA kernels")
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, seed=5),
+        SamplingParams(temperature=0.8, seed=5, top_k=40, min_p=0.01, logit_bias={7: 4.0}),
+        SamplingParams(temperature=0.8, seed=5, top_p=0.8),
+        SamplingParams(temperature=30.0, seed=5, top_p=0.95),  # more tokens than the filters' heads have
+        SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4),
+    ],
+    ids=str,
+)
+def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
+    """In every row what is drawn operator by operator, though the graph's batches are padded."""
+    model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
+    steps, graphed = (
+        LocalVerifier(Runner(model, cuda, context=320, tree_slots=16, capture=capture), 4096)
+        for capture in (None, CudaCapture(Lock()))
+    )
+    same_verdicts(steps, graphed, sampling, 4096)
+    assert graphed._step is not None and steps._step is None

@@ -1,0 +1,76 @@
+"""Stand-ins for CUDA graphs on a CPU that are as strict as these: who asks a tensor for its values fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.test_graph import Rerun
+
+LOOKS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal", "aten::masked_select"}
+
+
+class Recording(TorchDispatchMode):
+    """Operators with the tensors that they read and write. Run again, they do so where they did the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._schema.name not in LOOKS, f"{func} waits for the device"
+        out = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, out))
+        return out
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        for func, args, kwargs, out in self._calls:
+            for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
+                if old.data_ptr() != new.data_ptr():  # neither a view nor in place
+                    old.copy_(new)
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for part in out:
+            yield from _tensors(part)
+
+
+class Recorder(Rerun):
+    """Captures what happens on tensors, for what has no native code and no group. A replay runs no Python of ours."""
+
+    def __call__(
+        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[Tensor, Callable[[], None]]:
+        self.captures += 1
+        forward()
+        restore()
+        with Recording() as recording:
+            out = forward()
+        restore()
+
+        def replay() -> None:
+            self.replays += 1
+            recording.run()
+
+        return out, replay
+
+
+class Blind(Rerun):
+    """A rerun in which nobody reads a value."""
+
+    def __call__(
+        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
+    ) -> tuple[Tensor, Callable[[], None]]:
+        def blind() -> Tensor:
+            with Recording():
+                return forward()
+
+        return super().__call__(blind, restore)
