@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,10 @@ SLOW_START = 30.0  # seconds that a rival, which may compile, takes in all befor
 MOST_FAILURES = 3  # of a rival
 PACKAGES = "other packages"  # what is at work while they are imported
 LOST = 70  # what the measuring process leaves with when the GPU will not go on
+
+
+class GpuLost(Exception):
+    """An error of the device that this process will not be rid of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class Findings:
     def write(self, file: Path) -> None:
         """In one step: whoever reads the file finds all of it, always."""
         whole = file.with_suffix(".part")
-        whole.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({part.name: getattr(self, part.name) for part in fields(self)})
+        whole.write_text(text + "\n", encoding="utf-8")
         whole.replace(file)
 
     def add(self, found: Result) -> None:
@@ -121,7 +126,7 @@ class Run:
     spent: dict[str, float] = field(default_factory=dict)  # seconds, by rival
 
     def all(self, several: Iterator[Case]) -> None:
-        """Raises ConnectionAbortedError, with everything written, when the GPU will not go on."""
+        """Raises GpuLost, with everything written, when the GPU will not go on."""
         self.found.left_out = []
         for case in several:
             if time.monotonic() > self.until:
@@ -146,7 +151,7 @@ class Run:
             if torch.cuda.is_available() and not alive():
                 self.found.done.append(self.found.at)
                 self.found.write(self.file)
-                raise ConnectionAbortedError(self.found.at) from error
+                raise GpuLost(self.found.at) from error
         self.found.done.append(self.found.at)
         self.spent[competitor] = self.spent.get(competitor, 0.0) + time.monotonic() - began
 
@@ -197,7 +202,7 @@ def work(args: argparse.Namespace) -> int:
     several = cases(Maker("cuda", others), tuple(map(int, args.rows.split(","))))
     try:
         run.all(case for case in several if args.only in case.name)
-    except ConnectionAbortedError:
+    except GpuLost:
         return LOST
     print(f"{len(found.failed)} failed, {len(found.left_out)} cases left out for want of time")
     return 1 if found.failed else 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,10 +239,55 @@ def test_a_gpu_that_is_lost_ends_the_process_with_all_written(tmp_path: Path, mo
     monkeypatch.setattr(kernels_cuda, "alive", lambda: False)
     file = tmp_path / "found.json"
     variants = {"unfused": list, "swiftspec": fails(RuntimeError("an illegal memory access")), "cublas bf16": list}
-    with pytest.raises(ConnectionAbortedError):
+    with pytest.raises(kernels_cuda.GpuLost):
         run(file).all(iter([case("o", variants)]))
     monkeypatch.undo()
     run(file).all(iter([case("o", variants)]))
     found = Findings.read(file)
     assert [r["competitor"] for r in found.results] == ["unfused", "cublas bf16"]
     assert found.failed == ["Llama-3-70B TP4 o x8 swiftspec: an illegal memory access"]
+
+
+def test_the_whole_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU under a GPU's name: what is printed and written, by constants that were measured, in two goes."""
+    test_rivals.install(monkeypatch, test_rivals.flashinfer())
+    monkeypatch.setitem(places.MODELS, "small", (256, 4, 2, 64, 512, 128))
+    small = Maker("cpu", Rivals(), cold=1)
+    several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
+    monkeypatch.setattr(kernels_cuda, "cases", lambda make, rows: iter(several))
+    monkeypatch.setattr(kernels_cuda, "copy_speed", lambda device: 4000.0)
+    monkeypatch.setattr(kernels_cuda, "graph_timer", lambda calls: 5.0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    file, constants = tmp_path / "found.json", tmp_path / "constants.json"
+    constants.write_text(json.dumps({"constants": {"gap": 2.85, "read": 4300.0}}))
+    args = SimpleNamespace(json=file, only="", rows="8", budget=60.0, constants=constants)
+    assert kernels_cuda.work(args) == 0
+    found = Findings.read(file)
+    assert found.machine["copy GB/s"] == 4000.0 and "H800" in found.machine["quoted"]
+    assert {r["competitor"] for r in found.results} == {"unfused", "cublas bf16", "torch int4", "sdpa"}
+    assert found.results[0]["accept"] == pytest.approx(3.5 + 2.0, abs=0.1), (
+        "two more microseconds from launch to launch"
+    )
+    assert len([said for said in found.rivals if said.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
+    printed = capsys.readouterr().out
+    assert "a copy moves 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases left out" in printed
+    assert kernels_cuda.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
+
+
+def test_the_command_begins_anew_or_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, seen = tmp_path / "found.json", list[tuple[list[str], bool]]()
+
+    def watched(command: list[str], where: Path, budget: float, patience: float, give_up: object) -> int:
+        seen.append((command, where.exists()))
+        return 0
+
+    monkeypatch.setattr(kernels_cuda, "watch", watched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for more in ([], ["--resume"]):
+        file.write_text("{}")
+        monkeypatch.setattr(sys, "argv", ["kernels_cuda", "--json", str(file), "--only", "70B", *more])
+        assert kernels_cuda.main() == 0
+    assert [there for _, there in seen] == [False, True]
+    assert "--worker" in seen[0][0] and seen[0][0][-2:] == ["--json", str(file)] and "70B" in seen[0][0]

@@ -45,7 +45,7 @@ PAIR, SMALL_PAIR = "Llama-3-70B,Llama-3.2-3B", "Llama-3-8B,Llama-3.2-1B"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A process. What it writes to `result` is JSON; where there is some, `keep` gets it too."""
+    """A process. What it writes to `result` is JSON; where there are results or constants in it, `keep` gets it too."""
 
     name: str
     command: tuple[str, ...]
@@ -192,7 +192,7 @@ def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str,
         found = read(step.result)
         if found is not None and step.name.startswith("decode"):
             whole["decodes"].append(found)
-        if found is not None and step.keep is not None:
+        if found is not None and step.keep is not None and (found.get("results") or found.get("constants")):
             step.keep.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     return whole
