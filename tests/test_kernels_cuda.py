@@ -6,12 +6,12 @@ import contextlib
 import json
 import sys
 import time
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,7 +262,7 @@ def test_the_whole_of_a_process(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     file, constants = tmp_path / "found.json", tmp_path / "constants.json"
     constants.write_text(json.dumps({"constants": {"gap": 2.85, "read": 4300.0}}))
-    args = SimpleNamespace(json=file, only="", rows="8", budget=60.0, constants=constants)
+    args = Namespace(json=file, only="", rows="8", budget=60.0, constants=constants)
     assert kernels_cuda.work(args) == 0
     found = Findings.read(file)
     assert found.machine["copy GB/s"] == 4000.0 and "H800" in found.machine["quoted"]
