@@ -183,6 +183,7 @@ def test_a_product_that_is_called_wrongly_is_not_timed(monkeypatch: pytest.Monke
         rivals.product_calls(product, torch.randn(2, 256).bfloat16(), [random_int4(64, 256, 128, "cpu")])
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_every_attention_is_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
     """SDPA, FlashInfer by its documented arguments, and FlexAttention uncompiled: each is held against float64."""
     install(monkeypatch, flashinfer())
