@@ -1,4 +1,4 @@
-"""The operators of a Llama-3 layer on a GPU, one by one, beside cuBLAS, torch's int4 product and SDPA.
+"""The operators of Llama-3 and Qwen2 layers on a GPU, one by one, beside other people's kernels for the same work.
 
     python -m bench.kernels_cuda [--only "Llama-3-70B TP4"] [--rows 8] [--budget 90] [--json out.json]
 
@@ -7,69 +7,40 @@ replayed between two events; the median replay over the number of calls. So no l
 memory that is cold. `floor` is the bytes that must move over the copy speed of this run. Most important cases first;
 after `--budget` seconds the rest is left out and said to be.
 
-Compared are: `swiftspec` (ops/cuda.py, where it is there: norm, activation, residual, RoPE and KV append included),
-`unfused` (the same work through libraries), and the bare products `torch int4` and `cublas bf16`. Not run on a GPU yet.
+Compared are: `swiftspec` (ops/cuda.py, where it is there: norm, activation, residual, RoPE and KV append included), and
+with `summed` an all-reduce among a group of one; `unfused` (the same work through libraries); the bare products and
+attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/rivals.py. The measuring is
+done by a process that is begun again where it dies or hangs (bench/watched.py). Not run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import itertools
 import json
-import math
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bench import targets
-from swiftspec.batch import Batch
-from swiftspec.errors import UserError
-from swiftspec.model.linear import DenseWeight, Int4Weight
-from swiftspec.ops import reference, unfused
+from bench import rivals, targets
+from bench.cases_cuda import OURS, RIVALS, Case, Made, Maker, cases
+from bench.on_gpu import Timer, alive, copy_speed, graph_timer
+from bench.watched import watch
 
-COLD = 256 << 20  # bytes that the copies of a case are together at least
-CALLS, REPLAYS = 200, 20
-BF16, GROUP = torch.bfloat16, 128
-# hidden, query heads, key-value heads, width of a head, inner
-MODELS = {
-    "Llama-3-70B": (8192, 64, 8, 128, 28672),
-    "Llama-3-8B": (4096, 32, 8, 128, 14336),
-    "Llama-3.2-3B": (3072, 24, 8, 128, 8192),
-    "Llama-3.2-1B": (2048, 32, 8, 64, 8192),
-}
-PLACES = [
-    ("Llama-3-70B", 4), ("Llama-3-70B", 1), ("Llama-3.2-3B", 1), ("Llama-3.2-1B", 1), ("Llama-3-8B", 1),
-    ("Llama-3-70B", 8), ("Llama-3.2-3B", 4), ("Llama-3-8B", 4), ("Llama-3.2-1B", 4), ("Llama-3-70B", 2),
-    ("Llama-3-8B", 2), ("Llama-3.2-3B", 2), ("Llama-3.2-1B", 2),
-]  # fmt: skip
-CONTEXTS = (1000, 500, 4000)
-Call = Callable[[], Any]
-Timer = Callable[[list[Call]], float]  # microseconds a call
+PATIENCE = 45.0  # seconds that one competitor of one case may take
+SLOW_START = 30.0  # seconds that a rival, which may compile, takes in all before it is left out
+MOST_FAILURES = 3  # of a rival
+PACKAGES = "other packages"  # what is at work while they are imported
+LOST = 70  # what the measuring process leaves with when the GPU will not go on
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One operator of one rank. `variants`: for each competitor, what makes its calls, on one copy after the other."""
-
-    model: str
-    tp: int
-    op: str
-    rows: int
-    moved: int  # bytes
-    variants: dict[str, Callable[[], list[Call]]]
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} TP{self.tp} {self.op} x{self.rows}"
+class GpuLost(Exception):
+    """An error of the device that this process will not be rid of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,186 +52,193 @@ class Result:
     rows: int
     competitor: str
     microseconds: float
+    moved: int  # bytes
     gigabytes: float  # a second, of the bytes that must move
     of_copy: float
     over_floor: float  # microseconds
-    accept: float  # microseconds, for 8 rows
-    goal: float
-    paper: float | None  # microseconds, quoted, on other hardware
-
-
-def graph_timer(calls: list[Call]) -> float:
-    """Microseconds a call, by replays of a graph."""
-    many = list(itertools.islice(itertools.cycle(calls), max(CALLS, len(calls))))
-    for call in calls[:3]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in many:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(1000 * start.elapsed_time(stop) / len(many))
-    return median(times)
-
-
-def copy_speed(device: str, size: int = 4 << 30) -> float:
-    """GB/s read and written by a copy on the device, far larger than its caches."""
-    source = torch.ones(size // 2, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(6):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop))
-    return size / (1e6 * median(times[1:]))
-
-
-def random_int4(outputs: int, inputs: int, device: str) -> Int4Weight:
-    words = [
-        torch.randint(-(2**31), 2**31, (rows, outputs // 8), dtype=torch.int32, device=device)
-        for rows in (inputs, inputs // GROUP)
-    ]
-    scales = torch.rand(inputs // GROUP, outputs, device=device).add_(0.5).mul_(1e-3).half()
-    return Int4Weight(words[0], scales, words[1], GROUP)
-
-
-def linear_case(model: str, tp: int, op: str, rows: int, device: str, cold: int = COLD) -> Case:
-    """One projection of a layer. Inputs and outputs of a rank are multiples of a group here."""
-    hidden, heads, kv_heads, width, inner = MODELS[model]
-    n, k = {
-        "qkv": ((heads + 2 * kv_heads) * width // tp, hidden),
-        "o": (hidden, heads * width // tp),
-        "swiglu": (2 * inner // tp, hidden),
-        "down": (hidden, inner // tp),
-    }[op]
-    weights = n * k // 2 + k // GROUP * n * 5 // 2
-    moved = weights + 2 * rows * (k + (n // 2 if op == "swiglu" else n) + (n if op in ("o", "down") else 0))
-
-    def inputs(count: int) -> tuple[Tensor, Tensor, range]:
-        x, residual = torch.randn(rows, k, device=device).to(BF16), torch.randn(rows, n, device=device).to(BF16)
-        return x, residual, range(max(4, math.ceil(cold / count)))
-
-    def whole(ops: Any) -> list[Call]:
-        x, residual, copies = inputs(weights)
-        norm = ops.pack_norm(torch.ones(k, device=device), 1e-5, BF16, device)
-        packed = [ops.pack(random_int4(n, k, device), BF16, device) for _ in copies]
-        return [_projection(ops, op, x, norm, weight, residual) for weight in packed]
-
-    def int4() -> list[Call]:
-        x, _, copies = inputs(weights)
-        packed = [unfused.pack(random_int4(n, k, device), BF16, device) for _ in copies]
-        return [lambda weight=weight: weight(x) for weight in packed]
-
-    def bf16() -> list[Call]:
-        x, _, copies = inputs(2 * n * k)
-        dense = [DenseWeight(torch.randn(n, k, dtype=BF16, device=device)) for _ in copies]
-        products = [reference.pack(weight, BF16, device) for weight in dense]
-        return [lambda product=product: product(x) for product in products]
-
-    variants = {**_ours(whole, device), "torch int4": int4, "cublas bf16": bf16}
-    return Case(model, tp, op, rows, moved, variants)
-
-
-def _ours(calls: Callable[[Any], list[Call]], device: str) -> dict[str, Callable[[], list[Call]]]:
-    """The competitors that are modules of operators: ops/cuda.py where it is there, and the libraries."""
-    try:
-        modules = {"swiftspec": importlib.import_module("swiftspec.ops.cuda")} if device.startswith("cuda") else {}
-    except ImportError:
-        modules = {}
-    return {name: partial(calls, ops) for name, ops in {**modules, "unfused": unfused}.items()}
-
-
-def _projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: Tensor) -> Call:
-    if op == "swiglu":
-        return lambda: ops.norm_swiglu(x, norm, packed)
-    if op == "qkv":
-        return lambda: ops.norm_linear(x, norm, packed)
-    return lambda: ops.linear_residual(x, packed, residual, None)
-
-
-@dataclass(slots=True)
-class Cache:
-    k: Tensor  # [layers, 1, kv_heads, capacity, width]
-    v: Tensor
-
-
-def attention_case(model: str, tp: int, context: int, rows: int, device: str, cold: int = COLD) -> Case:
-    """Attention of `rows` nodes of a tree, the last of `context` slots; each copy is a layer of one cache."""
-    _, heads, kv_heads, width, _ = MODELS[model]
-    heads, kv_heads = heads // tp, kv_heads // tp
-    moved = 4 * kv_heads * context * width
-
-    def whole(ops: Any) -> list[Call]:
-        layers = max(4, math.ceil(cold / moved))
-        size = (layers, 1, kv_heads, context, width)
-        cache = Cache(*(torch.randn(size, dtype=BF16, device=device) for _ in range(2)))
-        table = torch.randn(2, context, width, dtype=BF16, device=device)
-        slots = torch.arange(context - rows, context, device=device)
-        window = torch.rand(rows, max(rows, 8), device=device) < 0.5
-        window[:, -rows:] |= torch.eye(rows, dtype=torch.bool, device=device)
-        batch = Batch(slots, slots, slots, window, torch.zeros_like(slots), torch.tensor([context], device=device))
-        qkv = torch.randn(rows, (heads + 2 * kv_heads) * width, dtype=BF16, device=device)
-        plan = ops.prepare(batch, cache, table[0], table[1], heads)
-        return [lambda layer=layer: ops.tree_attention(qkv, plan, layer) for layer in range(layers)]
-
-    return Case(model, tp, f"attention {context}", rows, moved, _ours(whole, device))
-
-
-def cases(rows: tuple[int, ...], device: str) -> Iterator[Case]:
-    """All of them; 8 rows of the first five places before the first place's other numbers of rows, and so on."""
-    order = itertools.product(enumerate(PLACES), rows)
-    for (_, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + 5 * (case[1] != 8)):
-        for op in ("qkv", "o", "swiglu", "down"):
-            yield linear_case(model, tp, op, count, device)
-        for context in CONTEXTS:
-            yield attention_case(model, tp, context, count, device)
-
-
-def measure(case: Case, copy: float, timer: Timer) -> Iterator[Result | str]:
-    """A result for each competitor, or in one line why there is none."""
-    floor = case.moved / (1e3 * copy)
-    kind = targets.attention if case.op.startswith("attention") else targets.linear
-    target, paper = kind(case.moved, copy), targets.PAPER.get((case.model, case.tp, case.op))
-    for competitor, make in case.variants.items():
-        try:
-            us = timer(make())
-        except (RuntimeError, ValueError, UserError) as error:
-            yield f"{case.name} {competitor}: {str(error).partition(chr(10))[0]}"
-            continue
-        speed = case.moved / (1e3 * us)
-        head = (case.name, case.model, case.tp, case.op, case.rows, competitor)
-        yield Result(*head, us, speed, speed / copy, us - floor, target.accept, target.goal, paper)
+    accept: float | None  # microseconds, for 8 rows, by the constants measured here if there are any
+    goal: float | None
+    quoted: dict[str, float]  # microseconds on an H800, published in the paper, not measured here
 
 
 @dataclass(slots=True)
 class Findings:
-    """All there is so far, as the file holds it."""
+    """All there is so far, as the file holds it. `at`: what is being measured."""
 
-    machine: dict[str, Any]
-    results: list[Result] = field(default_factory=list)
+    machine: dict[str, Any] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    rivals: list[str] = field(default_factory=list)  # which are there, which failed at what, and why others are not
     left_out: list[str] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as profile/latency.py reads them
+    done: list[str] = field(default_factory=list)
+    at: str | None = None
 
-    def write(self, file: Path | None) -> None:
-        if file is not None:
-            file.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+    @staticmethod
+    def read(file: Path) -> Findings:
+        """What a file holds; nothing of one that is not there."""
+        return Findings(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else Findings()
+
+    def write(self, file: Path) -> None:
+        """In one step: whoever reads the file finds all of it, always."""
+        whole = file.with_suffix(".part")
+        text = json.dumps({part.name: getattr(self, part.name) for part in fields(self)})
+        whole.write_text(text + "\n", encoding="utf-8")
+        whole.replace(file)
+
+    def add(self, found: Result) -> None:
+        self.results.append(asdict(found))
+        if found.competitor == OURS and found.rows == 8 and found.op not in ("draw", "children"):
+            op = "attention" if found.op.startswith("attention") else "linear"
+            self.points.append({"op": op, "bytes": found.moved, "us": found.microseconds})
+
+
+def measure(case: Case, competitor: str, make: Made, constants: targets.Constants, timer: Timer) -> Result:
+    """Raises what the competitor raises."""
+    floor, target = case.moved / (1e3 * constants.copy), target_of(case, constants)
+    us = timer(make())
+    speed = case.moved / (1e3 * us)
+    quoted = targets.QUOTED.get((case.model, case.tp, case.op), {}) if case.rows == 8 else {}
+    return Result(
+        case.name, case.model, case.tp, case.op, case.rows, competitor, us, case.moved, speed, speed / constants.copy,
+        us - floor, target and target.accept, target and target.goal, quoted,
+    )  # fmt: skip
+
+
+def target_of(case: Case, constants: targets.Constants) -> targets.Target | None:
+    """What the operator should take; None where nothing was set."""
+    if case.op in ("draw", "children"):
+        return targets.sampling(case.moved // 2, constants)
+    if "particles" in case.op:
+        return None
+    return (targets.attention if case.op.startswith("attention") else targets.linear)(case.moved, constants)
+
+
+@dataclass(slots=True)
+class Run:
+    """Measures cases and keeps what was found in a file."""
+
+    file: Path
+    found: Findings
+    constants: targets.Constants
+    timer: Timer
+    until: float  # by time.monotonic()
+    spent: dict[str, float] = field(default_factory=dict)  # seconds, by rival
+
+    def all(self, several: Iterator[Case]) -> None:
+        """Raises GpuLost, with everything written, when the GPU will not go on."""
+        self.found.left_out = []
+        for case in several:
+            if time.monotonic() > self.until:
+                self.found.left_out.append(case.name)
+                continue
+            for competitor, make in case.variants.items():
+                if f"{case.name} {competitor}" not in self.found.done and not self.given_up(competitor):
+                    self.one(case, competitor, make)
+        self.found.at = None
+        self.found.write(self.file)
+
+    def one(self, case: Case, competitor: str, make: Made) -> None:
+        self.found.at = f"{case.name} {competitor}"
+        self.found.write(self.file)
+        began = time.monotonic()
+        try:
+            found = measure(case, competitor, make, self.constants, self.timer)
+            self.found.add(found)
+            print(line(found), flush=True)
+        except Exception as error:
+            self.fail(competitor, f"{self.found.at}: {rivals.first_line(error)}")
+            if torch.cuda.is_available() and not alive():
+                self.found.done.append(self.found.at)
+                self.found.write(self.file)
+                raise GpuLost(self.found.at) from error
+        self.found.done.append(self.found.at)
+        self.spent[competitor] = self.spent.get(competitor, 0.0) + time.monotonic() - began
+
+    def fail(self, competitor: str, why: str) -> None:
+        """What a rival cannot do is no failure of ours."""
+        (self.found.rivals if competitor in RIVALS else self.found.failed).append(why)
+        print(why, flush=True)
+
+    def given_up(self, competitor: str) -> bool:
+        """Whether a rival has taken too long or failed too often to be tried again; said once."""
+        if competitor not in RIVALS:
+            return False
+        failures = [said for said in self.found.rivals if f" {competitor}: " in said]
+        fatal = any(said.endswith(": hung") or ": ended the process" in said for said in failures)
+        slow = self.spent.get(competitor, 0.0) > SLOW_START
+        if not slow and not fatal and len(failures) < MOST_FAILURES:
+            return False
+        why = f"{competitor}: left out after " + (f"{SLOW_START:.0f} s" if slow else f"{len(failures)} failures")
+        if why not in self.found.rivals:
+            self.found.rivals.append(why)
+            print(why, flush=True)
+        return True
 
 
 def line(r: Result) -> str:
     numbers = f"{r.microseconds:8.2f} {r.gigabytes:8.0f} {r.of_copy:8.2f} {r.over_floor:8.2f}"
-    paper = "" if r.paper is None else f"{r.paper:.1f}"
-    return f"{r.name:36} {r.competitor:12} {numbers} {r.accept:8.2f} {r.goal:8.2f} {paper:>8}"
+    wanted = "".join(f" {value:8.2f}" if value is not None else f" {'':8}" for value in (r.accept, r.goal))
+    quoted = ", ".join(f"{who} {us:.1f}" for who, us in r.quoted.items())
+    return f"{r.name:44} {r.competitor:17} {numbers}{wanted}  {quoted}".rstrip()
+
+
+def head() -> str:
+    numbers = "".join(f" {what:>8}" for what in ("us", "GB/s", "of copy", "over", "accept", "goal"))
+    return f"{'':44} {'':17}{numbers}  the paper's, quoted: us on an H800"
+
+
+def work(args: argparse.Namespace) -> int:
+    """Measures what the file does not hold yet."""
+    found, began = Findings.read(args.json), time.monotonic()
+    if not found.machine:
+        copy = round(copy_speed("cuda"), 1)
+        found.machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy GB/s": copy}
+        found.machine["quoted"] = "microseconds on an H800, from the SwiftSpec paper's Tables 3 and 7"
+        print(f"{found.machine['gpu']}: a copy moves {copy:.0f} GB/s\n{head()}")
+    others = find_rivals(found, args.json)
+    constants = targets.Constants.of(read_json(args.constants), found.machine["copy GB/s"])
+    run = Run(args.json, found, constants, graph_timer, began + args.budget)
+    several = cases(Maker("cuda", others), tuple(map(int, args.rows.split(","))))
+    try:
+        run.all(case for case in several if args.only in case.name)
+    except GpuLost:
+        return LOST
+    print(f"{len(found.failed)} failed, {len(found.left_out)} cases left out for want of time")
+    return 1 if found.failed else 0
+
+
+def read_json(file: Path | None) -> dict[str, Any] | None:
+    """A JSON object, or None where there is none."""
+    try:
+        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def find_rivals(found: Findings, file: Path) -> rivals.Rivals:
+    """Other people's packages, which take the process with them at worst; then it goes on without."""
+    if PACKAGES in found.done:
+        return rivals.Rivals()
+    found.at = PACKAGES
+    found.write(file)
+    others = rivals.find()
+    found.rivals += [said for said in others.said if said not in found.rivals]
+    print("\n".join(others.said), flush=True)
+    return others
+
+
+def give_up(file: Path, why: str) -> bool:
+    """Notes that what was being measured ended the process or hung, so that the next one goes on behind it."""
+    found = Findings.read(file)
+    if found.at is None:
+        return False
+    if found.at not in found.done:
+        theirs = found.at.endswith((*RIVALS, PACKAGES))
+        (found.rivals if theirs else found.failed).append(f"{found.at}: {why}")
+        found.done.append(found.at)
+        found.write(file)
+    return True
 
 
 def main() -> int:
@@ -269,30 +247,21 @@ def main() -> int:
     parser.add_argument("--rows", default="8,1,16,32,4")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no case is begun")
     parser.add_argument("--json", type=Path, help="where to write the results, after every case")
+    parser.add_argument("--constants", type=Path, help="what bench.constants has written, for the targets")
+    parser.add_argument("--resume", action="store_true", help="go on with what --json holds")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no NVIDIA GPU here")
-    began, copy = time.monotonic(), copy_speed("cuda")
-    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "copy GB/s": round(copy, 1)}
-    print(f"{machine['gpu']}: a copy moves {copy:.0f} GB/s")
-    print(f"{'':36} {'':12} {'us':>8} {'GB/s':>8} {'of copy':>8} {'over':>8} {'accept':>8} {'goal':>8} {'paper':>8}")
-    findings = Findings(machine)
-    for case in cases(tuple(map(int, args.rows.split(","))), "cuda"):
-        if args.only not in case.name:
-            continue
-        if time.monotonic() - began > args.budget:
-            findings.left_out.append(case.name)
-            continue
-        for found in measure(case, copy, graph_timer):
-            if isinstance(found, str):
-                findings.failed.append(found)
-            else:
-                findings.results.append(found)
-            print(found if isinstance(found, str) else line(found), flush=True)
-        findings.write(args.json)
-    findings.write(args.json)
-    print(f"{len(findings.failed)} failed, {len(findings.left_out)} cases left out for want of time")
-    return 1 if findings.failed else 0
+    if args.worker:
+        return work(args)
+    with tempfile.TemporaryDirectory() as folder:
+        file = args.json or Path(folder) / "found.json"
+        if not args.resume:
+            file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "bench.kernels_cuda", "--worker", "--only", args.only, "--rows", args.rows]
+        command += ["--json", str(file)] + (["--constants", str(args.constants)] if args.constants else [])
+        return watch(command, file, args.budget, PATIENCE, give_up)
 
 
 if __name__ == "__main__":

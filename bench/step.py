@@ -18,7 +18,7 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -120,8 +120,9 @@ def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
     return sum(same) / sum(map(len, truth))
 
 
-def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps."""
+def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps. `note` gets
+    what there is after every part, so that what fails later takes nothing with it."""
     prompts = read_prompts(args.prompts)
     options: Options = {"device": args.device, "max_model_len": args.context + 256}
     exact: Options = {**options, "dtype": torch.float32, "ops": "reference"}
@@ -138,6 +139,7 @@ def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         result: dict[str, Any] = {"pair": pair, "ops": names, "d": args.steps, "load s": time.perf_counter() - began}
         texts, result["serial"] = decode(llm, prompts, args.tokens)
         result["same text"] = agreement(texts, said)
+        note(result)
         rows = (plan.verify_batch, plan.draft_leaves)
         names = shapes if pair != "demo" else ["demo target", "demo draft"]
         result["step ms"] = {
@@ -150,14 +152,17 @@ def measure(pair: str, args: argparse.Namespace) -> dict[str, Any]:
             }
             for runner in runners:
                 nothing_ahead(runner, on=False)
+        note(result)
         llm.drafter = NoDrafter()
         plain, result["ar"] = decode(llm, prompts, args.tokens)
         result["tree equals ar"] = agreement(texts, plain)
+        note(result)
         if args.device == "cuda":
             plan = Plan("async", draft_steps=args.steps, draft_tp=0)
             llm.verifier, llm.drafter = BesideVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
             texts, result["async"] = decode(llm, prompts, args.tokens)
             result["async equals ar"] = agreement(texts, plain)
+            note(result)
     return result
 
 
@@ -175,16 +180,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1000, help="of the single steps")
-    parser.add_argument("--json", type=Path, help="where to write the result as well")
+    parser.add_argument("--json", type=Path, help="where to write the result as well, after every part")
     args = parser.parse_args()
+
+    def note(result: dict[str, Any]) -> None:
+        if args.json is not None:
+            args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
     try:
-        result = measure(args.pair, args)
+        print(json.dumps(measure(args.pair, args, note), indent=1))
     except UserError as error:
         parser.error(str(error))
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.kernels_cuda import copy_speed, graph_timer
+from bench.on_gpu import copy_speed, graph_timer
 from swiftspec.spec import verify
 
 

@@ -3,32 +3,57 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import kernels_cuda, step, targets
+from bench import step
 from bench.heldout import DEMO
 from swiftspec.config import ModelConfig
 from tools import gpu_check, grow
 from tools.gpu_check import Step
 
-FRONT = (
-    "transformers",
-    "tokenizers",
-    "huggingface_hub",
-    "pydantic",
-    "pydantic_settings",
-    "yaml",
-    "rich",
-    "prompt_toolkit",
-)
+ROOT = gpu_check.ROOT
+BARE = {"torch", "numpy", "safetensors"}  # what the project's dependencies are on a bare GPU image
+
+
+def front() -> set[str]:
+    """What the engine must do without: all other dependencies, and what serves, by the names they are imported by."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = {re.split(r"[^\w.-]", entry)[0].replace("-", "_") for entry in project["dependencies"]} - BARE
+    assert {"transformers", "tokenizers", "rich", "pydantic"} <= listed
+    return listed - {"pyyaml"} | {"yaml", "fastapi", "uvicorn", "typer", "grpc", "google", "msgspec", "matplotlib"}
+
+
+REFUSE = """
+import sys
+class Refuse:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in {refused!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Refuse)
+"""
+
+
+def bare(code: str) -> subprocess.CompletedProcess[str]:
+    """Python code in a process that can import nothing of the front end."""
+    refuse = REFUSE.format(refused=front())
+    return subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(gpu_check, "SCRATCH", tmp_path / "scratch")
+    return tmp_path / "scratch"
 
 
 def python(name: str, code: str, limit: float = 30.0, result: Path | None = None) -> Step:
@@ -69,110 +94,119 @@ def test_results_are_there_before_the_end_and_the_budget_holds(tmp_path: Path) -
     assert [entry["state"] for entry in whole["steps"]] == ["ok", "ok", "out of time", "not begun"]
 
 
-def test_all_steps_fit_the_nine_minutes() -> None:
-    steps = gpu_check.plan(Path("k.json"), Path("scratch"))
-    assert [step.name for step in steps[:4]] == ["build", "tests", "decode demo auto", "kernels"]
-    assert all(step.limit < 530 for step in steps)
-    names = {step.name for step in steps}
-    assert {
-        "memcheck",
-        "racecheck",
-        "decode Llama-3-70B,Llama-3.2-3B auto",
+def gone(pid: str) -> bool:
+    """Whether a process has ended, be it that nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_child_that_is_left_behind_holds_nothing_up() -> None:
+    """It has the step's output open when the step has ended, and is ended with it."""
+    child = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
+    outcome = gpu_check.run(python("parent", code), 20.0)
+    assert outcome.state == "ok" and outcome.seconds < 15
+    until = time.monotonic() + 5
+    while not gone(outcome.tail.strip()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(outcome.tail.strip())
+
+
+def test_what_a_failed_step_found_is_kept_and_old_results_too(tmp_path: Path) -> None:
+    """A step that fails after it wrote something; ones that wrote nothing of use leave what an earlier run kept."""
+    new, empty, half, kept, old = (tmp_path / f"{name}.json" for name in ("new", "empty", "half", "kept", "old"))
+    old.write_text('{"before": 1}')
+
+    def writes(name: str, file: Path, text: str, keep: Path | None = None) -> Step:
+        code = f"import sys; open({str(file)!r}, 'w').write({text!r}); sys.exit(3)"
+        return replace(python(name, code, result=file), keep=keep)
+
+    steps = [
+        writes("kernels", new, '{"results": [1]}', kept),
+        writes("constants", empty, '{"constants": {}}', old),
+        writes("decode y", half, '{"pair"'),
+    ]
+    whole = gpu_check.run_all(steps, 60.0, tmp_path / "step.json", {})
+    assert json.loads(kept.read_text()) == {"results": [1]} and json.loads(old.read_text()) == {"before": 1}
+    assert [step["state"] for step in whole["steps"]] == ["failed"] * 3 and whole["decodes"] == []
+
+
+def test_a_step_knows_its_limit_and_its_environment() -> None:
+    code = "import os, sys; print(sys.argv[1], os.environ['SWIFTSPEC_TEST_EPOCHS'], os.environ['SWIFTSPEC_CUDA'])"
+    step = Step("say", (sys.executable, "-c", code, gpu_check.SECONDS), 99, environment={"SWIFTSPEC_TEST_EPOCHS": "6"})
+    assert gpu_check.run(step, 30.0).tail == "18 6 1\n"
+
+
+def test_tests_that_are_all_skipped_are_no_tests() -> None:
+    assert gpu_check.run(python("tests", "print('5 skipped in 1.0s')"), 9.0).state == "nothing to run"
+    assert gpu_check.run(python("tests", "print('1 passed, 5 skipped in 1.0s')"), 9.0).state == "ok"
+
+
+def test_all_that_must_be_done_fits_the_nine_minutes() -> None:
+    """By the limits of the steps, with what it takes to see the GPU and to kill the last; others have what is left."""
+    steps = gpu_check.plan(Path("profiles"), "h200")
+    must, extra = ([step for step in steps if step.extra == kind] for kind in (False, True))
+    assert steps == must + extra and sum(step.limit for step in must) <= 510
+    names = [step.name for step in must]
+    assert names[:2] == ["build", "tests of operators"]
+    assert set(names) >= {
+        "memcheck", "racecheck", "constants", "kernels", "decode demo auto", "decode Llama-3-70B,Llama-3.2-3B auto",
         "decode Llama-3-8B,Llama-3.2-1B auto",
-    } <= names
+    }  # fmt: skip
+    assert steps[-1].name == "kernels, the rest" and "--resume" in steps[-1].command
+    assert steps[-1].result == next(step.result for step in steps if step.name == "kernels")
+
+
+def test_every_file_of_gpu_tests_is_run_once() -> None:
+    run = [part for step in gpu_check.tests() for part in step.command if part.startswith("tests/gpu")]
+    assert sorted(run) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
+def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None:
+    """Its step selects tests of several ranks, few epochs of each, and fails where the tool finds something."""
+    step = gpu_check.sanitize(kind)
+    assert step.command[1:3] == ("--tool", kind) and step.environment["SWIFTSPEC_TEST_EPOCHS"] == "6"
+    assert step.command[-3:] == ("tests/gpu/test_sums.py", "-k", "virtual") and "--error-exitcode" in step.command
+    virtual = [line for line in collected.splitlines() if "virtual" in line]
+    assert all(line.startswith("tests/gpu/test_sums.py") for line in virtual)
+    names = {line.split("::")[1] for line in virtual}
+    assert {f"test_sums_over_virtual_ranks[{size}-128]" for size in (2, 4, 6, 8)} <= names
 
 
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
-    for arguments, code, where in (((), 2, 1), (("--dry-run",), 0, len(gpu_check.plan(Path(), Path())))):
+    steps = len(gpu_check.plan(Path(), ""))
+    for arguments, code, where in (((), 2, 1), (("--dry-run",), 0, steps)):
         command = [sys.executable, "-m", "tools.gpu_check", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=gpu_check.ROOT)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == code and len((done.stdout + done.stderr).splitlines()) == where
 
 
-def result(name: str, op: str, rows: int, competitor: str, us: float) -> dict[str, Any]:
-    case = kernels_cuda.linear_case("Llama-3-70B", 4, op, rows, "cpu")
-    found = next(kernels_cuda.measure(replace(case, variants={competitor: list}), 4300.0, lambda calls: us))
-    assert isinstance(found, kernels_cuda.Result)
-    return asdict(found) | {"name": name}
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie")],
+)
+def test_files_are_named_as_the_predictor_names_gpus(gpu: str, name: str) -> None:
+    assert gpu_check.slug(gpu) == name
 
 
-def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
-    results = [
-        result("qkv", "qkv", 8, "swiftspec", 6.0),  # accept 7.0, goal 5.5
-        result("qkv", "qkv", 8, "cublas bf16", 9.0),  # 1.5 times as long: 2.3 wanted
-        result("down", "down", 8, "swiftspec", 14.0),  # accept 13.1
-        result("down x1", "down", 1, "swiftspec", 99.0),  # figures are for 8 rows
-        result("down x16", "down", 16, "swiftspec", 15.0),  # 1.07 times what 8 rows take
-    ]
-    rates = {"tok/s": 200.0, "tok/round": 3.0}
-    decoded = {
-        "pair": "Llama-3-70B,Llama-3.2-3B", "ops": ["cuda", "cuda"], "serial": rates, "ar": rates, "same text": 1.0,
-        "step ms": {"Llama-3-70B": 11.0, "Llama-3.2-3B": 2.0}, "async": rates | {"tok/s": 170.0},
-    }  # fmt: skip
-    whole = {"steps": [], "decodes": [decoded, decoded | {"ops": ["unfused", "unfused"]}]}
-    kernels = {"machine": {"copy GB/s": 4300.0}, "results": results}
-    verdicts = {line.what: str(line).split()[-1] for line in gpu_check.lines(whole, kernels)}
-    assert verdicts == {
-        "qkv": "ok",
-        "qkv against cublas bf16": "MISS",
-        "down": "MISS",
-        "down x16 against x8": "goal",
-        "step Llama-3-70B": "goal",
-        "step Llama-3.2-3B": "MISS",
-        "decode Llama-3-70B,Llama-3.2-3B": "ok",
-        "decode Llama-3-70B,Llama-3.2-3B at once": "MISS",
-    }
-    gpu_check.report(whole, kernels)
-    assert "4 of 8 targets missed" in capsys.readouterr().out
-    gpu_check.report({"steps": [], "decodes": []}, None)  # nothing came back
+@pytest.fixture(scope="module")
+def collected() -> str:
+    """The tests of tests/gpu, by a process that has imported all that the steps import and nothing of the front end."""
+    code = "import bench.constants, bench.kernels_cuda, bench.step, bench.verify, tools.gpu_check, swiftspec.engine\n"
+    done = bare(f"{code}import pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
-def test_targets_are_the_published_table() -> None:
-    """Those of a 70B over four ranks at 8 rows; a slower card has longer."""
-    want = {"qkv": (7.0, 5.5), "o": (6.3, 4.9), "swiglu": (22.7, 19.1), "down": (13.1, 10.8)}
-    for op, (accept, goal) in want.items():
-        moved = kernels_cuda.linear_case("Llama-3-70B", 4, op, 8, "cpu").moved
-        target = targets.linear(moved, targets.H200)
-        assert target.accept == pytest.approx(accept, abs=0.1) and target.goal == pytest.approx(goal, abs=0.1)
-        assert targets.linear(moved, 3000).accept > target.accept
-    moved = kernels_cuda.attention_case("Llama-3-8B", 1, 1000, 8, "cpu").moved
-    assert targets.attention(moved, targets.H200).accept == pytest.approx(6.6, abs=0.1)
-
-
-def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every variant's calls are made once, on a model small enough."""
-    monkeypatch.setitem(kernels_cuda.MODELS, "small", (256, 4, 2, 64, 512))
-    made = [kernels_cuda.linear_case("small", 1, op, 3, "cpu", cold=1) for op in ("qkv", "o", "swiglu", "down")]
-    made.append(kernels_cuda.attention_case("small", 2, 40, 3, "cpu", cold=1))
-
-    def timer(calls: list[kernels_cuda.Call]) -> float:
-        assert len(calls) >= 4 and all(call().isfinite().all() for call in calls)
-        return 10.0
-
-    with torch.inference_mode():
-        for case in made:
-            found = [r for r in kernels_cuda.measure(case, 1000.0, timer) if isinstance(r, kernels_cuda.Result)]
-            known = {"unfused"} if case.op.startswith("attention") else {"unfused", "torch int4", "cublas bf16"}
-            assert {r.competitor for r in found} == known
-            assert all(r.over_floor < 10 and r.gigabytes > 0 for r in found)
-
-
-def test_the_most_telling_cases_come_first() -> None:
-    names = [case.name for case in kernels_cuda.cases((8, 1, 16, 32), "cpu")]
-    assert len(set(names)) == len(names) == 4 * 13 * 7
-    assert names[:5:4] == ["Llama-3-70B TP4 qkv x8", "Llama-3-70B TP4 attention 1000 x8"]
-    assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
-
-
-def test_one_competitor_that_fails_is_named() -> None:
-    def fails() -> list[kernels_cuda.Call]:
-        raise RuntimeError("out of memory\nand more")
-
-    case = replace(kernels_cuda.linear_case("Llama-3-8B", 1, "o", 8, "cpu"), variants={"a": fails, "b": list})
-    first, second = kernels_cuda.measure(case, 1000.0, lambda calls: 1.0)
-    assert first == "Llama-3-8B TP1 o x8 a: out of memory" and isinstance(second, kernels_cuda.Result)
+def test_a_bare_image_can_run_all_of_it(collected: str) -> None:
+    for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
+        assert f"tests/gpu/{file.name}::" in collected
+    assert "No module named 'rich'" in bare("import rich").stderr, "the hook refuses"
 
 
 @pytest.mark.slow
@@ -184,16 +218,13 @@ def test_a_grown_pair_decodes_without_a_tokenizer(tmp_path: Path) -> None:
         config = grow.grown_config(ModelConfig.from_dir(DEMO / role), shape, "int4")
         shapes.append(str(tmp_path / f"{role}.json"))
         Path(shapes[-1]).write_text(json.dumps(config))
-    code = (
-        f"import sys, runpy\nfor name in {FRONT}: sys.modules[name] = None\n"
-        f"sys.argv = ['step', '--pair', {','.join(shapes)!r}, '--device', 'cpu', '--prompts', '1', '--tokens', '24',"
-        f" '--context', '400', '--json', {str(tmp_path / 'out.json')!r}]\n"
-        "import tools.gpu_check, bench.kernels_cuda\nrunpy.run_module('bench.step', run_name='__main__')"
+    done = bare(
+        f"import runpy\nsys.argv = ['step', '--pair', {','.join(shapes)!r}, '--device', 'cpu', '--prompts', '1',"
+        f" '--tokens', '24', '--context', '400', '--json', {str(tmp_path / 'out.json')!r}]\n"
+        "runpy.run_module('bench.step', run_name='__main__')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=gpu_check.ROOT)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "out.json").read_text())
-    print(found)
     assert found["same text"] > 0.4 and found["tree equals ar"] == 1.0 and found["serial"]["tok/round"] > 1.5
     assert set(found["step ms"]) == set(shapes) and all(ms > 0 for ms in found["step ms"].values())
 

@@ -1,11 +1,8 @@
-"""The CUDA projections against float64, run against run, row by row, and over virtual ranks of a group."""
+"""The CUDA projections against float64, run against run, and row by row."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +15,8 @@ from swiftspec.ops import cuda_linear as ops
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
 pytestmark = [pytest.mark.gpu, hopper]
-ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = 2e-3
 EPS = 1e-5
-K, N, EPOCHS = (256, 136, 12) if EMULATED else (512, 1024, 60)  # of products that are summed
 # K, N: every cut and chunk of x; small, odd, and of Llama-3 shards
 LARGE = [(2048, 3072), (3072, 1280), (1024, 4096), (8192, 2560), (14336, 1024)]
 SHAPES = [(64, 32), (128, 8), (512, 72), (24576, 8), *most(LARGE, 0)]
@@ -181,92 +176,6 @@ def test_replayed_as_a_graph() -> None:
         got.fill_(float("nan"))
 
 
-class Ranks:
-    """Virtual ranks of a group on this GPU: inboxes in its memory, one launch for all."""
-
-    def __init__(self, size: int, k: int, n: int, group: int, patience: float = 5.0) -> None:
-        self.weights = [weight(k, n, group, seed) for seed in range(size)]
-        self.packed = [ops.pack(w, torch.bfloat16, DEVICE) for w in self.weights]
-        lines = ops.lines_of(n)
-        self.inboxes = [ops.inbox(size, lines, DEVICE) for _ in range(size)]
-        self.trouble = torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
-        addresses = [box.data_ptr() for box in self.inboxes]
-        self.ends = [ops.Communicator(r, addresses, lines, self.trouble, DEVICE, patience) for r in range(size)]
-
-    def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
-        out = [torch.full_like(residual, float("nan")) for _ in x]
-        _C.linear_cuda_virtual(
-            [p.native for p in self.packed], [rows.data_ptr() for rows in x], residual.data_ptr(),
-            [rows.data_ptr() for rows in out], [end.native for end in self.ends], len(residual), delays,
-            torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
-        return out
-
-    def expected(self, x: list[Tensor], residual: Tensor) -> Tensor:
-        """Each rank's product rounded, added in rank order in float32, rounded, then the residual."""
-        zero = torch.zeros_like(residual)
-        total = torch.zeros_like(residual, dtype=torch.float32)
-        for rows, packed in zip(x, self.packed):
-            total += ops.linear_residual(rows, packed, zero).float()
-        return (total.bfloat16().float() + residual.float()).bfloat16()
-
-
-@pytest.mark.parametrize("group", [128, 0])
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 8])
-def test_sums_over_virtual_ranks(size: int, group: int) -> None:
-    """Bit for bit the rounded products in rank order, the same on every rank, over epochs of changing length, with and
-    without pauses."""
-    ranks = Ranks(size, K, N, group)
-    for epoch in range(EPOCHS):
-        count = (8, 1, 32, 3, 17, 16)[epoch % 6]
-        x = [rows_of(count, K, 100 * epoch + r) for r in range(size)]
-        residual = rows_of(count, N, epoch)
-        want = ranks.expected(x, residual)
-        for out in ranks.sum(x, residual, delays=epoch % 3 * (epoch + 1)):
-            assert torch.equal(out, want), f"epoch {epoch}"
-    assert [int(end.epoch) for end in ranks.ends] == [EPOCHS] * size
-    assert ranks.ends[0].trouble() is None
-
-
-def test_flags_that_return_on_virtual_ranks() -> None:
-    """Across the end of 32 bits, where flags start again and lines are cleaned."""
-    ranks = Ranks(4, K, N, 128)
-    for start in (2**30 - 3, 2**32 - 8):
-        for end in ranks.ends:
-            end.epoch.fill_(start)
-        for epoch in range(16):
-            count = (32, 1)[epoch % 2]
-            x = [rows_of(count, K, epoch + r) for r in range(4)]
-            residual = rows_of(count, N, epoch)
-            for out in ranks.sum(x, residual, delays=epoch):
-                assert torch.equal(out, ranks.expected(x, residual))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_gathers_over_virtual_ranks(size: int) -> None:
-    """Messages of any number of words, between sums that share their lines and epochs, across flags that return."""
-    ranks = Ranks(size, K, N, 128)
-    for start in (0, 2**32 - 8):
-        for end in ranks.ends:
-            end.epoch.fill_(start)
-        for count in (1, 2, 7, 600, 16 * N, 136):
-            mine = [
-                torch.randint(2**31, (count,), generator=generator(r), dtype=torch.int32).to(DEVICE)
-                for r in range(size)
-            ]
-            out = [torch.full((size, count + 1), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
-            _C.gather_cuda_virtual(
-                [end.native for end in ranks.ends], [m.data_ptr() for m in mine], [o.data_ptr() for o in out], count,
-                torch.cuda.current_stream().cuda_stream,
-            )  # fmt: skip
-            for found in out:
-                assert torch.equal(found.flatten()[: size * count].view(size, count), torch.stack(mine))
-                assert (found.flatten()[size * count :] == -1).all(), "nothing is written behind the messages"
-            x, residual = [rows_of(3, K, r) for r in range(size)], rows_of(3, N, 7)
-            for summed in ranks.sum(x, residual, 0):
-                assert torch.equal(summed, ranks.expected(x, residual))
-
-
 def test_what_is_asked_for_ahead_changes_nothing() -> None:
     """A projection that names the next one's tiles, more of them than are asked for and fewer than its warps."""
     k, n = (128, 96) if EMULATED else (2048, 3072)
@@ -281,36 +190,6 @@ def test_what_is_asked_for_ahead_changes_nothing() -> None:
         first.native.precede(then.tiles.data_ptr(), then.tiles.nbytes)
         got = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-
-
-def test_a_group_of_one_through_the_plain_entry() -> None:
-    ranks = Ranks(1, K, N, 128)
-    x, residual = rows_of(40, K), rows_of(40, N, 5)
-    got = ops.linear_residual(x, ranks.packed[0], residual, ranks.ends[0])
-    assert torch.equal(got, ranks.expected([x], residual))
-    assert int(ranks.ends[0].epoch) == 2  # 32 rows, then 8
-    message = torch.randn(8, 17, dtype=torch.float64, device=DEVICE)
-    assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
-    assert int(ranks.ends[0].epoch) == 3
-
-
-ALONE = """
-from tests.gpu.test_linear import K, N, Ranks, ops, rows_of, torch
-ranks = Ranks(2, K, N, 128, patience=0.2)
-try:
-    ops.linear_residual(rows_of(3, K), ranks.packed[0], rows_of(3, N), ranks.ends[0])
-    torch.cuda.synchronize()
-except RuntimeError:
-    print(ranks.ends[0].trouble())
-"""
-
-
-def test_a_peer_that_never_arrives() -> None:
-    """In a process of its own: the kernel ends itself, and with it the context."""
-    run = subprocess.run(
-        [sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert run.stdout == "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n", run.stderr[-2000:]
 
 
 def test_bad_input() -> None:

@@ -1,0 +1,224 @@
+"""What bench/kernels_cuda.py measures: an operator of one rank, and for each competitor what makes its calls.
+
+Every competitor meets copies of its weights or layers of a cache that are together several times the L2, one after the
+other, so every call reads memory that is cold.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench import rivals
+from bench.on_gpu import Call
+from bench.places import PLACES, Local
+from bench.rivals import Rivals, Tree
+from swiftspec.batch import Batch
+from swiftspec.model.linear import DenseWeight, Int4Weight
+from swiftspec.ops import reference, unfused
+from swiftspec.ops.cuda_linear import Communicator, inbox, lines_of
+from swiftspec.ops.reference import Scores
+
+COLD = 256 << 20  # bytes that the copies of a case are together at least
+BF16 = torch.bfloat16
+CONTEXTS = (1000, 500, 4000)
+PARTICLES, DRAWN = (8, 64), 5  # of a population, and the rows of each: 4 draft tokens and a bonus
+FEW_PLACES = 5  # whose other numbers of rows come before the other places
+OURS = "swiftspec"
+SUMMED = "swiftspec, summed"  # with an all-reduce in it, among a group of one: what it adds on one GPU
+RIVALS = ("marlin", "flashinfer", "flexattention")
+Made = Callable[[], list[Call]]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One operator of one rank."""
+
+    model: str
+    tp: int
+    op: str
+    rows: int
+    moved: int  # bytes
+    variants: dict[str, Made]
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} TP{self.tp} {self.op} x{self.rows}"
+
+
+@dataclass(slots=True)
+class Cache:
+    k: Tensor  # [layers, 1, kv_heads, capacity, width]
+    v: Tensor
+
+
+def random_int4(outputs: int, inputs: int, group: int, device: str) -> Int4Weight:
+    words = [
+        torch.randint(-(2**31), 2**31, (rows, outputs // 8), dtype=torch.int32, device=device)
+        for rows in (inputs, inputs // group)
+    ]
+    scales = torch.rand(inputs // group, outputs, device=device).add_(0.5).mul_(1e-3).half()
+    return Int4Weight(words[0], scales, words[1], group)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes cases for a device. `others`: the kernels of other packages."""
+
+    device: str
+    others: Rivals
+    cold: int = COLD
+
+    def copies(self, size: int) -> range:
+        return range(max(4, math.ceil(self.cold / size)))
+
+    def linear(self, model: str, tp: int, op: str, rows: int) -> Case:
+        """One int4 projection of a layer, or the bfloat16 head."""
+        n, k, group = Local.of(model, tp).projection(op)
+        weights = n * k // 2 + k // group * n * 5 // 2 if group else 2 * n * k
+        residual = n if op in ("o", "down") else 0
+        out = {"swiglu": n // 2, "head": 2 * n}.get(op, n)  # logits are float32
+        moved = weights + 2 * rows * (k + out + residual)
+
+        def random() -> list[Int4Weight]:
+            return [random_int4(n, k, group, self.device) for _ in self.copies(weights)]
+
+        def dense() -> list[DenseWeight]:
+            shape = (n, k)
+            return [DenseWeight(torch.randn(shape, dtype=BF16, device=self.device)) for _ in self.copies(2 * n * k)]
+
+        def whole(ops: Any, summed: bool = False) -> list[Call]:
+            x, added, norm = self.rows(rows, k), self.rows(rows, n), self.norm(ops, k)
+            packed = [ops.pack(weight, BF16, self.device) for weight in (random() if group else dense())]
+            alone = Alone(n, self.device) if summed else None
+            return [projection(ops, op, x, norm, weight, added, alone) for weight in packed]
+
+        def bf16() -> list[Call]:
+            x = self.rows(rows, k)
+            return [partial(reference.pack(weight, BF16, self.device), x) for weight in dense()]
+
+        def int4() -> list[Call]:
+            x = self.rows(rows, k)
+            return [partial(unfused.pack(weight, BF16, self.device), x) for weight in random()]
+
+        variants = self.ours(whole)
+        if residual and tp > 1 and OURS in variants:
+            variants[SUMMED] = partial(whole, operators(self.device)[OURS], summed=True)
+        variants["cublas bf16"] = bf16
+        if group:
+            variants["torch int4"] = int4
+            if (marlin := self.others.product) is not None:
+                variants["marlin"] = lambda: rivals.product_calls(marlin, self.rows(rows, k), random())
+        return Case(model, tp, op, rows, moved, variants)
+
+    def attention(self, model: str, tp: int, context: int, rows: int) -> Case:
+        """Attention of `rows` nodes of a tree, the last of `context` slots; each copy is a layer of one cache."""
+        window = torch.rand(rows, max(rows, 8), device=self.device) < 0.5
+        window[:, -rows:] |= torch.eye(rows, dtype=torch.bool, device=self.device)
+        return self._attention(model, tp, f"attention {context}", window, context)
+
+    def particles(self, model: str, tp: int, count: int) -> Case:
+        """Attention of `count` particles of DRAWN rows over a prefix of 1000 that they share."""
+        own = torch.ones(DRAWN, DRAWN, dtype=torch.bool, device=self.device).tril()
+        window = torch.block_diag(*itertools.repeat(own, count)).bool()
+        return self._attention(model, tp, f"attention of {count} particles", window, 1000 + len(window))
+
+    def _attention(self, model: str, tp: int, op: str, window: Tensor, context: int) -> Case:
+        local, rows = Local.of(model, tp), len(window)
+        heads, kv_heads, width = local.heads, local.kv_heads, local.width
+        moved = 4 * kv_heads * context * width
+
+        def cache() -> Cache:
+            size = (len(self.copies(moved)), 1, kv_heads, context, width)
+            return Cache(*(torch.randn(size, dtype=BF16, device=self.device) for _ in range(2)))
+
+        def whole(ops: Any) -> list[Call]:
+            held = cache()
+            table = torch.randn(2, context, width, dtype=BF16, device=self.device)
+            slots = torch.arange(context - rows, context, device=self.device)
+            length = torch.tensor([context], device=self.device)
+            batch = Batch(slots, slots, slots, window, torch.zeros_like(slots), length)
+            qkv = self.rows(rows, (heads + 2 * kv_heads) * width)
+            plan = ops.prepare(batch, held, table[0], table[1], heads)
+            return [partial(ops.tree_attention, qkv, plan, layer) for layer in range(len(held.k))]
+
+        def other(make: rivals.Attention) -> list[Call]:
+            held, q = cache(), self.rows(rows, heads * width).view(rows, heads, width)
+            return rivals.attention_calls(make, Tree(q, held.k[:, 0], held.v[:, 0], window))
+
+        variants = self.ours(whole) | {"sdpa": partial(other, rivals.sdpa)}
+        variants |= {name: partial(other, make) for name, make in self.others.attention.items()}
+        return Case(model, tp, op, rows, moved, variants)
+
+    def sampling(self, model: str, op: str, rows: int) -> Case:
+        """From logits and noise to tokens, or to 8 candidates with their log-probabilities."""
+        vocab = Local.of(model, 1).vocab
+
+        def calls(ops: Any) -> list[Call]:
+            places = torch.arange(rows, device=self.device)
+            noise, made = torch.rand(rows, vocab, device=self.device), list[Call]()
+            scores = Scores(0.8, None, noise, places, 0.7)
+            for _ in self.copies(4 * rows * vocab):
+                logits = torch.randn(rows, vocab, device=self.device)
+                chosen = partial(ops.draw, logits, vocab) if op == "draw" else partial(ops.children, logits, vocab, 8)
+                made.append(partial(chosen, scores))
+            return made
+
+        return Case(model, 1, op, rows, 8 * rows * vocab, self.ours(calls))
+
+    def rows(self, count: int, columns: int) -> Tensor:
+        return torch.randn(count, columns, device=self.device).to(BF16)
+
+    def norm(self, ops: Any, width: int) -> Any:
+        return ops.pack_norm(torch.ones(width, device=self.device), 1e-5, BF16, self.device)
+
+    def ours(self, calls: Callable[[Any], list[Call]]) -> dict[str, Made]:
+        return {name: partial(calls, ops) for name, ops in operators(self.device).items()}
+
+
+def operators(device: str) -> dict[str, Any]:
+    """The competitors that are modules of operators: ops/cuda.py where it is there, and the libraries."""
+    try:
+        modules = {OURS: importlib.import_module("swiftspec.ops.cuda")} if device.startswith("cuda") else {}
+    except ImportError:
+        modules = {}
+    return {**modules, "unfused": unfused}
+
+
+def projection(ops: Any, op: str, x: Tensor, norm: Any, packed: Any, residual: Tensor, group: Any) -> Call:
+    if op == "swiglu":
+        return partial(ops.norm_swiglu, x, norm, packed)
+    if op in ("qkv", "head"):
+        return partial(ops.norm_linear if op == "qkv" else ops.norm_head, x, norm, packed)
+    return partial(ops.linear_residual, x, packed, residual, group)
+
+
+class Alone(Communicator):
+    """A rank that sums with itself: every line is sent and received, on this GPU."""
+
+    def __init__(self, outputs: int, device: str) -> None:
+        lines, trouble = lines_of(outputs), torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self.inbox = inbox(1, lines, device)
+        super().__init__(0, [self.inbox.data_ptr()], lines, trouble, torch.device(device))
+
+
+def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
+    """All of them; 8 rows of the first places before the first place's other numbers of rows, and so on."""
+    order = itertools.product(enumerate(PLACES), rows)
+    for (place, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FEW_PLACES * (case[1] != 8)):
+        for op in ("qkv", "o", "swiglu", "down", "head"):
+            yield make.linear(model, tp, op, count)
+        for context in CONTEXTS:
+            yield make.attention(model, tp, context, count)
+        if count == 8 and place == FEW_PLACES:
+            yield from (make.particles("Llama-3-8B", 1, particles) for particles in PARTICLES)
+            for op, several in itertools.product(("draw", "children"), (8, 64)):
+                yield make.sampling("Llama-3-8B", op, several)

@@ -1,0 +1,122 @@
+"""Measures the constants of bench/targets.py on this machine's GPU and derives the targets again.
+
+    python -m bench.constants [--json out.json]
+
+Compiles bench/constants.cu with nvcc and runs it. A constant that is missing, because what measures it or one before
+it failed, stays what was assumed, and the others count. Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench import targets
+from bench.cases_cuda import Maker
+from bench.rivals import Rivals
+from bench.targets import ASSUMED, Constants
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "build" / "constants"
+ARCH = "arch=compute_90a,code=sm_90a"
+BUILDING, RUNNING = 60.0, 30.0  # seconds
+
+
+def build() -> str | None:
+    """Compiles the program. Why that cannot be, or None."""
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    places = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    nvcc = next((found for name in places if name and (found := shutil.which(name))), None)
+    if nvcc is None:
+        return "nvcc not found"
+    PROGRAM.parent.mkdir(parents=True, exist_ok=True)
+    command = [nvcc, "-std=c++20", "-O3", f"-gencode={ARCH}", "-I", str(ROOT / "csrc"), "-o", str(PROGRAM)]
+    done = subprocess.run(
+        [*command, str(ROOT / "bench" / "constants.cu")], capture_output=True, text=True, timeout=BUILDING, check=False
+    )
+    return None if done.returncode == 0 else f"nvcc: {(done.stderr or done.stdout).strip()}"
+
+
+def run(command: list[str], limit: float) -> tuple[str, str | None]:
+    """What the program said, and what went wrong."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            said, complaint = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+            return said, f"ended after {limit:.0f} s"
+    return said, complaint.strip() or f"left with {process.returncode}" if process.returncode else None
+
+
+def parse(said: str) -> dict[str, Any]:
+    """{"gpu": ..., "constants": those that targets are made of, "more": the others, "units": ...}."""
+    found: dict[str, Any] = {"constants": {}, "more": {}}
+    for name, _, rest in (line.partition(" ") for line in said.splitlines()):
+        if name == "gpu":
+            found["gpu"] = rest
+        elif name:
+            value, _, unit = rest.partition(" ")
+            kind = "constants" if hasattr(ASSUMED, name) else "more"
+            found[kind][name if kind == "constants" else f"{name}, {unit}"] = float(value)
+    return found
+
+
+def derived(on: Constants) -> dict[str, list[float]]:
+    """Accept and goal of the 70B's operators on one of four ranks and of whole steps."""
+    make, made = Maker("cpu", Rivals()), dict[str, list[float]]()
+    cases = [make.linear("Llama-3-70B", 4, op, 8) for op in targets.INT4]
+    wanted = [targets.linear(case.moved, on) for case in cases]
+    cases.append(make.attention("Llama-3-70B", 4, 1000, 8))
+    wanted.append(targets.attention(cases[-1].moved, on))
+    for case, target in zip(cases, wanted, strict=True):
+        made[f"{case.name}, us"] = [target.accept, target.goal]
+    for shape in targets.STEPS:
+        step = targets.step(shape, on)
+        assert step is not None
+        made[f"step {shape}, ms"] = [step.accept, step.goal]
+    return made
+
+
+def report(found: dict[str, Any], on: Constants) -> None:
+    print(f"{'':44} {'assumed':>16} {'here':>16}")
+    for name, value in asdict(on).items():
+        measured = f"{value:.2f}" if name in found["constants"] else "not measured"
+        print(f"{name:44} {getattr(ASSUMED, name):16.2f} {measured:>16}")
+    for name, value in found["more"].items():
+        print(f"{name:44} {'':16} {value:16.2f}")
+    for name, then in derived(ASSUMED).items():
+        pairs = [f"{a:.2f} / {b:.2f}" for a, b in (then, found["targets"][name])]
+        print(f"{name:44} {pairs[0]:>16} {pairs[1]:>16}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="where to write the constants")
+    args = parser.parse_args()
+    problem = build()
+    if problem is not None:
+        print(f"constants: {problem}", file=sys.stderr)
+        return 2
+    said, problem = run([str(PROGRAM)], RUNNING)
+    found = parse(said)
+    if found["constants"]:
+        on = Constants.of(found, found["constants"].get("copy", ASSUMED.copy))
+        found["targets"] = derived(on)
+        if args.json is not None:
+            args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        report(found, on)
+    if problem is not None:
+        print(f"constants: {problem}", file=sys.stderr)
+    return 0 if problem is None else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

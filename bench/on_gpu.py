@@ -1,0 +1,62 @@
+"""How benches take times on a GPU: a graph of many calls replayed between two events. Not run on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+CALLS, REPLAYS = 200, 20
+ENOUGH = 0.1  # seconds of replays, of which there are 5 at least
+
+Call = Callable[[], Any]
+Timer = Callable[[list[Call]], float]  # microseconds a call
+
+
+def graph_timer(calls: list[Call]) -> float:
+    """Microseconds a call: the median replay of a graph of all calls in turn, CALLS of them at least."""
+    many = list(itertools.islice(itertools.cycle(calls), max(CALLS, len(calls))))
+    for call in calls[:3]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in many:
+            call()
+    graph.replay()
+    times: list[float] = []
+    while len(times) < REPLAYS and (len(times) < 5 or sum(times) < 1000 * ENOUGH):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return 1000 * median(times) / len(many)
+
+
+def copy_speed(device: str, size: int = 4 << 30) -> float:
+    """GB/s read and written by a copy on the device, far larger than its caches."""
+    source = torch.ones(size // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(6):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return size / (1e6 * median(times[1:]))
+
+
+def alive() -> bool:
+    """Whether this process can still use the GPU: an error of the device stays until the process ends."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

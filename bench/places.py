@@ -1,0 +1,72 @@
+"""Which layers the operators on a GPU are measured on, cut as a rank of a group holds them (swiftspec/model/shard.py).
+
+What does not divide by the ranks is filled up with zeros there, so a sixth of a Llama-3 70B has 12 query heads, 3
+key-value heads and 4,864 inputs of down, and these are what its kernels read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from swiftspec.config import ModelConfig
+from swiftspec.model.shard import Shard
+
+GROUP = 128  # inputs of an int4 group
+# hidden, query heads, key-value heads, width of a head, inner, vocabulary
+MODELS = {
+    "Llama-3-70B": (8192, 64, 8, 128, 28672, 128256),
+    "Llama-3-8B": (4096, 32, 8, 128, 14336, 128256),
+    "Llama-3.2-3B": (3072, 24, 8, 128, 8192, 128256),
+    "Llama-3.2-1B": (2048, 32, 8, 64, 8192, 128256),
+    "Qwen2-72B": (8192, 64, 8, 128, 29568, 152064),
+    "Qwen2-1.5B": (1536, 12, 2, 128, 8960, 151936),
+}
+# the paper's Table 7 and what one GPU runs whole come first
+PLACES = [
+    ("Llama-3-70B", 4), ("Llama-3-70B", 1), ("Llama-3.2-3B", 1), ("Llama-3.2-1B", 1), ("Llama-3-8B", 1),
+    ("Llama-3-70B", 8), ("Llama-3.2-3B", 4), ("Llama-3-8B", 4), ("Llama-3.2-1B", 4), ("Llama-3-70B", 6),
+    ("Llama-3-70B", 2), ("Llama-3-8B", 2), ("Llama-3.2-3B", 2), ("Llama-3.2-1B", 2), ("Llama-3-8B", 6),
+    ("Llama-3.2-3B", 6), ("Llama-3.2-1B", 6), ("Llama-3-8B", 8), ("Llama-3.2-3B", 8), ("Llama-3.2-1B", 8),
+    ("Qwen2-72B", 6), ("Qwen2-1.5B", 2),
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The sizes of one rank, padding counted."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    width: int
+    inner: int
+    vocab: int
+    o_group: int  # of O's int4 weights: smaller where heads are cut that are narrower than a group
+
+    @staticmethod
+    @functools.cache
+    def of(model: str, tp: int) -> Local:
+        """The first of `tp` ranks; they are all alike."""
+        hidden, heads, kv_heads, width, inner, vocab = MODELS[model]
+        data = {
+            "model_type": "llama", "hidden_act": "silu", "hidden_size": hidden, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width,
+            "intermediate_size": inner, "vocab_size": vocab, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
+            "quantization_config": {"quant_method": "awq", "group_size": GROUP},
+        }  # fmt: skip
+        shard = Shard.of(ModelConfig.from_dict(data), 0, tp)
+        o_group = GROUP if tp == 1 else math.gcd(GROUP, width)
+        down, head = shard.down.numel(), shard.vocab.numel()
+        return Local(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)
+
+    def projection(self, op: str) -> tuple[int, int, int]:
+        """Outputs, inputs and the inputs of an int4 group (0: bfloat16)."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.width, self.hidden, GROUP),
+            "o": (self.hidden, self.heads * self.width, self.o_group),
+            "swiglu": (2 * self.inner, self.hidden, GROUP),
+            "down": (self.hidden, self.inner, GROUP),
+            "head": (self.vocab, self.hidden, 0),
+        }[op]
