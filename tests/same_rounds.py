@@ -25,14 +25,16 @@ def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
     return set(rows)
 
 
-def same_rounds(one: LocalDrafter, other: LocalDrafter, sampling: SamplingParams, vocab: int) -> None:
-    """Two requests of 20 rounds; the target takes a path of the proposal, and a token that may be beyond it."""
+def same_rounds(
+    one: LocalDrafter, other: LocalDrafter, sampling: SamplingParams, vocab: int, *, rounds: int = 20
+) -> None:
+    """Two requests; the target takes a path of the proposal, and a token that may be beyond it."""
     dice = np.random.default_rng(3)
     for request in range(2):
         prompt = dice.integers(0, vocab, 9).tolist()
         for drafter in (one, other):
             drafter.open(request, prompt, sampling, len(prompt))
-        for round_ in range(20):
+        for round_ in range(rounds):
             want, got = one.propose(), other.propose()
             paths = as_paths(want)
             assert as_paths(got) == paths and got.prefix_len == want.prefix_len

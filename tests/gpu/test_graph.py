@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from bench.heldout import DEMO
-from swiftspec import _C
 from swiftspec.config import ModelConfig
 from swiftspec.engine import LLM
 from swiftspec.model.linear import DenseWeight
@@ -24,16 +23,23 @@ from swiftspec.ops import cuda, unfused
 from swiftspec.ops.cuda_linear import Communicator, inbox, lines_of
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.spec import mask as tree_mask
-from swiftspec.worker.graph import CudaCapture
+from swiftspec.worker.graph import Capture, CudaCapture
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
+from tests.gpu.device import DEVICE, EMULATED, hopper, most, real
 from tests.same_rounds import same_rounds, same_verdicts
+from tests.test_graph import Rerun
 
-HOPPER = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = pytest.mark.gpu
+ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
 
 
+def new_capture() -> Capture:
+    return Rerun() if EMULATED else CudaCapture(Lock())
+
+
+@real
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
@@ -54,6 +60,7 @@ def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
             runner.cache.commit([0])
 
 
+@real
 @pytest.mark.parametrize("plan", [Plan(), Plan("async", draft_tp=0)], ids=["serial", "async"])
 def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: Plan) -> None:
     """In turn, and both models at the same time on streams of one GPU."""
@@ -68,7 +75,7 @@ def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: Plan) -> None:
 def random_model(group: Any = None) -> Transformer:
     """Two layers with heads of 64, which the CUDA operators take, and any weights."""
     shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
-    config = replace(ModelConfig.from_dir(DEMO / "draft"), num_layers=2, **shape)
+    config = replace(ModelConfig.from_dir(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
     dice = torch.Generator().manual_seed(1)
 
     def dense(outputs: int, inputs: int) -> DenseWeight:
@@ -78,58 +85,63 @@ def random_model(group: Any = None) -> Transformer:
         qkv, gate_up, one = dense(512, 256), dense(1024, 256), torch.ones(256)
         return LayerWeights(one, qkv, dense(256, 256), one, gate_up, dense(256, 512))
 
-    vocab = config.vocab_size
-    weights = ModelWeights(dense(vocab, 256).weight, [layer(), layer()], torch.ones(256), dense(vocab, 256))
-    return Transformer(config, weights, cuda, "cuda", torch.bfloat16, 512, group=group)
+    weights = ModelWeights(dense(VOCAB, 256).weight, [layer(), layer()], torch.ones(256), dense(VOCAB, 256))
+    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, group=group)
 
 
 def group_of_one(gather: Any = None) -> PeerParallel:
     """A rank that sums and gathers with itself, by the kernels of a group; `gather`: what is too long for these."""
-    device, lines = torch.device("cuda", 0), lines_of(256)
-    box, trouble = inbox(1, lines, device), torch.zeros(1, dtype=torch.int64, pin_memory=True)
-    own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, device), kept=box)
+    lines = lines_of(256)
+    box, trouble = inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
+    own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
     library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)
     return PeerParallel(*ends)
 
 
-@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or no CUDA kernels")
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)], ids=str)
+@hopper
+@pytest.mark.parametrize(
+    "sampling", most([SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=0)], 1), ids=str
+)
 @pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: SamplingParams, grouped: bool) -> None:
     """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
     group too, whose exchanges the graph holds."""
-    plan = Plan(mode="async" if kind is AheadDrafter else "serial", verify_batch=8, draft_leaves=8, draft_steps=4)
+    mode, w, d = ("async" if kind is AheadDrafter else "serial"), *((2, 3) if EMULATED else (8, 4))
+    plan = Plan(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
     model = random_model(group_of_one() if grouped else None)
     alone, graphed = (
-        kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, 4096)
-        for capture in (None, CudaCapture(Lock()))
+        kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, VOCAB)
+        for capture in (None, new_capture())
     )
-    same_rounds(alone, graphed, sampling, 4096)
+    same_rounds(alone, graphed, sampling, VOCAB, rounds=ROUNDS)
     assert graphed._on_device is not None and graphed._on_device._graphs
 
 
-@pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or no CUDA kernels")
+@hopper
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize(
     "sampling",
-    [
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.8, seed=5),
-        SamplingParams(temperature=0.8, seed=5, top_k=40, min_p=0.01, logit_bias={7: 4.0}),
-        SamplingParams(temperature=0.8, seed=5, top_p=0.8),
-        SamplingParams(temperature=30.0, seed=5, top_p=0.95),  # more tokens than the filters' heads have
-        SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4),
-    ],
+    most(
+        [
+            SamplingParams(temperature=0),
+            SamplingParams(temperature=0.8, seed=5, top_k=40, min_p=0.01, logit_bias={7: 4.0}),
+            SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4),
+            SamplingParams(temperature=0.8, seed=5),
+            SamplingParams(temperature=0.8, seed=5, top_p=0.8),
+            SamplingParams(temperature=30.0, seed=5, top_p=0.95),  # more tokens than the filters' heads have
+        ],
+        3,
+    ),
     ids=str,
 )
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
     """In every row what is drawn operator by operator, though the graph's batches are padded."""
     model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
     steps, graphed = (
-        LocalVerifier(Runner(model, cuda, context=320, tree_slots=16, capture=capture), 4096)
-        for capture in (None, CudaCapture(Lock()))
+        LocalVerifier(Runner(model, cuda, context=320, tree_slots=16, capture=capture), VOCAB)
+        for capture in (None, new_capture())
     )
-    same_verdicts(steps, graphed, sampling, 4096)
+    same_verdicts(steps, graphed, sampling, VOCAB, rounds=ROUNDS)
     assert graphed._step is not None and steps._step is None

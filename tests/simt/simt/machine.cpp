@@ -106,7 +106,7 @@ void Machine::leave(Thread& thread) {
 
 void Machine::yield() {
   ready_.push_back(current_);
-  std::swap(ready_[dice_() % ready_.size()], ready_.back());  // behind others
+  if (chance(patience_)) std::swap(ready_[dice_() % ready_.size()], ready_.back());  // behind others
   stop();
 }
 
@@ -287,6 +287,7 @@ void Machine::run(const Launch& launch) {
   uint64_t next = 0;
   fault_.clear();
   trapped_ = false;
+  patience_ = 1u << 2 * (dice_() % 6);
   const auto ended = [&] { return trapped_ || !fault_.empty(); };
   while (!ended()) {
     retire();

@@ -163,6 +163,7 @@ class Machine {
   std::string fault_;
   bool trapped_ = false;
   bool cluster_left_ = false;
+  unsigned patience_ = 1;  // of this launch: how often a thread that yields is soon its turn again
 };
 
 }  // namespace simt

@@ -1,0 +1,45 @@
+"""A checkpoint's forwards by the CUDA operators, from int4 files to logits, against the reference operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bench.heldout import DEMO
+from swiftspec.model.loader import load_model
+from swiftspec.ops import cuda, reference
+from swiftspec.spec import mask as tree_mask
+from swiftspec.worker.runner import Runner
+from tests.gpu.device import DEVICE, hopper
+
+pytestmark = [pytest.mark.gpu, hopper]
+
+
+def open_runner(ops: Any, dtype: torch.dtype, device: torch.device) -> Runner:
+    model = load_model(DEMO / "target", dtype=dtype, device=device, ops=ops, max_positions=128)
+    return Runner(model, ops, context=96, tree_slots=32)
+
+
+def test_the_embedded_targets_logits() -> None:
+    """Of a prompt in chunks, of trees of any shape behind it, and of what was accepted of them."""
+    ours, exact = open_runner(cuda, torch.bfloat16, DEVICE), open_runner(reference, torch.float32, torch.device("cpu"))
+    dice = np.random.default_rng(1)
+    prompt = dice.integers(5, 4096, 41).tolist()
+    for runner in (ours, exact):
+        runner.prefill(prompt)
+    for rows, kept in ((1, [0]), (8, [0, 1]), (3, [0])):
+        tokens = dice.integers(5, 4096, rows)
+        mask = tree_mask.from_parents([-1, *(int(dice.integers(0, i)) for i in range(1, rows))])
+
+        def logits(runner: Runner, tokens: Any = tokens, mask: Any = mask) -> Tensor:
+            return runner.forward_tree(tokens, mask.sum(1) - 1, mask).cpu().float()
+
+        got, want = logits(ours), logits(exact)
+        assert (got - want).norm() <= 3e-2 * want.norm()
+        assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.6
+        for runner in (ours, exact):
+            runner.cache.commit(kept)
