@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes that the kernels read at a time
-KIND = "cuda"  # of device
+KIND = "cuda"  # of device; an emulated one is of another (tests/simt)
 
 
 def current_stream() -> int:
