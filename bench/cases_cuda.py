@@ -164,10 +164,13 @@ class Maker:
 
         def calls(ops: Any) -> list[Call]:
             places = torch.arange(rows, device=self.device)
-            noise, made = torch.rand(rows, vocab, device=self.device), list[Call]()
-            scores = Scores(0.8, None, noise, places, 0.7)
-            for _ in self.copies(4 * rows * vocab):
-                logits = torch.randn(rows, vocab, device=self.device)
+            made = list[Call]()
+            for _ in self.copies(8 * rows * vocab):
+                logits, noise = (
+                    torch.randn(rows, vocab, device=self.device),
+                    torch.rand(rows, vocab, device=self.device),
+                )
+                scores = Scores(0.8, None, noise, places, 0.7)
                 chosen = partial(ops.draw, logits, vocab) if op == "draw" else partial(ops.children, logits, vocab, 8)
                 made.append(partial(chosen, scores))
             return made

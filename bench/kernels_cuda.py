@@ -29,18 +29,14 @@ import torch
 
 from bench import rivals, targets
 from bench.cases_cuda import OURS, RIVALS, Case, Made, Maker, cases
-from bench.on_gpu import Timer, alive, copy_speed, graph_timer
-from bench.watched import watch
+from bench.on_gpu import GpuLost, Timer, alive, copy_speed, graph_timer
+from bench.watched import FAILED, watch
 
 PATIENCE = 45.0  # seconds that one competitor of one case may take
 SLOW_START = 30.0  # seconds that a rival, which may compile, takes in all before it is left out
 MOST_FAILURES = 3  # of a rival
 PACKAGES = "other packages"  # what is at work while they are imported
 LOST = 70  # what the measuring process leaves with when the GPU will not go on
-
-
-class GpuLost(Exception):
-    """An error of the device that this process will not be rid of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +144,7 @@ class Run:
             print(line(found), flush=True)
         except Exception as error:
             self.fail(competitor, f"{self.found.at}: {rivals.first_line(error)}")
-            if torch.cuda.is_available() and not alive():
+            if isinstance(error, GpuLost) or (torch.cuda.is_available() and not alive()):
                 self.found.done.append(self.found.at)
                 self.found.write(self.file)
                 raise GpuLost(self.found.at) from error
@@ -205,7 +201,7 @@ def work(args: argparse.Namespace) -> int:
     except GpuLost:
         return LOST
     print(f"{len(found.failed)} failed, {len(found.left_out)} cases left out for want of time")
-    return 1 if found.failed else 0
+    return FAILED if found.failed else 0
 
 
 def read_json(file: Path | None) -> dict[str, Any] | None:

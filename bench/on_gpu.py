@@ -16,6 +16,10 @@ Call = Callable[[], Any]
 Timer = Callable[[list[Call]], float]  # microseconds a call
 
 
+class GpuLost(Exception):
+    """This process will not measure rightly any more."""
+
+
 def graph_timer(calls: list[Call]) -> float:
     """Microseconds a call: the median replay of a graph of all calls in turn, CALLS of them at least."""
     many = list(itertools.islice(itertools.cycle(calls), max(CALLS, len(calls))))
@@ -23,9 +27,12 @@ def graph_timer(calls: list[Call]) -> float:
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in many:
-            call()
+    try:
+        with torch.cuda.graph(graph):
+            for call in many:
+                call()
+    except Exception as error:
+        raise GpuLost(str(error)) from error  # a capture that broke leaves stream and allocator as they were within it
     graph.replay()
     times: list[float] = []
     while len(times) < REPLAYS and (len(times) < 5 or sum(times) < 1000 * ENOUGH):

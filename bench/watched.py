@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PAUSE = 0.2  # seconds between two looks
-BY_ITSELF = (0, 1)  # what a process leaves with that has come to its end
+FAILED = 3  # what a process leaves with that has come to its end, but not all is well; 1 is an exception's
+BY_ITSELF = (0, FAILED)
 LAST_WAIT = 10.0  # seconds
 
 

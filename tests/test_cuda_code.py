@@ -1,5 +1,5 @@
 """The CUDA kernels' code on a CPU, under sanitizers: whole blocks of attention by an emulated MMA, sampling, moves, the
-norm, the noise and the growth of a tree. The launches and what is PTX run in tests/gpu, on a GPU or on the emulated one."""
+norm, the noise and the growth of a tree. Launches and PTX are for tests/gpu, on a GPU or on the emulated one."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from swiftspec.ops import cuda_tree, unfused
 from swiftspec.params import Plan, SamplingParams
 from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
+from tests.recording import Rerun
 from tests.same_rounds import as_paths, same_rounds
-from tests.test_graph import Rerun
 from tests.thread_group import ThreadGroup, on_ranks
 from tests.tiny import make_checkpoint
 

@@ -6,14 +6,12 @@ not copied into them would still be the batch that came first. tests/gpu/test_gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from swiftspec.batch import Batch
 from swiftspec.model.loader import load_model
@@ -24,29 +22,10 @@ from swiftspec.worker.graph import ROWS, Graphs, HostBatch, Inputs
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.smc import SMC
 from tests.histories import HistoryModel
+from tests.recording import Rerun
 from tests.tiny import make_checkpoint
 
 CPU = torch.device("cpu")
-
-
-class Rerun:
-    """Stands in for a capture: the result stays in one tensor, of which each replay writes all."""
-
-    def __init__(self) -> None:
-        self.captures = self.replays = 0
-
-    def __call__(
-        self, forward: Callable[[], Tensor], restore: Callable[[], None] = lambda: None, /
-    ) -> tuple[Tensor, Callable[[], None]]:
-        self.captures += 1
-        logits = torch.empty_like(forward())
-        restore()
-
-        def replay() -> None:
-            self.replays += 1
-            logits.copy_(forward())
-
-        return logits, replay
 
 
 def random_batch(rows: int, width: int, seed: int) -> HostBatch:

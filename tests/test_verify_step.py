@@ -26,10 +26,9 @@ from swiftspec.worker.graph import ROWS, HostBatch, Inputs
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
 from swiftspec.worker.verify_step import MOST_STEPS, VerifyStep, _lineage
-from tests.recording import Blind, Recorder
+from tests.recording import Blind, Recorder, Rerun
 from tests.same_rounds import drawn, same_verdicts
 from tests.test_draft_rounds import peers
-from tests.test_graph import Rerun
 from tests.thread_group import ThreadGroup, on_ranks
 from tests.tiny import make_checkpoint
 

@@ -255,6 +255,7 @@ def main() -> int:
             print(f"{step.name:36} {step.limit:4.0f} s{' if left' if step.extra else '':8}  {shlex.join(step.command)}")
         return 0
     output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the step that runs is ended on the way
     for old in (step.result for step in steps):
         if old is not None:
             old.unlink(missing_ok=True)

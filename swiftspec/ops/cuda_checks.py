@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes that the kernels read at a time
-KIND = "cuda"  # of device; an emulated one is of another (tests/simt)
 
 
 def current_stream() -> int:
@@ -18,8 +17,9 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...],
     """The tensor's address. ValueError, one line, for what a kernel would read wrongly."""
     if tensor.dtype != dtype or tensor.shape != shape:
         raise ValueError(f"{name} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
-    if tensor.device != device or device.type != KIND:
-        raise ValueError(f"{name} lies on {tensor.device}, the CUDA operators want it on {_wanted(device)}")
+    if tensor.device != device or not on_gpu(device):
+        wanted = device if on_gpu(device) else "a GPU"
+        raise ValueError(f"{name} lies on {tensor.device}, the CUDA operators want it on {wanted}")
     if device.index != torch.cuda.current_device():
         raise ValueError(f"{name} lies on {device}, the current device is cuda:{torch.cuda.current_device()}")
     address = tensor.data_ptr()
@@ -28,5 +28,6 @@ def check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...],
     return address
 
 
-def _wanted(device: torch.device) -> str:
-    return str(device) if device.type == KIND else "a GPU"
+def on_gpu(device: torch.device) -> bool:
+    """Whether kernels run there."""
+    return device.type == "cuda"

@@ -112,6 +112,10 @@ class Graphs:
         """How many rows a batch of so many is captured with."""
         return next(fixed for fixed in ROWS if fixed >= rows)
 
+    def forget(self) -> None:
+        """Lets go of all captures."""
+        self._captured.clear()
+
     def __call__(self, batch: HostBatch) -> Tensor:
         """What `forward` gives, [n, ...] on the device, to be read before the next call: graphs share their memory."""
         count, width = batch.mask.shape

@@ -51,7 +51,8 @@ class VerifySteps:
         """The step for a request that the runner has opened; None where its step cannot be captured."""
         runner, params = self._runner, sampler.params
         if self._bound is not runner.graphs:
-            self._steps.clear()
+            while self._steps:
+                self._steps.popitem()[1].close()
             self._bound = runner.graphs
         if not self._captures(params):
             return None
@@ -64,7 +65,7 @@ class VerifySteps:
         shaping = (params.temperature, *penalties, *filtered, *params.logit_bias.items())
         step = self._steps.pop(shaping, None) or VerifyStep(runner, params, self._vocab, self._noise)
         if len(self._steps) == MOST_STEPS:
-            del self._steps[next(iter(self._steps))]
+            self._steps.pop(next(iter(self._steps))).close()
         self._steps[shaping] = step
         step.open(sampler)
         return step
@@ -100,6 +101,11 @@ class VerifyStep:
             assert self._sampler.history is not None
             self._sampler.history.take(sampler.history)
             sampler.history = self._sampler.history
+
+    def close(self) -> None:
+        """Lets go of graphs and logits at once: step and graphs name each other."""
+        self._graphs.forget()
+        self._logits.clear()
 
     def __call__(self, batch: HostBatch) -> list[int] | Tensor:
         """The target's token after each row of a proposal's batch, the root's first. Where the graph was not sure of

@@ -28,8 +28,8 @@ from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.worker.runner import Runner
 from swiftspec.worker.verifier import LocalVerifier
 from tests.gpu.device import DEVICE, EMULATED, hopper, most, real
+from tests.recording import Rerun
 from tests.same_rounds import same_rounds, same_verdicts
-from tests.test_graph import Rerun
 
 pytestmark = pytest.mark.gpu
 ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)

@@ -75,10 +75,10 @@ def install(module: Path, seed: int) -> None:
     gpu.device = lambda *_: contextlib.nullcontext()
     gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)
     gpu.synchronize = lambda *_: _synchronize()
-    cuda_checks.KIND = "cpu"
-    modules: tuple[Any, ...] = (cuda, cuda_linear)
-    for ops in modules:
+    modules: tuple[Any, ...] = (cuda, cuda_linear, cuda_checks)
+    for ops in modules[:2]:
         ops.usable = lambda *_: cpu
+    modules[2].on_gpu = lambda device: device == cpu
     torch.empty = _aligned(torch.empty)
 
 

@@ -13,6 +13,7 @@ namespace ptx = swiftspec::cuda::ptx;
 using swiftspec::cuda::dynamic_shared;
 
 float result;
+alignas(16) float source[4];
 
 void none(int) {  // every thread adds its number, over shuffles, a barrier and the other block's memory
   auto* sums = reinterpret_cast<float*>(dynamic_shared());
@@ -37,13 +38,13 @@ void apart(int) {
 }
 
 void beyond(int) {
-  ptx::bulk_load(dynamic_shared() + 4096, &result, 16, reinterpret_cast<uint64_t*>(dynamic_shared()), 0);
+  ptx::bulk_load(dynamic_shared() + 4096, source, 16, reinterpret_cast<uint64_t*>(dynamic_shared()), 0);
 }
 
 void misaligned(int) {
   auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (threadIdx.x == 0) ptx::barrier_init(barrier);
-  ptx::bulk_load(dynamic_shared() + 24, &result, 16, barrier, 0);
+  ptx::bulk_load(dynamic_shared() + 24, source, 16, barrier, 0);
 }
 
 void gone(int) {
@@ -52,10 +53,20 @@ void gone(int) {
   ptx::remote_load(reinterpret_cast<float*>(dynamic_shared()), 1);
 }
 
+void too_early(int) {  // nobody waits for the copy
+  auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
+  if (threadIdx.x != 0) return;
+  ptx::barrier_init(barrier);
+  for (int i = 1; i <= 8; ++i) {
+    ptx::barrier_init(barrier + 2 * i);
+    ptx::bulk_load(dynamic_shared() + 1024 + 16 * i, source, 16, barrier + 2 * i, 0);
+  }
+}
+
 void trapped(int) { __trap(); }
 
 using Kernel = void (*)(int);
-constexpr Kernel kKernels[] = {none, some_wait, apart, beyond, misaligned, gone, trapped};
+constexpr Kernel kKernels[] = {none, some_wait, apart, beyond, misaligned, gone, too_early, trapped};
 
 }  // namespace
 

@@ -248,16 +248,27 @@ std::string Machine::stuck() const {
 }
 
 void Machine::clear() {
-  for (auto& cluster : resident_) cluster->live = 0;
-  retire();
   ready_.clear();
   copies_.clear();
+  for (auto& cluster : resident_) cluster->live = 0;
+  retire();
+}
+
+// Whether a copy to its shared memory is under way.
+bool Machine::receives(const Cluster& cluster) const {
+  return std::any_of(copies_.begin(), copies_.end(), [&](const BulkCopy& one) {
+    return std::any_of(cluster.blocks.begin(), cluster.blocks.end(), [&](const std::unique_ptr<Block>& block) {
+      const auto* to = static_cast<const uint8_t*>(one.copy.to);
+      return to >= block->dynamic.get() && to < block->dynamic.get() + block->shared_bytes;
+    });
+  });
 }
 
 // Frees what clusters without threads held.
 void Machine::retire() {
   std::erase_if(resident_, [&](std::unique_ptr<Cluster>& cluster) {
     if (cluster->live > 0) return false;
+    if (!copies_.empty() && receives(*cluster)) fault_ = "a block has left that a copy is under way to";
     for (auto& block : cluster->blocks) {
       for (auto& thread : block->threads) stacks_.push_back(std::move(thread->stack));
     }
@@ -298,7 +309,6 @@ void Machine::run(const Launch& launch) {
     if (resident_.empty()) break;
     for (cluster_left_ = false; !cluster_left_ && !ended();) step();
   }
-  if (fault_.empty() && !trapped_ && !copies_.empty()) fault_ = "a kernel ended with copies under way";
   clear();
   launch_ = nullptr;
   broken = trapped_;

@@ -116,7 +116,7 @@ class Machine {
 
   void seed(uint64_t seed) { dice_.seed(seed); }
   unsigned blocks = 64;  // that run at a time
-  bool broken = false;  // a kernel has ended itself; nothing more runs until `mend`
+  bool broken = false;  // a kernel has ended itself; nothing more runs
 
   void run(const Launch& launch);
 
@@ -142,6 +142,7 @@ class Machine {
   void stop();  // back to `run`, never to return
   void step();
   void retire();
+  bool receives(const Cluster& cluster) const;
   void clear();
   void block(const char* what);
   void wake(Gate& gate);
