@@ -20,7 +20,7 @@ import torch
 from bench import kernels_cuda, on_gpu, places, rivals, targets
 from bench.cases_cuda import PLACES, Case, Maker, cases
 from bench.kernels_cuda import Findings, Run
-from bench.on_gpu import Call
+from bench.on_gpu import Call, GpuLost
 from bench.places import Local
 from bench.rivals import Rivals
 from bench.watched import watch
@@ -110,6 +110,21 @@ def test_one_competitor_that_fails_is_named_and_a_rival_is_no_failure(tmp_path: 
     assert found.rivals[3:] == ["marlin: left out after 3 failures"]
     assert [r["op"] for r in found.results] == ["o", "qkv", "down", "swiglu"] and found.at is None
     assert found.results[0]["quoted"] == {"SwiftSpec": 11.72, "vLLM": 16.9, "TensorRT-LLM": 15.5, "Table 3": 22.8}
+
+
+def test_a_capture_that_breaks_ends_the_process_for_one_that_goes_on_behind_it(tmp_path: Path) -> None:
+    """What is captured after it would be measured wrongly, though the device is well."""
+    file = tmp_path / "found.json"
+    several = [case("o", {"marlin": list}), case("qkv", {"swiftspec": list})]
+
+    def timer(calls: list[Call]) -> float:
+        raise GpuLost("operation not permitted when stream is capturing")
+
+    with pytest.raises(GpuLost):
+        run(file, timer).all(iter(several))
+    run(file).all(iter(several))
+    found = Findings.read(file)
+    assert [r["op"] for r in found.results] == ["qkv"] and len(found.rivals) == 1 and found.failed == []
 
 
 def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
