@@ -206,7 +206,7 @@ def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     end._lines = 4
     sizes = {(8, torch.float32): True, (4, torch.float64): True, (9, torch.float32): False, (3, torch.bfloat16): False}
     for (count, dtype), taken in sizes.items():
-        x: Any = SimpleNamespace(is_cuda=True, nbytes=count * dtype.itemsize)
+        x: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=count * dtype.itemsize)
         assert end.takes(x) == taken
     assert not end.takes(torch.zeros(2))  # not on a GPU
     said: list[str] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.errors import UserError
+from swiftspec.ops.cuda_checks import on_gpu
 from swiftspec.ops.packing import Int4
 from swiftspec.ops.reference import Weight
 
@@ -139,8 +140,8 @@ class Communicator:
         return self._epoch
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `gather` takes x: on this GPU, whole words of 4 bytes, and as short as the longest product."""
-        return x.device == self._epoch.device and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
+        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and as short as the longest product."""
+        return on_gpu(x.device) and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""
