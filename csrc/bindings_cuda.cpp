@@ -155,15 +155,11 @@ void gather_virtual(const std::vector<const Channel*>& channels, const std::vect
 
 }  // namespace
 
-// All types here and in the other files of these bindings are the module's own: tests load a second one beside it, whose
-// kernels run on the emulated GPU.
 void bind_linear(py::module_& m) {
-  py::class_<Channel>(m, "CudaChannel", py::module_local(),
-                      "One rank's end of a group of GPUs; see cuda/channel.h. Patience in seconds.")
+  py::class_<Channel>(m, "CudaChannel", "One rank's end of a group of GPUs; see cuda/channel.h. Patience in seconds.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
            py::arg("done"), py::arg("trouble"), py::arg("patience"));
-  py::class_<Weights>(m, "CudaWeights", py::module_local(),
-                      "A projection's tiles on the current device; see cuda::Weights in kernels.h.")
+  py::class_<Weights>(m, "CudaWeights", "A projection's tiles on the current device; see cuda::Weights in kernels.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"))
       .def("precede", &precede, py::arg("tiles"), py::arg("bytes"),
            "The tiles that L2 is to have when this projection ends, for as long as both are used.");

@@ -195,8 +195,7 @@ void tree_add(const cuda::TreeState& tree, int64_t w, uintptr_t node, int64_t k,
 }  // namespace
 
 void swiftspec::binding::bind_cuda_attention(py::module_& m) {
-  py::class_<cuda::AttentionPlan>(m, "CudaAttention", py::module_local(),
-                                  "What attention needs on a device; see AttentionPlan in kernels.h.")
+  py::class_<cuda::AttentionPlan>(m, "CudaAttention", "What attention needs on a device; see AttentionPlan in kernels.h.")
       .def(py::init(&plan), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"), py::arg("slots"),
            py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("owner"), py::arg("tail"),
            py::arg("count"), py::arg("groups"), py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"),
@@ -228,8 +227,7 @@ void swiftspec::binding::bind_cuda_attention(py::module_& m) {
         py::arg("out"), py::arg("stream"));
   m.def("rms_norm_cuda", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("rows"), py::arg("dim"),
         py::arg("out"), py::arg("stream"));
-  py::class_<cuda::TreeState>(m, "CudaTree", py::module_local(),
-                              "A draft tree on a device; see TreeState in kernels.h.")
+  py::class_<cuda::TreeState>(m, "CudaTree", "A draft tree on a device; see TreeState in kernels.h.")
       .def(py::init(&tree_state), py::kw_only(), py::arg("token"), py::arg("parent"), py::arg("slot"),
            py::arg("weight"), py::arg("visible"), py::arg("used"), py::arg("nodes"), py::arg("slots"))
       .def("leaves", &tree_leaves, py::arg("w"), py::arg("prefix"), py::arg("node"), py::arg("tokens"),

@@ -60,17 +60,14 @@ uintptr_t address_of(const T& memory) {
 }  // namespace
 
 void bind_peers(py::module_& m) {
-  py::class_<cuda::Inbox>(m, "CudaInbox", py::module_local(),
-                          "Zeroed memory of the current GPU that other processes can open.")
+  py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
       .def(py::init(&make_inbox), py::arg("bytes"))
       .def_property_readonly("address", &address_of<cuda::Inbox>)
       .def("handle", [](const cuda::Inbox& inbox) { return handle_of(inbox); });
-  py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", py::module_local(),
-                              "Another process's inbox, as the current GPU reaches it.")
+  py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "Another process's inbox, as the current GPU reaches it.")
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
       .def_property_readonly("address", &address_of<cuda::PeerInbox>);
-  py::class_<Word>(m, "CudaWord", py::module_local(),
-                   "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
+  py::class_<Word>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
       .def(py::init(&make_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
       .def("view", &Word::view, "To be used no longer than the word.");
   m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
