@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from swiftspec import _C
 from tests.simt.emulate import DEVICE_CODE, FLAGS, build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +40,6 @@ def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(_C.cuda_built, reason="a build with CUDA has these types already: SWIFTSPEC_CUDA=0 leaves it out")
 @pytest.mark.timeout(900)
 def test_what_a_gpu_must_pass(tmp_path: Path) -> None:
     """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time."""

@@ -26,7 +26,9 @@ from swiftspec.ops import cuda, cuda_checks, cuda_linear
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 SOURCES = ("bindings_cuda.cpp", "bindings_cuda_attention.cpp", "bindings_cuda_peers.cpp", "host/segment.cpp")
-FLAGS = ("-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
+# pybind11 shares its types among modules of one version; these stay apart from those of a _C that was built with CUDA
+APART = "-DPYBIND11_INTERNALS_VERSION=1000"
+FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-Wno-clobbered")  # fmt: skip
 DEVICE_CODE = ("-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++")
 LINE = 256  # bytes, as a GPU's allocator aligns
