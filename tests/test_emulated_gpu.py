@@ -17,8 +17,9 @@ from tests.simt.emulate import DEVICE_CODE, FLAGS, build
 ROOT = Path(__file__).resolve().parent.parent
 SIMT = ROOT / "tests" / "simt"
 COMPILER = str(shutil.which("g++"))
-FAULTS = ["nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory", "misaligned",
-          "a block that has left", "a copy is under way", "unspecified launch failure"]  # fmt: skip
+FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory",
+          "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
+          "did not wait for the launch in front"]  # fmt: skip
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")

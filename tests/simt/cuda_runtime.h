@@ -1,5 +1,4 @@
-// What the sources of csrc/cuda take from CUDA, on the emulated GPU of simt/machine.h. All streams are one, and a launch
-// has ended when it returns.
+// What the sources of csrc/cuda take from CUDA, on the emulated GPU of simt/machine.h. All streams are one.
 #pragma once
 
 #include <algorithm>
@@ -47,6 +46,8 @@ struct Axes {
   Axis x, y, z;
 };
 
+inline const Launch& launch() { return Machine::get().self().block->grid->launch; }
+
 }  // namespace simt
 
 inline constexpr simt::Axes threadIdx{[] { return simt::Machine::get().self().index.x; },
@@ -55,12 +56,10 @@ inline constexpr simt::Axes threadIdx{[] { return simt::Machine::get().self().in
 inline constexpr simt::Axes blockIdx{[] { return simt::Machine::get().self().block->index.x; },
                                      [] { return simt::Machine::get().self().block->index.y; },
                                      [] { return simt::Machine::get().self().block->index.z; }};
-inline constexpr simt::Axes blockDim{[] { return simt::Machine::get().block_size.x; },
-                                     [] { return simt::Machine::get().block_size.y; },
-                                     [] { return simt::Machine::get().block_size.z; }};
-inline constexpr simt::Axes gridDim{[] { return simt::Machine::get().grid.x; },
-                                    [] { return simt::Machine::get().grid.y; },
-                                    [] { return simt::Machine::get().grid.z; }};
+inline constexpr simt::Axes blockDim{[] { return simt::launch().threads.x; }, [] { return simt::launch().threads.y; },
+                                     [] { return simt::launch().threads.z; }};
+inline constexpr simt::Axes gridDim{[] { return simt::launch().grid.x; }, [] { return simt::launch().grid.y; },
+                                    [] { return simt::launch().grid.z; }};
 
 inline void __syncthreads() {
   simt::Block& block = *simt::Machine::get().self().block;
@@ -233,6 +232,9 @@ inline bool read(const cudaLaunchConfig_t& config, const void* kernel, Launch& l
     const cudaLaunchAttribute& one = config.attrs[i];
     if (one.id == cudaLaunchAttributeClusterDimension) launch.cluster = one.val.clusterDim.x;
     if (one.id == cudaLaunchAttributeCooperative) launch.together = one.val.cooperative != 0;
+    if (one.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.early = one.val.programmaticStreamSerializationAllowed != 0;
+    }
   }
   const auto allowed = shared_allowed().find(kernel);
   const size_t most = allowed == shared_allowed().end() ? kSharedUnasked : allowed->second;
@@ -250,9 +252,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (simt::Machine::get().broken) return cudaErrorLaunchFailure;
   simt::Launch launch;
   if (!simt::read(*config, reinterpret_cast<const void*>(kernel), launch)) return cudaErrorInvalidConfiguration;
-  const std::tuple<std::decay_t<Parameters>...> held(arguments...);
-  launch.body = [&] { std::apply(kernel, held); };
-  simt::Machine::get().run(launch);
+  launch.body = [kernel, held = std::tuple<std::decay_t<Parameters>...>(arguments...)] { std::apply(kernel, held); };
+  simt::Machine::get().run(std::move(launch));
   return cudaSuccess;
 }
 
@@ -273,7 +274,7 @@ cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute, int bytes) {
 
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaGetLastError() { return simt::Machine::get().broken ? cudaErrorLaunchFailure : cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaGetLastError(); }
+inline cudaError_t cudaDeviceSynchronize() { return simt::Machine::get().finish(), cudaGetLastError(); }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
   return *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0, cudaSuccess;
 }

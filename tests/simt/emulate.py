@@ -1,7 +1,7 @@
 """Builds the kernels of csrc/cuda for the emulated GPU of this folder, and puts it in place of a real one.
 
 Device memory is the CPU's then, all streams are one, and graphs cannot be captured: what a test wants with those it
-leaves out where tests.gpu.device says EMULATED.
+leaves out where tests.gpu.device says EMULATED. Launches wait until torch looks at a tensor.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import subprocess
 import sysconfig
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pybind11
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from swiftspec import _C
 from swiftspec.ops import cuda, cuda_checks, cuda_linear
@@ -32,6 +34,7 @@ FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"
          "-Wno-clobbered")  # fmt: skip
 DEVICE_CODE = ("-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++")
 LINE = 256  # bytes, as a GPU's allocator aligns
+USED = 512  # tensors whose addresses were asked for, more than a few launches ask for
 
 
 def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
@@ -82,10 +85,36 @@ def install(module: Path, seed: int) -> None:
         ops.usable = lambda *_: cpu
         ops.on_gpu = lambda device: device == cpu
     torch.empty = _aligned(torch.empty)
+    emulated.queues(True)
+    Stream(emulated).__enter__()
+
+
+class Stream(TorchFunctionMode):
+    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and the
+    memory that the latest launches use stays."""
+
+    # these do not look into memory: its address, its shape, another name for it, new memory
+    LAZY = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
+                      Tensor.is_contiguous, Tensor.view, torch.empty, torch.empty_like))  # fmt: skip
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.used: deque[Any] = deque(maxlen=USED)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.data_ptr:
+            self.used.append(args[0])
+        elif func not in self.LAZY and getattr(func, "__name__", "") != "__get__":
+            self.module.finish()
+        return func(*args, **(kwargs or {}))
 
 
 def _synchronize() -> None:
     native: Any = _C
+    native.finish()
     if native.broken():
         raise RuntimeError("CUDA error: unspecified launch failure")
 

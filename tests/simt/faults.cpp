@@ -65,23 +65,52 @@ void too_early(int) {  // nobody waits for the copy
 
 void trapped(int) { __trap(); }
 
+void late(int) {
+  ptx::launch_dependents();
+  for (int i = 0; i < 10; ++i) __nanosleep(1000);
+  none(0);
+}
+
+void doubles(int) {  // what the launch in front wrote
+  ptx::wait_for_dependencies();
+  if (threadIdx.x == 0 && blockIdx.x == 0) result *= 2;
+}
+
+void hasty(int) {
+  const float before = result;
+  ptx::wait_for_dependencies();
+  if (threadIdx.x == 0 && blockIdx.x == 0) result = 2 * before;
+}
+
+void heedless(int) {}
+
 using Kernel = void (*)(int);
-constexpr Kernel kKernels[] = {none, some_wait, apart, beyond, misaligned, gone, too_early, trapped};
+struct Case {
+  Kernel kernel, early = doubles;
+};
+constexpr Case kCases[] = {{none}, {late},      {some_wait}, {apart},       {beyond},        {misaligned},
+                           {gone}, {too_early}, {trapped},   {late, hasty}, {late, heedless}};
 
 }  // namespace
 
 int main(int, char** arguments) {
-  const int which = std::atoi(arguments[1]);
-  simt::Machine::get().seed(static_cast<uint64_t>(std::atoi(arguments[2])));
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {2, 1, 1};
-  cudaLaunchConfig_t config{dim3(2), dim3(64), 4096, nullptr, &cluster, 1};
+  const Case& one = kCases[std::atoi(arguments[1])];
+  simt::Machine& machine = simt::Machine::get();
+  machine.seed(static_cast<uint64_t>(std::atoi(arguments[2])));
+  machine.queues = true;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {2, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  const cudaLaunchConfig_t config{dim3(2), dim3(64), 4096, nullptr, attributes, 1};
+  const cudaLaunchConfig_t early{dim3(2), dim3(64), 4096, nullptr, attributes, 2};
   try {
-    const cudaError_t error = cudaLaunchKernelEx(&config, kKernels[which], 0);
-    const cudaError_t after = cudaGetLastError();
-    if (error != cudaSuccess || after != cudaSuccess) return std::puts(cudaGetErrorString(after)), 0;
-    if (result != 2 * 63 * 32) return std::puts("a wrong sum"), 0;
+    cudaLaunchKernelEx(&config, one.kernel, 0);
+    cudaLaunchKernelEx(&early, one.early, 0);
+    const cudaError_t error = cudaDeviceSynchronize();
+    if (error != cudaSuccess) return std::puts(cudaGetErrorString(error)), 0;
+    if (result != 2 * 2 * 63 * 32) return std::puts("a wrong sum"), 0;
   } catch (const std::runtime_error& fault) {
     return std::puts(fault.what()), 0;
   }

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <utility>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -17,6 +18,7 @@ namespace {
 
 constexpr size_t kStack = SIMT_ASAN ? 256 << 10 : 64 << 10;
 constexpr size_t kAlignment = 128;
+constexpr size_t kUnderWay = 3;  // launches; two of them are early
 
 }  // namespace
 
@@ -87,18 +89,20 @@ void Machine::enter() {
 #if SIMT_ASAN
   __sanitizer_finish_switch_fiber(nullptr, &machine.home_stack_, &machine.home_size_);
 #endif
-  machine.launch_->body();
+  machine.current_->block->grid->launch.body();
   machine.leave(*machine.current_);
   machine.stop();
 }
 
 void Machine::leave(Thread& thread) {
-  thread.ended = true;
   Block& block = *thread.block;
+  if (block.grid->launch.early && !thread.in_order) fault("a thread has ended that did not wait for the launch in front");
+  thread.ended = true;
   --block.live, --block.cluster->live;
+  if (block.live == 0) launch_dependents();
   // those that wait for all that are left need wait no longer
   if (block.live > 0 && static_cast<int>(block.gate.waiting.size()) == block.live) wake(block.gate);
-  cluster_left_ = block.cluster->live == 0;
+  changed_ |= block.cluster->live == 0;
   if (block.cluster->live > 0 && static_cast<int>(block.cluster->gate.waiting.size()) == block.cluster->live) {
     wake(block.cluster->gate);
   }
@@ -187,19 +191,41 @@ void Machine::trap() {
 }
 
 void Machine::fault(const std::string& what) {
-  if (fault_.empty()) fault_ = what;
   if (current_ == nullptr) throw std::runtime_error("emulated GPU: " + what);
+  if (fault_.empty()) fault_ = what;
   for (;;) stop();
 }
 
-void Machine::start(const Launch& launch, Index first) {
+void Machine::launch_dependents() {
+  Block& block = *current_->block;
+  if (!block.silent) return;
+  block.silent = false;
+  changed_ |= --block.grid->silent == 0;
+}
+
+void Machine::wait_for_dependencies() {
+  Grid* front = current_->block->grid->before.get();
+  current_->in_order = true;
+  if (front == nullptr || front->ended()) return;
+  front->dependents.waiting.push_back(current_);
+  block("griddepcontrol.wait");
+}
+
+// The next cluster of a launch.
+void Machine::start(const std::shared_ptr<Grid>& grid) {
+  const Launch& launch = grid->launch;
+  const uint64_t row = launch.grid.x / launch.cluster, next = grid->begun++;
+  const Index first{static_cast<unsigned>(next % row) * launch.cluster, static_cast<unsigned>(next / row % launch.grid.y),
+                    static_cast<unsigned>(next / row / launch.grid.y)};
   auto cluster = std::make_unique<Cluster>();
+  cluster->grid = grid;
   const unsigned threads = launch.threads.x;
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
     auto block = std::make_unique<Block>();
     block->index = {first.x + rank, first.y, first.z};
     block->rank = rank;
     block->cluster = cluster.get();
+    block->grid = grid.get();
     block->live = static_cast<int>(threads);
     block->warps.resize((threads + 31) / 32);
     void* memory = nullptr;
@@ -248,10 +274,11 @@ std::string Machine::stuck() const {
 }
 
 void Machine::clear() {
-  ready_.clear();
   copies_.clear();
   for (auto& cluster : resident_) cluster->live = 0;
   retire();
+  ready_.clear();
+  under_way_.clear();
 }
 
 // Whether a copy to its shared memory is under way.
@@ -272,8 +299,25 @@ void Machine::retire() {
     for (auto& block : cluster->blocks) {
       for (auto& thread : block->threads) stacks_.push_back(std::move(thread->stack));
     }
+    Grid& grid = *cluster->grid;
+    if (++grid.left == grid.clusters) grid.before = nullptr, wake(grid.dependents);
     return true;
   });
+  std::erase_if(under_way_, [](const std::shared_ptr<Grid>& grid) { return grid->ended(); });
+}
+
+// Starts what there is room for.
+void Machine::begin() {
+  uint64_t running = 0;
+  for (const auto& cluster : resident_) running += cluster->blocks.size();
+  for (const auto& grid : under_way_) {
+    if (grid->before != nullptr && grid->before->ended()) grid->before = nullptr;
+    if (grid->before != nullptr && grid->before->silent > 0) return;
+    for (; grid->begun < grid->clusters; running += grid->launch.cluster) {
+      if (running > 0 && running + grid->launch.cluster > blocks) return;
+      start(grid);
+    }
+  }
 }
 
 // One thread goes on until it waits: mostly one of those that have been woken last, whose memory is in the caches.
@@ -289,30 +333,33 @@ void Machine::step() {
   resume(thread);
 }
 
-void Machine::run(const Launch& launch) {
+void Machine::run(Launch launch) {
+  if (!launch.early) finish();
   if (broken) return;
-  launch_ = &launch;
-  grid = launch.grid, block_size = launch.threads;
-  const uint64_t row = launch.grid.x / launch.cluster, total = row * launch.grid.y * launch.grid.z;
-  const uint64_t at_once = std::max(blocks / launch.cluster, 1u);
-  uint64_t next = 0;
-  fault_.clear();
-  trapped_ = false;
   patience_ = 1u << 2 * (dice_() % 6);
+  auto grid = std::make_shared<Grid>();
+  grid->clusters = uint64_t{launch.grid.x / launch.cluster} * launch.grid.y * launch.grid.z;
+  grid->silent = grid->clusters * launch.cluster;
+  grid->before = under_way_.empty() ? nullptr : under_way_.back();
+  grid->launch = std::move(launch);
+  under_way_.push_back(std::move(grid));
+  finish(queues ? kUnderWay - 1 : 0);
+}
+
+void Machine::finish(size_t most) {
   const auto ended = [&] { return trapped_ || !fault_.empty(); };
   while (!ended()) {
     retire();
-    for (; next < total && resident_.size() < at_once; ++next) {
-      const auto x = static_cast<unsigned>(next % row), y = static_cast<unsigned>(next / row % launch.grid.y);
-      start(launch, {x * launch.cluster, y, static_cast<unsigned>(next / row / launch.grid.y)});
-    }
-    if (resident_.empty()) break;
-    for (cluster_left_ = false; !cluster_left_ && !ended();) step();
+    if (ended() || under_way_.size() <= most) break;
+    begin();
+    for (changed_ = false; !changed_ && !ended();) step();
   }
+  if (!ended()) return;
   clear();
-  launch_ = nullptr;
-  broken = trapped_;
-  if (!fault_.empty()) throw std::runtime_error("emulated GPU: " + fault_);
+  broken |= trapped_;
+  trapped_ = false;
+  const std::string what = std::exchange(fault_, "");
+  if (!what.empty()) throw std::runtime_error("emulated GPU: " + what);
 }
 
 }  // namespace simt

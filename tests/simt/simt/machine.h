@@ -2,9 +2,12 @@
 // operating system thread, which take turns in an order drawn from a seed, and whatever the hardware does at its own
 // time (copies into shared memory, the halves of a line) happens at a time drawn from that seed.
 //
+// Launches queue up until somebody waits for them, so that those that may start early do: a few are under way at a time.
+//
 // What CUDA leaves undefined and this notices is an error: lanes of a warp that meet at different instructions, threads
-// that wait for each other for ever, shared memory of a block that has left, a misaligned or outlying copy. Shared memory
-// is full of NaN at first. Built with AddressSanitizer, every block's shared memory ends where its launch said.
+// that wait for each other for ever, shared memory of a block that has left, a misaligned or outlying copy, a thread of an
+// early launch that ends without having waited for the launch in front. Shared memory is full of NaN at first. Built with
+// AddressSanitizer, every block's shared memory ends where its launch said.
 #pragma once
 
 #include <setjmp.h>
@@ -50,13 +53,35 @@ struct Copy {
   uint32_t bytes;
 };
 
+struct Launch {
+  Index grid, threads;
+  unsigned cluster = 1;
+  size_t shared = 0;
+  bool together = false;  // all blocks at the same time
+  bool early = false;     // before the launch in front has ended, once its blocks have said launch_dependents
+  std::function<void()> body;
+};
+
+// A launch under way.
+struct Grid {
+  Launch launch;
+  std::shared_ptr<Grid> before;      // the launch in front; null once it is known to have ended
+  uint64_t clusters = 0, begun = 0, left = 0;
+  uint64_t silent = 0;  // blocks that have not said launch_dependents, nor ended
+  Gate dependents;      // threads that wait for its end
+
+  bool ended() const { return left == clusters; }
+};
+
 struct Cluster;
 
 struct Block {
   Index index;
   unsigned rank = 0;  // in its cluster
   Cluster* cluster = nullptr;
+  Grid* grid = nullptr;
   int live = 0;  // threads that have not ended
+  bool silent = true;
   Gate gate;
   std::vector<Warp> warps;
   std::vector<std::unique_ptr<Thread>> threads;
@@ -70,6 +95,7 @@ struct Block {
 };
 
 struct Cluster {
+  std::shared_ptr<Grid> grid;
   std::vector<std::unique_ptr<Block>> blocks;
   Gate gate;
   int live = 0;
@@ -85,6 +111,7 @@ struct Thread {
   Block* block = nullptr;
   int warp = 0, lane = 0;
   bool ended = false;
+  bool in_order = false;  // the launch in front has ended, as it knows
   const char* waits_at = nullptr;
   std::deque<std::vector<Copy>> groups;  // of cp.async; the last one is open
 };
@@ -102,23 +129,17 @@ struct Barrier {
 };
 static_assert(sizeof(Barrier) == 8);
 
-struct Launch {
-  Index grid, threads;
-  unsigned cluster = 1;
-  size_t shared = 0;
-  bool together = false;
-  std::function<void()> body;
-};
-
 class Machine {
  public:
   static Machine& get();
 
   void seed(uint64_t seed) { dice_.seed(seed); }
   unsigned blocks = 64;  // that run at a time
-  bool broken = false;  // a kernel has ended itself; nothing more runs
+  bool queues = false;   // launches run when others follow or somebody waits, not at once
+  bool broken = false;   // a kernel has ended itself; nothing more runs
 
-  void run(const Launch& launch);
+  void run(Launch launch);
+  void finish(size_t most = 0);  // until no more than so many launches are under way
 
   // For threads.
   Thread& self() { return *current_; }
@@ -128,15 +149,16 @@ class Machine {
   void collective(uint32_t mask, const char* what, const void* in, void* out, void (*compute)(Warp&));
   void start_copy(const BulkCopy& copy);
   void finish_a_copy();
+  void launch_dependents();
+  void wait_for_dependencies();
   void check_shared(const void* p, size_t bytes, size_t alignment, const char* what);
   [[noreturn]] void trap();
   [[noreturn]] void fault(const std::string& what);
 
-  Index grid, block_size;  // of the launch that runs
-
  private:
   Machine();
-  void start(const Launch& launch, Index first);
+  void begin();
+  void start(const std::shared_ptr<Grid>& grid);
   void leave(Thread& thread);
   void resume(Thread& thread);
   void stop();  // back to `run`, never to return
@@ -156,15 +178,15 @@ class Machine {
   const void* home_stack_ = nullptr;
   size_t home_size_ = 0;
   Thread* current_ = nullptr;
-  const Launch* launch_ = nullptr;
+  std::vector<std::shared_ptr<Grid>> under_way_;  // as they were launched
   std::vector<Thread*> ready_;
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<BulkCopy> copies_;
   std::vector<std::unique_ptr<uint8_t[]>> stacks_;  // to be used again
   std::string fault_;
   bool trapped_ = false;
-  bool cluster_left_ = false;
-  unsigned patience_ = 1;  // of this launch: how often a thread that yields is soon its turn again
+  bool changed_ = false;  // a cluster has left, or no block is silent any more
+  unsigned patience_ = 1;  // since the last launch: how often a thread that yields is soon its turn again
 };
 
 }  // namespace simt

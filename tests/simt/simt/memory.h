@@ -44,6 +44,7 @@ inline cudaError_t cudaMalloc(void** data, size_t bytes) {
 }
 
 inline cudaError_t cudaFree(void* data) {
+  simt::Machine::get().finish();
   const auto found = simt::mappings().find(data);
   if (found == simt::mappings().end()) return cudaErrorInvalidValue;
   munmap(data, found->second.bytes);

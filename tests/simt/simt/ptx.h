@@ -146,8 +146,8 @@ inline void prefetch(const void* from, uint32_t bytes) {
   static_cast<void>(first[0]), static_cast<void>(first[bytes - 1]);
 }
 
-inline void launch_dependents() {}
-inline void wait_for_dependencies() {}
+inline void launch_dependents() { simt::Machine::get().launch_dependents(); }
+inline void wait_for_dependencies() { simt::Machine::get().wait_for_dependencies(); }
 
 // ---- Clusters.
 
