@@ -37,7 +37,8 @@ def open_peers(rank: int, size: int, file: str, patience: float) -> Peers:
 
 
 def sum_products(rank: int, size: int, file: str) -> None:
-    """Products of changing length, then a graph of three replayed: each the sum in rank order, to the bit."""
+    """Products of changing length, then a graph of three with gathers between replayed: each the sum in rank order, to
+    the bit."""
     peers = open_peers(rank, size, file, 30.0)
     packed = [ops.pack(weight(K, N, 128, seed), torch.bfloat16, HERE) for seed in range(size)]
 
@@ -56,11 +57,18 @@ def sum_products(rank: int, size: int, file: str) -> None:
         assert torch.equal(ops.linear_residual(x[rank], packed[rank], residual, peers.sums), expected(x, residual))
     x, residual = [draw(8, K, r) for r in range(size)], draw(8, N, 0)
     want, mine = expected(x, residual), packed[rank]
-    replay = captured(lambda: [ops.linear_residual(x[rank], mine, residual, peers.sums) for _ in range(3)])
+    everyone = torch.stack(x)
+
+    def some() -> list[tuple[Tensor, Tensor]]:
+        return [
+            (ops.linear_residual(x[rank], mine, residual, peers.sums), peers.sums.gather(x[rank])) for _ in range(3)
+        ]
+
+    replay = captured(some)
     before = int(peers.sums.epoch)
     for _ in range(5):
-        assert all(torch.equal(one, want) for one in replay())
-    assert int(peers.sums.epoch) == before + 15
+        assert all(torch.equal(summed, want) and torch.equal(rows, everyone) for summed, rows in replay())
+    assert int(peers.sums.epoch) == before + 30
     print("ok")
 
 

@@ -36,22 +36,12 @@ class Ranks:
 
     def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
         out = [torch.full_like(residual, float("nan")) for _ in x]
-        self.sum_into(out, x, residual, delays)
-        return out
-
-    def sum_into(self, out: list[Tensor], x: list[Tensor], residual: Tensor, delays: int) -> None:
         _C.linear_cuda_virtual(
             [p.native for p in self.packed], [rows.data_ptr() for rows in x], residual.data_ptr(),
             [rows.data_ptr() for rows in out], [end.native for end in self.ends], len(residual), delays,
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
-
-    def gather_into(self, out: list[Tensor], mine: list[Tensor]) -> None:
-        """Of words."""
-        _C.gather_cuda_virtual(
-            [end.native for end in self.ends], [m.data_ptr() for m in mine], [o.data_ptr() for o in out],
-            mine[0].numel(), torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+        return out
 
     def expected(self, x: list[Tensor], residual: Tensor) -> Tensor:
         """Each rank's product rounded, added in rank order in float32, rounded, then the residual."""
@@ -107,32 +97,16 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
         for count in (1, 2, 7, 600, 16 * N, 136):
             mine = [words(count, r) for r in range(size)]
             out = [torch.full((size, count + 1), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
-            ranks.gather_into(out, mine)
+            _C.gather_cuda_virtual(
+                [end.native for end in ranks.ends], [m.data_ptr() for m in mine], [o.data_ptr() for o in out], count,
+                torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
             for found in out:
                 assert torch.equal(found.flatten()[: size * count].view(size, count), torch.stack(mine))
                 assert (found.flatten()[size * count :] == -1).all(), "nothing is written behind the messages"
             x, residual = [rows_of(3, K, r) for r in range(size)], rows_of(3, N, 7)
             for summed in ranks.sum(x, residual, 0):
                 assert torch.equal(summed, ranks.expected(x, residual))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_virtual_ranks_whose_launches_overlap(size: int) -> None:
-    """Sums and gathers one right behind the other; a gather starts before the sum in front of it has ended."""
-    ranks = Ranks(size, K, N, 128)
-    x, residual = [rows_of(9, K, r) for r in range(size)], rows_of(9, N, 1)
-    mine, want = [words(40, r) for r in range(size)], ranks.expected(x, residual)
-    turns = [
-        ([torch.empty_like(residual) for _ in x], [torch.empty(size, 40, dtype=torch.int32, device=DEVICE) for _ in x])
-        for _ in range(8)
-    ]
-    for turn, (sums, gathered) in enumerate(turns):
-        ranks.sum_into(sums, x, residual, turn % 3)
-        ranks.gather_into(gathered, mine)
-    for sums, gathered in turns:
-        assert all(torch.equal(out, want) for out in sums)
-        assert all(torch.equal(out, torch.stack(mine)) for out in gathered)
-    assert [int(end.epoch) for end in ranks.ends] == [2 * len(turns)] * size
 
 
 def test_a_group_of_one_through_the_plain_entry() -> None:
@@ -144,9 +118,17 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
     message = torch.randn(8, 17, dtype=torch.float64, device=DEVICE)
     assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
     assert int(ranks.ends[0].epoch) == 3
-    early = [ops.linear_residual(x[:8], ranks.packed[0], residual[:8], ranks.ends[0]) for _ in range(5)]
-    assert all(torch.equal(one, got[:8]) for one in early), "each starts before the one in front has ended"
-    assert int(ranks.ends[0].epoch) == 8
+
+
+def test_launches_that_overlap() -> None:
+    """Sums and gathers one right behind the other, each of which starts before the one in front has ended."""
+    ranks = Ranks(1, K, N, 128)
+    end, packed = ranks.ends[0], ranks.packed[0]
+    x, residual, mine = rows_of(9, K), rows_of(9, N, 5), words(40, 1)
+    want = ranks.expected([x], residual)
+    found = [(ops.linear_residual(x, packed, residual, end), end.gather(mine)) for _ in range(6)]
+    assert all(torch.equal(summed, want) and torch.equal(gathered, mine[None]) for summed, gathered in found)
+    assert int(end.epoch) == 12
 
 
 ALONE = """

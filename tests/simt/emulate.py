@@ -93,9 +93,9 @@ class Stream(TorchFunctionMode):
     """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and the
     memory that the latest launches use stays."""
 
-    # these do not look into memory: its address, its shape, another name for it, new memory
-    LAZY = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
-                      Tensor.is_contiguous, Tensor.view, torch.empty, torch.empty_like))  # fmt: skip
+    # an address, a shape, another name for the same memory, new memory
+    BLIND = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
+                       Tensor.is_contiguous, Tensor.view, Tensor.new_empty, torch.empty, torch.empty_like))  # fmt: skip
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -107,9 +107,18 @@ class Stream(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.data_ptr:
             self.used.append(args[0])
-        elif func not in self.LAZY and getattr(func, "__name__", "") != "__get__":
+        if self.looks(func, args):
             self.module.finish()
         return func(*args, **(kwargs or {}))
+
+    def looks(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether it looks into memory, or may."""
+        if func is Tensor.contiguous:
+            return not args[0].is_contiguous()
+        if func is Tensor.__getitem__:
+            keys = args[1] if isinstance(args[1], tuple) else (args[1],)
+            return not all(key is None or key is ... or isinstance(key, int | slice) for key in keys)
+        return func not in self.BLIND and getattr(func, "__name__", "") != "__get__"
 
 
 def _synchronize() -> None:
