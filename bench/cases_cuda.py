@@ -34,7 +34,7 @@ PARTICLES, DRAWN = (8, 64), 5  # of a population, and the rows of each: 4 draft 
 FEW_PLACES = 5  # whose other numbers of rows come before the other places
 OURS = "swiftspec"
 SUMMED = "swiftspec, summed"  # with an all-reduce in it, among a group of one: what it adds on one GPU
-RIVALS = ("marlin", "flashinfer", "flexattention")
+RIVALS = ("sdpa", "marlin", "flashinfer", "flexattention")
 Made = Callable[[], list[Call]]
 
 

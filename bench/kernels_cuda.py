@@ -33,7 +33,7 @@ from bench.on_gpu import GpuLost, Timer, alive, copy_speed, graph_timer
 from bench.watched import FAILED, watch
 
 PATIENCE = 45.0  # seconds that one competitor of one case may take
-SLOW_START = 30.0  # seconds that a rival, which may compile, takes in all before it is left out
+SLOW_START = 10.0  # seconds that a rival, which may compile, takes in all before it is left out
 MOST_FAILURES = 3  # of a rival
 PACKAGES = "other packages"  # what is at work while they are imported
 LOST = 70  # what the measuring process leaves with when the GPU will not go on

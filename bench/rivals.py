@@ -129,7 +129,8 @@ def attention_calls(make: Attention, tree: Tree) -> list[Call]:
 
 
 def sdpa(tree: Tree) -> list[Callable[[], Tensor]]:
-    """torch's own under a mask, the heads that share keys as rows of one, nothing else: no RoPE, nothing appended."""
+    """torch's own under a mask, by whichever kernel torch takes (on Hopper cuDNN's, where it can), the heads that share
+    keys as rows of one, nothing else: no RoPE, nothing appended."""
     rows, heads, width = tree.q.shape
     kv_heads = tree.keys.shape[1]
     q = tree.q.view(rows, kv_heads, -1, width).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, width)

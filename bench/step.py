@@ -98,11 +98,15 @@ def nothing_ahead(runner: Runner, on: bool = True) -> Runner:
 
 
 def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
-    """Greedy texts, and rates over all of them; the first is decoded once before."""
+    """Greedy texts, and rates over all of them. Each is decoded once before: no graph is captured in between then."""
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    llm.generate(prompts[0], sampling)
+    for prompt in prompts:
+        llm.generate(prompt, sampling)
     done = [llm.generate(prompt, sampling) for prompt in prompts]
     stats = [completion.stats for completion in done]
+    lost = [s.drafter_lost for s in stats if s.drafter_lost is not None]
+    if lost:
+        raise RuntimeError(f"the draft failed: {lost[0]}")
     seconds, rounds = sum(s.decode_time for s in stats), sum(s.rounds for s in stats)
     target, draft = sum(s.target_busy_time for s in stats), sum(s.draft_busy_time for s in stats)
     return [completion.token_ids for completion in done], {

@@ -35,10 +35,12 @@ from tools.gpu_report import report
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build" / "gpu-check"
 NO_TESTS = 5  # what pytest leaves with
-TAIL = 1500  # characters of a step's output that are kept
-FIRST_LOOK = 60.0  # seconds to import torch and see the GPU
+TAIL, WHOLE_TAIL = 600, 6000  # characters of the output that are kept of a step that went well, and of another
+FIRST_LOOK = 120.0  # seconds to import torch and see the GPU
+LAST_WORDS = 4.0  # seconds for an interrupted process to say what it was at
 LAST_WAIT = 5.0  # seconds for a killed process to end; one that the driver holds may not
 SECONDS, MARGIN = "{seconds}", 12.0  # in a command: its limit less what its end takes
+PATIENCE = 30  # seconds for one test
 EPOCHS = "6"  # of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR = "Llama-3-70B,Llama-3.2-3B", "Llama-3-8B,Llama-3.2-1B"
 
@@ -74,15 +76,15 @@ def plan(output: Path, gpu: str) -> list[Step]:
     verify = (python, "-m", "bench.verify", "--gpu", "--batch")
     measure = (python, "-m", "bench.constants", "--json", str(constants))
     return [
-        Step("build", (python, "setup.py", "build_ext", "--inplace"), 90),
+        Step("build", (python, "setup.py", "build_ext", "--inplace"), 65),
         *tests(),
-        decode("demo", 30),
+        decode("demo", 25),
         Step("constants", measure, 30, constants, output / f"{gpu}-constants.json"),
         Step("kernels", bench, 65, kernels, kept),
         decode(PAIR, 70),
         decode(SMALL_PAIR, 40),
-        sanitize("memcheck"),
-        sanitize("racecheck"),
+        sanitize("memcheck", "virtual"),
+        sanitize("racecheck", "virtual and 4"),  # four ranks, for it takes long
         decode(PAIR, 70, "unfused", extra=True),  # what the paper's Figure 8 calls the base
         decode("Llama-3-70B,Llama-3.2-1B", 60, extra=True),
         Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
@@ -103,12 +105,14 @@ def tests() -> list[Step]:
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
     return [
         Step(f"tests of {name}", pytest(*(f"tests/gpu/{stem}.py" for stem in groups[name])), limit)
-        for name, limit in (("operators", 40.0), ("engine", 40.0), ("ranks", 25.0))
+        for name, limit in (("operators", 35.0), ("engine", 55.0), ("ranks", 45.0))
     ]
 
 
 def pytest(*arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+    """Names each test as it begins, and ends with a hanging test's stack, be it in the driver."""
+    limits = ("-o", f"timeout={PATIENCE}", "-o", "timeout_method=thread")
+    return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", *limits, *arguments)
 
 
 def decode(pair: str, limit: float, ops: str = "auto", extra: bool = False) -> Step:
@@ -122,16 +126,16 @@ def tool(name: str) -> str:
     return shutil.which(name) or f"/usr/local/cuda/bin/{name}"
 
 
-def sanitize(kind: str) -> Step:
-    """The tests of several ranks on this one GPU, which have "virtual" in their names; of all kernels only ours are
-    looked at. Each tensor is an allocation of its own, so that what lies beside it is nobody's."""
+def sanitize(kind: str, which: str) -> Step:
+    """The tests of several ranks on this one GPU, those that `which` chooses as pytest's -k does; of all kernels only
+    ours are looked at. Each tensor is an allocation of its own, so that what lies beside it is nobody's."""
     options = ("--error-exitcode", "9", "--kernel-name", "kns=swiftspec")
     command = (
         tool("compute-sanitizer"),
         "--tool",
         kind,
         *options,
-        *pytest("tests/gpu/test_sums.py", "-k", "virtual"),
+        *pytest("tests/gpu/test_sums.py", "-k", which),
     )
     environment = {"SWIFTSPEC_TEST_EPOCHS": EPOCHS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return Step(kind, command, 40, environment=environment)
@@ -148,7 +152,8 @@ def profile() -> Step:
 def run(step: Step, limit: float) -> Outcome:
     """Runs a step for `limit` seconds at most, then ends it and whatever it started."""
     began = time.monotonic()
-    environment = {**os.environ, "SWIFTSPEC_CUDA": "1", "PYTHONUNBUFFERED": "1", **step.environment}
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # cmake and ninja
+    environment = {**os.environ, "PATH": path, "SWIFTSPEC_CUDA": "1", "PYTHONUNBUFFERED": "1", **step.environment}
     command = [part.replace(SECONDS, f"{max(limit - MARGIN, 1.0):.0f}") for part in step.command]
     log = SCRATCH / f"{slug(step.name)}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -164,13 +169,23 @@ def run(step: Step, limit: float) -> Outcome:
             state = {0: "ok", NO_TESTS: "nothing to run"}.get(process.wait(limit), "failed")
         except subprocess.TimeoutExpired:
             state = "out of time"
+            interrupt(process)
         finally:
             end(process)
     said = log.read_text(encoding="utf-8", errors="replace")
     last = said.strip().rpartition("\n")[2]
     if state == "ok" and " skipped" in last and " passed" not in last:
         state = "nothing to run"
-    return Outcome(step.name, state, time.monotonic() - began, said[-TAIL:])
+    kept = TAIL if state == "ok" else WHOLE_TAIL
+    return Outcome(step.name, state, time.monotonic() - began, said[-kept:])
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does, at which pytest tells what has failed so far."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -227,6 +242,7 @@ def machine() -> dict[str, Any] | None:
     try:
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=FIRST_LOOK).stdout.strip()
     except subprocess.TimeoutExpired:
+        print(f"gpu_check: PyTorch did not answer within {FIRST_LOOK:.0f} s", file=sys.stderr)
         return None
     return json.loads(said) | {"date": time.strftime("%Y-%m-%d")} if said else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -35,6 +36,7 @@ class Peers:
         """`lines`: of the longest product; `patience` in seconds: a kernel that waits longer ends itself."""
         if size > MOST_PEERS:
             raise UserError(f"the CUDA operators sum over at most {MOST_PEERS} GPUs, not {size}: {_MEND}")
+        self._device = device
         with torch.cuda.device(device):
             self._inbox: _C.CudaInbox | None = _C.CudaInbox(_C.cuda_inbox_bytes(size, lines))
             buses = [bus.decode() for bus in exchange("bus", _C.cuda_bus_id().encode())]
@@ -49,7 +51,9 @@ class Peers:
             self.sums = Communicator(rank, inboxes, lines, trouble, device, patience)
 
     def close(self) -> None:
-        """Lets go of the others' memory. No kernel of this rank may still run."""
+        """Lets go of the others' memory, once no kernel of this rank runs any more."""
+        with suppress(RuntimeError):  # of a device that is lost, on which none does
+            torch.cuda.synchronize(self._device)
         self._others = {}
 
     def free(self) -> None:

@@ -168,18 +168,23 @@ class CudaCapture:
 
     def __init__(self, turn: Lock) -> None:
         self._pool, self._turn = torch.cuda.graph_pool_handle(), turn
+        # its own, for what a library keeps by stream is then nobody else's, and there before a capture begins
+        self._stream = torch.cuda.Stream()
+        self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool that was without graphs takes no more of them
 
     def __call__(
         self, forward: Callable[[], Tensor], restore: Callable[[], None] = _nothing, /
     ) -> tuple[Tensor, Callable[[], None]]:
-        side, here = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                forward()
-                restore()
-        here.wait_stream(side)
+        side, here = self._stream, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        with self._turn, torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits = forward()
+        with self._turn:
+            side.wait_stream(here)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    forward()
+                    restore()
+            here.wait_stream(side)
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                logits = forward()
+        self._first = self._first or graph
         return logits, graph.replay

@@ -122,13 +122,12 @@ class VerifyStep:
         """[n] int64."""
         logits = self._runner.model.forward(batch, self._runner.cache)
         assert logits is not None
-        self._assumed.clear()
         paths = None if self._sampler.history is None else _lineage(batch)
         tokens = self._sampler.draw(logits, paths, batch.positions)
-        for holds in self._assumed:
-            tokens = tokens.masked_fill(~holds.view(-1), UNSURE)
         if self._assumed:
             self._logits[batch.mask.shape] = logits  # kept: the graph's memory is not given to anybody else
+        while self._assumed:
+            tokens = tokens.masked_fill(~self._assumed.pop().view(-1), UNSURE)
         return tokens
 
     def _assume(self, holds: Tensor) -> bool:
