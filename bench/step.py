@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         runners = (llm.verifier.runner, llm.drafter.runner)
         names = [getattr(runner.ops, "__name__", "?").rpartition(".")[2] for runner in runners]
         result: dict[str, Any] = {"pair": pair, "ops": names, "d": args.steps, "load s": time.perf_counter() - began}
+        result["early starts"] = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
         texts, result["serial"] = decode(llm, prompts, args.tokens)
         result["same text"] = agreement(texts, said)
         note(result)

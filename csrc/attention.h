@@ -148,7 +148,7 @@ struct Job {
   SWIFTSPEC_HD int64_t region() const { return (sequence() * p.kv_heads + head) * p.capacity * p.dim; }
   SWIFTSPEC_HD int64_t table() const { return parts(p.capacity, kPart); }  // parts that a sequence may have
   SWIFTSPEC_HD int64_t scratch(int64_t which, int column) const {
-    return ((entry * p.kv_heads + head) * table() + which) * kColumns + column;
+    return ((head * table() + which) * p.rows + group.first) * heads() + column;
   }
 };
 

@@ -206,7 +206,7 @@ void swiftspec::binding::bind_cuda_attention(py::module_& m) {
            "Once a layer.");
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
         py::arg("one_sequence"), "How many groups of rows a plan has room for.");
-  m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("groups"), py::arg("kv_heads"), py::arg("capacity"),
+  m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),
         "How many lines of `part_values` and `part_sums` a plan needs.");
   m.def("attention_clusters_cuda", &cuda::attention_clusters, py::arg("dim"),
         "How many clusters of attention the current device holds at a time.");

@@ -213,7 +213,7 @@ struct AttentionPlan {
   float scale;       // of the scores, base 2
 };
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
-int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity);
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);
 int64_t attention_clusters(int64_t dim);
 void plan_attention(const AttentionPlan& plan, Stream stream);
 void attention(const AttentionPlan& plan, const void* qkv, void* keys, void* values, void* out, Stream stream);

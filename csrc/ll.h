@@ -128,13 +128,16 @@ struct Bfloat16 {
   }
 };
 
-// A look at a line: whether both halves carry the flag, and if so their data.
-template <class Memory>
-SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
-  const Line seen = Memory::load(line);
+// Whether both halves of a line, as it was seen, carry the flag, and if so their data.
+SWIFTSPEC_HD bool read(const Line& seen, uint32_t flag, uint64_t& payload) {
   if (!ready(seen.half[0], flag) || !ready(seen.half[1], flag)) return false;
   payload = static_cast<uint64_t>(data_of(seen.half[1])) << 32 | data_of(seen.half[0]);
   return true;
+}
+
+template <class Memory>
+SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
+  return read(Memory::load(line), flag, payload);
 }
 
 template <class Memory>

@@ -60,7 +60,8 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
         result("attention 1000", 8, "swiftspec", 5.0),
         result("attention 1000", 8, "sdpa", 10.0),  # twice as long: 2.5 wanted
     )
-    table = [DECODED, DECODED | {"ops": ["unfused", "unfused"]}]
+    slower: list[dict[str, Any]] = [{"ops": ["unfused", "unfused"]}, {"early starts": False}]
+    table = [DECODED, *(DECODED | other for other in slower)]
     assert verdicts(table, recorded) == {
         "Llama-3-70B TP4 qkv x8": "ok",
         "Llama-3-70B TP4 qkv x8 against cublas bf16": "MISS",
@@ -79,6 +80,7 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
     }
     gpu_report.report({"steps": [], "decodes": table}, recorded, None)
     printed = capsys.readouterr().out
+    assert "on cuda and cuda, nothing early: " in printed, "shown, but held against nothing"
     assert "6 of 14 targets missed" in printed and "flashinfer: not importable" in printed
     gpu_report.report({"steps": [], "decodes": []}, None, None)  # nothing came back
 

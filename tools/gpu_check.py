@@ -89,6 +89,7 @@ def plan(output: Path, gpu: str) -> list[Step]:
         decode("Llama-3-70B,Llama-3.2-1B", 60, extra=True),
         Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
         Step("verify 16 x 5", (*verify, "16", "--steps", "5"), 20, extra=True),
+        decode(SMALL_PAIR, 40, early=False, extra=True),
         profile(),
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
     ]
@@ -115,10 +116,12 @@ def pytest(*arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", *limits, *arguments)
 
 
-def decode(pair: str, limit: float, ops: str = "auto", extra: bool = False) -> Step:
-    file = SCRATCH / f"{pair.replace(',', '+')}-{ops}.json"
+def decode(pair: str, limit: float, ops: str = "auto", early: bool = True, extra: bool = False) -> Step:
+    name = f"{pair} {ops}" + ("" if early else ", nothing early")
+    file = SCRATCH / f"{slug(name)}.json"
     command = (sys.executable, "-m", "bench.step", "--pair", pair, "--ops", ops, "--json", str(file))
-    return Step(f"decode {pair} {ops}", command, limit, file, extra=extra)
+    environment = {} if early else {"SWIFTSPEC_EARLY_STARTS": "0"}
+    return Step(f"decode {name}", command, limit, file, environment=environment, extra=extra)
 
 
 def tool(name: str) -> str:

@@ -44,7 +44,7 @@ def lines(decodes: list[Json], kernels: Json | None, constants: Json | None) -> 
                 yield from _operator(name, found, on)
         yield from _beside_each_other([found[OURS] for found in by_case.values() if OURS in found])
     for decoded in decodes:
-        if "unfused" not in decoded["ops"]:  # the baseline
+        if "unfused" not in decoded["ops"] and decoded.get("early starts", True):  # else a baseline
             yield from _decode(decoded, on)
 
 
@@ -104,7 +104,8 @@ def report(whole: Json, kernels: Json | None, constants: Json | None) -> None:
     for decoded in whole["decodes"]:
         rates = [f"{mode} {decoded[mode]['tok/s']:.0f} tok/s" for mode in ("serial", "async", "ar") if mode in decoded]
         same = [f"{decoded['same text']:.0%} of the text is the small model's"] if "same text" in decoded else []
-        print(f"{decoded['pair']} on {' and '.join(decoded['ops'])}: {', '.join(rates + same) or 'nothing'}")
+        how = "" if decoded.get("early starts", True) else ", nothing early"
+        print(f"{decoded['pair']} on {' and '.join(decoded['ops'])}{how}: {', '.join(rates + same) or 'nothing'}")
     for said in (kernels["rivals"] + kernels["failed"]) if kernels is not None else []:
         print(said)
     for step in whole["steps"]:

@@ -57,9 +57,9 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
 // Whether this cluster is the last of its group's `count`. All its threads ask, after they have written their part.
 template <int kDim>
 __device__ bool is_last(const Job& j, Shared<kDim>& s, cg::cluster_group& cluster, int64_t count) {
-  __threadfence();
   cluster.sync();
   if (cluster.thread_rank() == 0) {
+    __threadfence();
     uint32_t* arrived = j.p.arrived + j.entry * j.p.kv_heads + j.head;
     s.last = atomicAdd(arrived, 1u) == static_cast<uint32_t>(count - 1);
     if (s.last) *arrived = 0;  // for the next layer
@@ -103,7 +103,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       const auto block = [&](int i) { return cluster.map_shared_rank(&s, i); };
       join_tiles<kDim>(j, rank, thread, count == 1, block);
       if (count > 1 && is_last(j, s, cluster, count)) join_parts<kDim>(j, rank, thread, count);
-      cluster.sync();  // nobody reads another block's memory any more
+      // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
+      const bool more = j.part + clusters < count || entry + gridDim.z < groups_of(p);
+      more ? cluster.sync() : ptx::cluster_meet();
     }
   }
 }
@@ -138,9 +140,7 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
   return one_sequence ? parts(rows, kColumns / (heads / kv_heads)) : rows;
 }
 
-int64_t attention_lines(int64_t groups, int64_t kv_heads, int64_t capacity) {
-  return groups * kv_heads * parts(capacity, kPart) * kColumns;
-}
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) { return rows * heads * parts(capacity, kPart); }
 
 int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_that_fit<64>() : clusters_that_fit<128>(); }
 

@@ -43,17 +43,21 @@ struct Session {
     }
   }
 
-  // What every rank has sent as this line. All are looked at before any is waited for, so that their latencies overlap.
+  // What every rank has sent as this line. All are loaded before any is looked at, so that their latencies overlap.
   // False: the wait gave up.
   template <class Wait>
   SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
     const uint32_t flag = ll::flag_of(epoch, rules());
     for (;;) {
+      ll::Line seen[kMaxPeers];
+      SWIFTSPEC_UNROLL
+      for (int r = 0; r < kMaxPeers; ++r) {
+        if (r < channel.layout.ranks) seen[r] = Memory::load(line_at(channel.rank, r, line));
+      }
       int missing = -1;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r >= channel.layout.ranks) continue;
-        if (!ll::look<Memory>(line_at(channel.rank, r, line), flag, payload[r])) missing = r;
+        if (r < channel.layout.ranks && !ll::read(seen[r], flag, payload[r])) missing = r;
       }
       if (missing < 0) return true;
       if (!wait.again(missing)) return false;

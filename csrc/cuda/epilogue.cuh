@@ -34,12 +34,20 @@ __device__ const float4* join(const LinearTask& task, const Place& at, int turn,
   return joined;
 }
 
+// In the order of the CTAs; four at a time are loaded before any is added, so that their latencies overlap.
 __device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
-  float4 total = ptx::remote_load4(mine, 0);
-#pragma unroll 4
-  for (int cta = 1; cta < ctas; ++cta) {
-    const float4 next = ptx::remote_load4(mine, cta);
-    total = {total.x + next.x, total.y + next.y, total.z + next.z, total.w + next.w};
+  constexpr int kAtATime = 4;
+  float4 total = {0, 0, 0, 0};  // 0 + x is x, but for the sign of a zero
+  for (int first = 0; first < ctas; first += kAtATime) {
+    float4 of[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      if (first + i < ctas) of[i] = ptx::remote_load4(mine, first + i);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      if (first + i < ctas) total = {total.x + of[i].x, total.y + of[i].y, total.z + of[i].z, total.w + of[i].w};
+    }
   }
   return total;
 }
@@ -52,7 +60,7 @@ __device__ void each_unit(const LinearTask& task, const Place& at, int first_str
   for (int i = (at.warp << task.plan.cluster_log) + at.cta; i < kRows8 << task.plan.n_log; i += step) {
     Unit unit;
     unit.strip = first_strip + i / kRows8, unit.j = i % kRows8;
-    one(unit);
+    if (8 * unit.j < task.rows) one(unit);
   }
 }
 

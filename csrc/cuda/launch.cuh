@@ -3,6 +3,9 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdlib>
+#include <string_view>
+
 #include "check.cuh"
 #include "kernels.h"
 
@@ -17,6 +20,12 @@ struct Launch {
   bool together = false;  // all blocks run at the same time
 };
 
+// Whether any launch starts early: not with SWIFTSPEC_EARLY_STARTS=0, which shows what they gain, or are to blame for.
+inline bool early_starts() {
+  static const char* said = std::getenv("SWIFTSPEC_EARLY_STARTS");
+  return said == nullptr || std::string_view(said) != "0";
+}
+
 // A launch as CUDA wants it.
 class Config {
  public:
@@ -29,7 +38,7 @@ class Config {
     if (how.cluster > 0) {
       add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
     }
-    if (how.early) add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    if (how.early && early_starts()) add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
     if (how.together) add(cudaLaunchAttributeCooperative).cooperative = 1;
   }
   Config(const Config&) = delete;
@@ -60,9 +69,13 @@ int clusters_at_a_time(const char* name, void (*kernel)(Parameters...), const La
   return count;
 }
 
+// So much dynamic shared memory, and an SM that has as much of it as it can: one that had less would have to run empty
+// before blocks that want more could come to it early.
 template <class... Parameters>
 void allow_shared(const char* name, void (*kernel)(Parameters...), int64_t bytes) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), name);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        name);
 }
 
 }  // namespace swiftspec::cuda

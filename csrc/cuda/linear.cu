@@ -16,6 +16,7 @@ using tiles::kThreads;
 
 // A rank of its own: the launch is this rank's.
 struct OneRank {
+  static constexpr int kPerSm = 2;  // CTAs with up to 16 rows
   LinearTask task;
   Channel channel;  // no ranks: nothing is summed
   __device__ const LinearTask& my_task() const { return task; }
@@ -27,6 +28,7 @@ struct OneRank {
 
 // Virtual ranks: the CTAs of one cooperative launch, cut evenly. Pauses, from a seed, shift them against each other.
 struct ManyRanks {
+  static constexpr int kPerSm = 1;
   LinearTask tasks[kMaxPeers];
   Channel channels[kMaxPeers];
   int32_t per_rank;  // CTAs
@@ -131,7 +133,7 @@ __device__ void linear_body(const Ranks& ranks) {
 }
 
 template <bool kInt4, int kRows8, class Ranks>
-__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? 2 : 1) linear_kernel(const __grid_constant__ Ranks ranks) {
+__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kPerSm : 1) linear_kernel(const __grid_constant__ Ranks ranks) {
   linear_body<kInt4, kRows8>(ranks);
 }
 
@@ -174,7 +176,7 @@ Launch launch_of(const Weights& weights, int rows8, int clusters) {
   const int cluster = weights.plan.cluster();
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
-          .cluster = cluster,
+          .cluster = cluster > 1 ? cluster : 0,  // a block alone meets itself for nothing then
           .shared = tiles::carve(weights.plan, rows8).total};
 }
 

@@ -49,7 +49,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
         return torch.empty(shape, dtype=dtype, device=device)
 
     groups = _C.attention_groups_cuda(rows, num_heads, kv_heads, sequences == 1)
-    lines = _C.attention_lines_cuda(groups, kv_heads, capacity)
+    lines = _C.attention_lines_cuda(rows, num_heads, capacity)
     owner, tail, count = scratch(sequences, capacity), scratch(rows, width), scratch(rows)
     table_of_groups, arrived = scratch(groups, 4), scratch(groups, kv_heads)
     part_values, part_sums = (scratch(lines, size, dtype=torch.float32) for size in (dim, 2))

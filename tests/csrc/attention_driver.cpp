@@ -59,7 +59,7 @@ struct Case {
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim))};
-    const int64_t entries = groups_of(p), lines = entries * kv_heads * parts(capacity, kPart) * kColumns;
+    const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, kPart);
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();

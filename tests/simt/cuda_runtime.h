@@ -211,7 +211,8 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
+constexpr int cudaSharedmemCarveoutMaxShared = 100;
 enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
 
 namespace simt {
@@ -266,7 +267,8 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel kernel, const cuda
 }
 
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute, int bytes) {
+cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute what, int bytes) {
+  if (what != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (bytes < 0 || static_cast<size_t>(bytes) > simt::kSharedMost) return cudaErrorInvalidValue;
   simt::shared_allowed()[reinterpret_cast<const void*>(kernel)] = static_cast<size_t>(bytes);
   return cudaSuccess;
