@@ -13,6 +13,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
 from swiftspec.ops import cuda_linear as ops
+from swiftspec.ops.cuda_sampling import children
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
 pytestmark = [pytest.mark.gpu, hopper]
@@ -97,6 +98,17 @@ def test_products(k: int, n: int, group: int) -> None:
         gated = torch.nn.functional.silu(gate).bfloat16().double() * up
         # a gate that rounds the other way moves the product by a unit of bfloat16
         assert error(ops.norm_swiglu(few, norm, packed), gated) <= 2 * TOLERANCE
+
+
+def test_candidates_right_behind_the_head() -> None:
+    """They start before the head has ended whose logits they read."""
+    packed = ops.pack(weight(256, 136, 128), torch.bfloat16, DEVICE)
+    inputs, norm = [rows_of(8, 256, seed) for seed in range(4)], norm_of(256)
+    found = [children(ops.norm_head(x, norm, packed), 136, 8) for x in inputs]
+    for x, best in zip(inputs, found, strict=True):
+        logits = ops.norm_head(x, norm, packed)
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, want) for got, want in zip(best, children(logits, 136, 8), strict=True))
 
 
 def test_many_turns_of_few_clusters() -> None:

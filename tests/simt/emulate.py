@@ -93,9 +93,10 @@ class Stream(TorchFunctionMode):
     """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and the
     memory that the latest launches use stays."""
 
-    # an address, a shape, another name for the same memory, new memory
+    # an address, a shape, another name for the same memory, new memory, a mode
     BLIND = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
-                       Tensor.is_contiguous, Tensor.view, Tensor.new_empty, torch.empty, torch.empty_like))  # fmt: skip
+                       Tensor.__len__, Tensor.is_contiguous, Tensor.view, Tensor.new_empty, torch.empty,
+                       torch.empty_like, torch._C._set_grad_enabled))  # fmt: skip
 
     def __init__(self, module: Any) -> None:
         super().__init__()
