@@ -43,6 +43,7 @@ class Machine:
     opened: dict[str, set[str]] = field(default_factory=dict)  # owner -> who has its memory open
     freed: dict[str, set[str]] = field(default_factory=dict)  # owner -> who had it open then
     channels: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    still: set[str] = field(default_factory=set)  # whose kernels have ended
     here: local = field(default_factory=local)
     lock: Lock = field(default_factory=Lock)
 
@@ -95,7 +96,8 @@ class PeerInbox:
 
     def __del__(self) -> None:
         with self.machine.lock:
-            self.machine.opened[self.owner].remove(self.viewer)
+            if self.viewer in self.machine.still:  # else a kernel might yet write there
+                self.machine.opened[self.owner].remove(self.viewer)
 
 
 @pytest.fixture
@@ -105,6 +107,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(cuda_linear, "_C", made)
     monkeypatch.setattr(peers, "lines_of", lambda width: width)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.still.add(made.here.bus))
     return made
 
 
