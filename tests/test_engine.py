@@ -206,6 +206,9 @@ def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
         LLM(path, vocab_size=70)
     with pytest.raises(UserError, match="no such directory"):
         LLM(path / "nowhere")
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="device cuda: PyTorch finds no NVIDIA GPU here"):
+            LLM(path, device="cuda")
 
 
 @pytest.mark.parametrize(

@@ -210,11 +210,13 @@ def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: to
 
 def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
     """This rank's GPU among those of its machine."""
-    if device.type != "cuda" or device.index is not None or ranks is None:
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
+    if device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()
-    if count == 0:
-        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
     if ranks.local_size > count and not share:
         raise UserError(
             f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
