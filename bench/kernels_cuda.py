@@ -33,7 +33,7 @@ from bench.on_gpu import GpuLost, Timer, alive, copy_speed, graph_timer
 from bench.watched import FAILED, watch
 
 PATIENCE = 45.0  # seconds that one competitor of one case may take
-SLOW_START = 10.0  # seconds that a rival, which may compile, takes in all before it is left out
+ORDINARY, SLOW_START = 1.0, 10.0  # seconds for a case, and what a rival, which may compile, takes beyond it in all
 MOST_FAILURES = 3  # of a rival
 PACKAGES = "other packages"  # what is at work while they are imported
 LOST = 70  # what the measuring process leaves with when the GPU will not go on
@@ -119,7 +119,7 @@ class Run:
     constants: targets.Constants
     timer: Timer
     until: float  # by time.monotonic()
-    spent: dict[str, float] = field(default_factory=dict)  # seconds, by rival
+    spent: dict[str, float] = field(default_factory=dict)  # seconds beyond the ordinary, by competitor
 
     def all(self, several: Iterator[Case]) -> None:
         """Raises GpuLost, with everything written, when the GPU will not go on."""
@@ -149,7 +149,8 @@ class Run:
                 self.found.write(self.file)
                 raise GpuLost(self.found.at) from error
         self.found.done.append(self.found.at)
-        self.spent[competitor] = self.spent.get(competitor, 0.0) + time.monotonic() - began
+        beyond = max(time.monotonic() - began - ORDINARY, 0.0)
+        self.spent[competitor] = self.spent.get(competitor, 0.0) + beyond
 
     def fail(self, competitor: str, why: str) -> None:
         """What a rival cannot do is no failure of ours."""
@@ -165,7 +166,8 @@ class Run:
         slow = self.spent.get(competitor, 0.0) > SLOW_START
         if not slow and not fatal and len(failures) < MOST_FAILURES:
             return False
-        why = f"{competitor}: left out after " + (f"{SLOW_START:.0f} s" if slow else f"{len(failures)} failures")
+        reason = f"{SLOW_START:.0f} s of compiling" if slow else f"{len(failures)} failures"
+        why = f"{competitor}: left out after {reason}"
         if why not in self.found.rivals:
             self.found.rivals.append(why)
             print(why, flush=True)

@@ -135,6 +135,7 @@ SWIFTSPEC_HD bool read(const Line& seen, uint32_t flag, uint64_t& payload) {
   return true;
 }
 
+// The same of a line in memory.
 template <class Memory>
 SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
   return read(Memory::load(line), flag, payload);

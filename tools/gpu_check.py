@@ -6,7 +6,8 @@ Builds the extension in place, runs tests/gpu, measures constants and operators,
 and grown to large shapes, and looks for stray accesses and races among virtual ranks. Each step is a process with a
 time limit of its own; one that fails, hangs or leaves children behind does not stop the others. The limits of all that
 must be done fit the budget; the steps after these have what is left. Needs torch, numpy, safetensors, setuptools,
-pytest, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, no network and none of the front end's packages.
+pytest, pytest-timeout, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, no network and none of the front
+end's packages.
 
 Writes, after every step, <output>/<gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators) and
 <gpu>-constants.json, then prints what was reached beside the targets. Logs are in build/gpu-check.
@@ -111,8 +112,8 @@ def tests() -> list[Step]:
 
 
 def pytest(*arguments: str) -> tuple[str, ...]:
-    """Names each test as it begins, and ends with a hanging test's stack, be it in the driver."""
-    limits = ("-o", f"timeout={PATIENCE}", "-o", "timeout_method=thread")
+    """Names each test as it begins. One that hangs says where, be it in the driver, and ends the process if it can."""
+    limits = ("-o", f"faulthandler_timeout={PATIENCE - 5}", "-o", f"timeout={PATIENCE}", "-o", "timeout_method=thread")
     return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", *limits, *arguments)
 
 
@@ -155,6 +156,8 @@ def profile() -> Step:
 def run(step: Step, limit: float) -> Outcome:
     """Runs a step for `limit` seconds at most, then ends it and whatever it started."""
     began = time.monotonic()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background, which the step would take over
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # cmake and ninja
     environment = {**os.environ, "PATH": path, "SWIFTSPEC_CUDA": "1", "PYTHONUNBUFFERED": "1", **step.environment}
     command = [part.replace(SECONDS, f"{max(limit - MARGIN, 1.0):.0f}") for part in step.command]

@@ -59,7 +59,7 @@ template <int kDim>
 __device__ bool is_last(const Job& j, Shared<kDim>& s, cg::cluster_group& cluster, int64_t count) {
   cluster.sync();
   if (cluster.thread_rank() == 0) {
-    __threadfence();
+    __threadfence();  // for all: the barrier has put their writes before it
     uint32_t* arrived = j.p.arrived + j.entry * j.p.kv_heads + j.head;
     s.last = atomicAdd(arrived, 1u) == static_cast<uint32_t>(count - 1);
     if (s.last) *arrived = 0;  // for the next layer
@@ -123,13 +123,13 @@ int64_t clusters_that_fit() {
   return std::max(clusters_at_a_time("attention", attention_kernel<kDim>, how), 1);
 }
 
-// As many clusters as the device holds at a time: for each head first one for every group, then for parts of a row.
+// As many clusters as the device holds at a time, which `clusters_that_fit` was asked for: for each head first one for
+// every group, then for parts of a row.
 template <int kDim>
 void launch_attention(const AttentionPlan& p, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   const int64_t each = most(p.clusters / p.kv_heads, 1), z = least(each, groups_of(p));
   const int64_t x = least(each / z, parts(p.capacity, kPart));
   const dim3 grid(static_cast<unsigned>(x * kCluster), static_cast<unsigned>(p.kv_heads), static_cast<unsigned>(z));
-  allow_shared("attention", attention_kernel<kDim>, sizeof(Shared<kDim>));
   launch("attention", attention_kernel<kDim>, launch_of<kDim>(grid), stream, p, static_cast<const uint16_t*>(qkv),
          static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out));
 }

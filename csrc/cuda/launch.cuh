@@ -38,7 +38,9 @@ class Config {
     if (how.cluster > 0) {
       add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
     }
-    if (how.early && early_starts()) add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    if (how.early && early_starts()) {
+      add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
+    }
     if (how.together) add(cudaLaunchAttributeCooperative).cooperative = 1;
   }
   Config(const Config&) = delete;

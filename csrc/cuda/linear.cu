@@ -133,7 +133,8 @@ __device__ void linear_body(const Ranks& ranks) {
 }
 
 template <bool kInt4, int kRows8, class Ranks>
-__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kPerSm : 1) linear_kernel(const __grid_constant__ Ranks ranks) {
+__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kPerSm : 1)
+    linear_kernel(const __grid_constant__ Ranks ranks) {
   linear_body<kInt4, kRows8>(ranks);
 }
 
@@ -176,7 +177,7 @@ Launch launch_of(const Weights& weights, int rows8, int clusters) {
   const int cluster = weights.plan.cluster();
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
-          .cluster = cluster > 1 ? cluster : 0,  // a block alone meets itself for nothing then
+          .cluster = cluster > 1 ? cluster : 0,  // without them its barriers are a block's, which wait for no stores
           .shared = tiles::carve(weights.plan, rows8).total};
 }
 

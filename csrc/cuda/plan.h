@@ -19,7 +19,6 @@
 namespace swiftspec::cuda::tiles {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kMaxCluster = 8;        // CTAs that reach each other's shared memory, on every Hopper GPU
 constexpr int kStrip = 32;            // outputs of a strip
 constexpr int kBlock = 32;            // inputs whose order is mixed
 constexpr int kMaxRows = 32;          // of one launch

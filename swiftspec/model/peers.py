@@ -15,7 +15,7 @@ from swiftspec.ops.cuda_linear import Sums, lines_of
 from swiftspec.ops.cuda_peers import Peers
 
 PATIENCE = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
-LEAVING = 5.0  # seconds that a rank waits for the others to let go of its memory
+LEAVING = PATIENCE + 5  # seconds that a rank waits for the others, whose kernels may yet wait, to let go of its memory
 
 
 class PeerParallel:

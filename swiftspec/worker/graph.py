@@ -185,6 +185,6 @@ class CudaCapture:
                     restore()
             here.wait_stream(side)
             with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                self._first = self._first or graph
                 logits = forward()
-        self._first = self._first or graph
         return logits, graph.replay

@@ -122,6 +122,7 @@ class VerifyStep:
         """[n] int64."""
         logits = self._runner.model.forward(batch, self._runner.cache)
         assert logits is not None
+        self._assumed.clear()  # of a draw that failed
         paths = None if self._sampler.history is None else _lineage(batch)
         tokens = self._sampler.draw(logits, paths, batch.positions)
         if self._assumed:

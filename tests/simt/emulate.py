@@ -1,11 +1,13 @@
 """Builds the kernels of csrc/cuda for the emulated GPU of this folder, and puts it in place of a real one.
 
 Device memory is the CPU's then, all streams are one, and graphs cannot be captured: what a test wants with those it
-leaves out where tests.gpu.device says EMULATED. Launches wait until torch looks at a tensor.
+leaves out where tests.gpu.device says EMULATED. Launches wait until two more follow or torch, in the thread that called
+`install`, looks at a tensor.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import subprocess
@@ -86,12 +88,13 @@ def install(module: Path, seed: int) -> None:
         ops.on_gpu = lambda device: device == cpu
     torch.empty = _aligned(torch.empty)
     emulated.queues(True)
+    atexit.register(_synchronize)
     Stream(emulated).__enter__()
 
 
 class Stream(TorchFunctionMode):
-    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and the
-    memory that the latest launches use stays."""
+    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and memory
+    whose address was lately asked for stays. What a launch uses by an older address has to stay by itself."""
 
     # an address, a shape, another name for the same memory, new memory, a mode
     BLIND = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
@@ -118,7 +121,7 @@ class Stream(TorchFunctionMode):
             return not args[0].is_contiguous()
         if func is Tensor.__getitem__:
             keys = args[1] if isinstance(args[1], tuple) else (args[1],)
-            return not all(key is None or key is ... or isinstance(key, int | slice) for key in keys)
+            return not all(key is None or key is ... or type(key) in {int, slice} for key in keys)
         return func not in self.BLIND and getattr(func, "__name__", "") != "__get__"
 
 

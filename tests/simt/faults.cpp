@@ -1,4 +1,4 @@
-// Kernels with a fault each, by number: what the emulated GPU says of it, or "nothing".
+// Two launches each, one of them with a fault, by number: what the emulated GPU says of it, or "nothing".
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>

@@ -8,7 +8,7 @@ PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_peers(m);
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
   m.def("blocks", [](unsigned count) { simt::Machine::get().blocks = count; }, "So many run at a time.");
-  m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Launches wait for `finish`, or for others to follow.");
+  m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
   m.def("finish", [] { simt::Machine::get().finish(); }, "Until all launches have ended.");
   m.def("broken", [] { return simt::Machine::get().broken; }, "Whether a kernel has ended itself.");
 }

@@ -311,7 +311,6 @@ void Machine::begin() {
   uint64_t running = 0;
   for (const auto& cluster : resident_) running += cluster->blocks.size();
   for (const auto& grid : under_way_) {
-    if (grid->before != nullptr && grid->before->ended()) grid->before = nullptr;
     if (grid->before != nullptr && grid->before->silent > 0) return;
     for (; grid->begun < grid->clusters; running += grid->launch.cluster) {
       if (running > 0 && running + grid->launch.cluster > blocks) return;

@@ -65,7 +65,7 @@ struct Launch {
 // A launch under way.
 struct Grid {
   Launch launch;
-  std::shared_ptr<Grid> before;      // the launch in front; null once it is known to have ended
+  std::shared_ptr<Grid> before;  // the launch in front; null if there was none, and when this one has ended
   uint64_t clusters = 0, begun = 0, left = 0;
   uint64_t silent = 0;  // blocks that have not said launch_dependents, nor ended
   Gate dependents;      // threads that wait for its end
@@ -161,7 +161,7 @@ class Machine {
   void start(const std::shared_ptr<Grid>& grid);
   void leave(Thread& thread);
   void resume(Thread& thread);
-  void stop();  // back to `run`, never to return
+  void stop();  // back to `resume`
   void step();
   void retire();
   bool receives(const Cluster& cluster) const;

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 
@@ -44,7 +46,12 @@ inline cudaError_t cudaMalloc(void** data, size_t bytes) {
 }
 
 inline cudaError_t cudaFree(void* data) {
-  simt::Machine::get().finish();
+  try {  // destructors call this
+    simt::Machine::get().finish();
+  } catch (const std::runtime_error& fault) {
+    std::fprintf(stderr, "%s\n", fault.what());
+    std::abort();
+  }
   const auto found = simt::mappings().find(data);
   if (found == simt::mappings().end()) return cudaErrorInvalidValue;
   munmap(data, found->second.bytes);
