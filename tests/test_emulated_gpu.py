@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
     program = str(tmp_path_factory.mktemp("faults") / "faults")
-    sources = [str(SIMT / "faults.cpp"), str(SIMT / "simt" / "machine.cpp")]
+    sources = [str(SIMT / "faults.cpp"), *map(str, sorted(SIMT.glob("simt/*.cpp")))]
     subprocess.run([COMPILER, *FLAGS, "-O1", DEVICE_CODE[0], f"-I{SIMT}", *sources, "-o", program], check=True)
     return program
 

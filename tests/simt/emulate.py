@@ -44,7 +44,7 @@ def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
-    plain = [*(CSRC / name for name in SOURCES), here / "module.cpp", here / "simt/machine.cpp"]
+    plain = [*(CSRC / name for name in SOURCES), here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
     jobs = [(source, ()) for source in plain] + [(source, DEVICE_CODE) for source in sorted(CSRC.glob("cuda/*.cu"))]
 
     def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:

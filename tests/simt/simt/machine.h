@@ -25,7 +25,15 @@
 #include <unordered_map>
 #include <vector>
 
+#if defined(__SANITIZE_ADDRESS__)
+#define SIMT_ASAN 1
+#else
+#define SIMT_ASAN 0
+#endif
+
 namespace simt {
+
+constexpr size_t kStack = SIMT_ASAN ? 256 << 10 : 64 << 10;  // bytes of a thread's
 
 struct Index {
   unsigned x = 0, y = 0, z = 0;

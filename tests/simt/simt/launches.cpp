@@ -1,0 +1,183 @@
+// The queue of launches, and which blocks of them run.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+#include "machine.h"
+
+namespace simt {
+namespace {
+
+constexpr size_t kAlignment = 128;
+constexpr size_t kUnderWay = 3;  // launches; two of them are early
+
+}  // namespace
+
+void Machine::launch_dependents() {
+  Block& block = *current_->block;
+  if (!block.silent) return;
+  block.silent = false;
+  changed_ |= --block.grid->silent == 0;
+}
+
+void Machine::wait_for_dependencies() {
+  Grid* front = current_->block->grid->before.get();
+  current_->in_order = true;
+  if (front == nullptr || front->ended()) return;
+  front->dependents.waiting.push_back(current_);
+  block("griddepcontrol.wait");
+}
+
+// The next cluster of a launch.
+void Machine::start(const std::shared_ptr<Grid>& grid) {
+  const Launch& launch = grid->launch;
+  const uint64_t row = launch.grid.x / launch.cluster, next = grid->begun++;
+  const Index first{static_cast<unsigned>(next % row) * launch.cluster, static_cast<unsigned>(next / row % launch.grid.y),
+                    static_cast<unsigned>(next / row / launch.grid.y)};
+  auto cluster = std::make_unique<Cluster>();
+  cluster->grid = grid;
+  const unsigned threads = launch.threads.x;
+  for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+    auto block = std::make_unique<Block>();
+    block->index = {first.x + rank, first.y, first.z};
+    block->rank = rank;
+    block->cluster = cluster.get();
+    block->grid = grid.get();
+    block->live = static_cast<int>(threads);
+    block->warps.resize((threads + 31) / 32);
+    void* memory = nullptr;
+    if (posix_memalign(&memory, kAlignment, launch.shared) != 0) throw std::bad_alloc();
+    block->dynamic.reset(static_cast<uint8_t*>(memory));
+    block->shared_bytes = launch.shared;
+    std::memset(memory, 0xff, launch.shared);
+    for (unsigned t = 0; t < threads; ++t) {
+      auto thread = std::make_unique<Thread>();
+      thread->index = {t, 0, 0};
+      thread->block = block.get();
+      thread->warp = static_cast<int>(t / 32), thread->lane = static_cast<int>(t % 32);
+      thread->groups.emplace_back();
+      if (stacks_.empty()) {
+        thread->stack.reset(new uint8_t[kStack]);
+      } else {
+        thread->stack = std::move(stacks_.back());
+        stacks_.pop_back();
+      }
+      getcontext(&thread->beginning);
+      thread->beginning.uc_stack.ss_sp = thread->stack.get();
+      thread->beginning.uc_stack.ss_size = kStack;
+      thread->beginning.uc_link = nullptr;
+      makecontext(&thread->beginning, &Machine::enter, 0);
+      ready_.push_back(thread.get());
+      block->threads.push_back(std::move(thread));
+    }
+    cluster->live += static_cast<int>(threads);
+    cluster->blocks.push_back(std::move(block));
+  }
+  resident_.push_back(std::move(cluster));
+}
+
+std::string Machine::stuck() const {
+  std::string what = "threads wait for ever:";
+  for (const auto& cluster : resident_) {
+    for (const auto& block : cluster->blocks) {
+      for (const auto& thread : block->threads) {
+        if (thread->waits_at == nullptr || what.size() > 400) continue;
+        what += " block " + std::to_string(block->index.x) + "," + std::to_string(block->index.y) + " thread " +
+                std::to_string(thread->index.x) + " at " + thread->waits_at + ";";
+      }
+    }
+  }
+  return what;
+}
+
+void Machine::clear() {
+  copies_.clear();
+  for (auto& cluster : resident_) cluster->live = 0;
+  retire();
+  ready_.clear();
+  under_way_.clear();
+}
+
+// Whether a copy to its shared memory is under way.
+bool Machine::receives(const Cluster& cluster) const {
+  return std::any_of(copies_.begin(), copies_.end(), [&](const BulkCopy& one) {
+    return std::any_of(cluster.blocks.begin(), cluster.blocks.end(), [&](const std::unique_ptr<Block>& block) {
+      const auto* to = static_cast<const uint8_t*>(one.copy.to);
+      return to >= block->dynamic.get() && to < block->dynamic.get() + block->shared_bytes;
+    });
+  });
+}
+
+// Frees what clusters without threads held.
+void Machine::retire() {
+  std::erase_if(resident_, [&](std::unique_ptr<Cluster>& cluster) {
+    if (cluster->live > 0) return false;
+    if (!copies_.empty() && receives(*cluster)) fault_ = "a block has left that a copy is under way to";
+    for (auto& block : cluster->blocks) {
+      for (auto& thread : block->threads) stacks_.push_back(std::move(thread->stack));
+    }
+    Grid& grid = *cluster->grid;
+    if (++grid.left == grid.clusters) grid.before = nullptr, wake(grid.dependents);
+    return true;
+  });
+  std::erase_if(under_way_, [](const std::shared_ptr<Grid>& grid) { return grid->ended(); });
+}
+
+// Starts what there is room for.
+void Machine::begin() {
+  uint64_t running = 0;
+  for (const auto& cluster : resident_) running += cluster->blocks.size();
+  for (const auto& grid : under_way_) {
+    if (grid->before != nullptr && grid->before->silent > 0) return;
+    for (; grid->begun < grid->clusters; running += grid->launch.cluster) {
+      if (running > 0 && running + grid->launch.cluster > blocks) return;
+      start(grid);
+    }
+  }
+}
+
+// One thread goes on until it waits: mostly one of those that have been woken last, whose memory is in the caches.
+void Machine::step() {
+  if (ready_.empty()) {
+    if (copies_.empty()) fault_ = stuck();
+    return finish_a_copy();
+  }
+  const size_t among = chance(64) ? ready_.size() : std::min<size_t>(ready_.size(), 64);
+  std::swap(ready_[ready_.size() - 1 - dice_() % among], ready_.back());
+  Thread& thread = *ready_.back();
+  ready_.pop_back();
+  resume(thread);
+}
+
+void Machine::run(Launch launch) {
+  if (!launch.early) finish();
+  if (broken) return;
+  patience_ = 1u << 2 * (dice_() % 6);
+  auto grid = std::make_shared<Grid>();
+  grid->clusters = uint64_t{launch.grid.x / launch.cluster} * launch.grid.y * launch.grid.z;
+  grid->silent = grid->clusters * launch.cluster;
+  grid->before = under_way_.empty() ? nullptr : under_way_.back();
+  grid->launch = std::move(launch);
+  under_way_.push_back(std::move(grid));
+  finish(queues ? kUnderWay - 1 : 0);
+}
+
+void Machine::finish(size_t most) {
+  const auto ended = [&] { return trapped_ || !fault_.empty(); };
+  while (!ended()) {
+    retire();
+    if (ended() || under_way_.size() <= most) break;
+    begin();
+    for (changed_ = false; !changed_ && !ended();) step();
+  }
+  if (!ended()) return;
+  clear();
+  broken |= trapped_;
+  trapped_ = false;
+  const std::string what = std::exchange(fault_, "");
+  if (!what.empty()) throw std::runtime_error("emulated GPU: " + what);
+}
+
+}  // namespace simt
