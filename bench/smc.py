@@ -254,6 +254,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
+    if min(args.threads, args.limit, *args.particles) < 1:
+        parser.error("--threads, --limit and --particles must be at least 1")
     torch.set_num_threads(args.threads)
     if args.threads == 1:
         time.perf_counter = time.thread_time  # the engine's clock

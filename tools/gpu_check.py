@@ -248,8 +248,7 @@ def machine() -> dict[str, Any] | None:
     try:
         said = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, timeout=FIRST_LOOK).stdout.strip()
     except subprocess.TimeoutExpired:
-        print(f"gpu_check: PyTorch did not answer within {FIRST_LOOK:.0f} s", file=sys.stderr)
-        return None
+        raise SystemExit(f"gpu_check: PyTorch did not answer within {FIRST_LOOK:.0f} s") from None
     return json.loads(said) | {"date": time.strftime("%Y-%m-%d")} if said else None
 
 
