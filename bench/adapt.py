@@ -20,16 +20,16 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.batch import Proposal, VerifyResult
+from swiftspec.control.controller import Controller
+from swiftspec.control.measure import DraftTimes, steps_for
+from swiftspec.control.policy import Pace
 from swiftspec.decode import decode
 from swiftspec.engine import LLM
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.worker.drafter import Drafter
-from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.worker.pace import DraftTimes, steps_for
-from swiftspec.worker.policy import Pace
-from swiftspec.worker.steered import Steered
-from swiftspec.worker.verifier import Verifier
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.verifier import Verifier
 
 TIMES = {  # milliseconds: target over 1 and over 8 rows, an expansion
     "a dear draft (the paper's Table 6)": (10.34, 10.34, 3.73),
@@ -182,7 +182,7 @@ def speed(
     verifier = TimedVerifier(llm.verifier, clock)
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if pace is None else Steered(timed, pace, clock)
+        drafter: Drafter = timed if pace is None else Controller(timed, pace, clock)
         drafter.open(number, prompt, half.sampling, len(prompt))
         verifier.open(number, prompt, half.sampling, len(prompt))
         there = count
@@ -196,7 +196,7 @@ def speed(
 
 
 def run(
-    plan: Plan, times: Sequence[float], steered: bool, texts: Sequence[Half], tokens: int
+    plan: EngineConfig, times: Sequence[float], steered: bool, texts: Sequence[Half], tokens: int
 ) -> list[tuple[float, str]]:
     """The speed on each half, and the shape at its end."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
@@ -213,7 +213,7 @@ def run(
     return found
 
 
-def compare(plan: Plan, times: Sequence[float], texts: Sequence[Half], tokens: int) -> None:
+def compare(plan: EngineConfig, times: Sequence[float], texts: Sequence[Half], tokens: int) -> None:
     """Off, on, and the best fixed shape: a line for each half."""
     off = run(plan, times, plan.self_switch, texts, tokens)
     on = run(replace(plan, adapt_steps=True, adapt_batch=True), times, True, texts, tokens)
@@ -241,9 +241,9 @@ def main() -> None:
     texts = halves(args.limit)
     for mode in args.modes.split(","):
         for name, times in TIMES.items():
-            d = steps_for(times[1], DraftTimes(TURN, times[2])) if mode == "async" else Plan().steps
+            d = steps_for(times[1], DraftTimes(TURN, times[2])) if mode == "async" else EngineConfig().steps
             print(f"{mode}, {name}", flush=True)
-            compare(Plan(mode, draft_steps=d, self_switch=args.self_switch), times, texts, args.max_tokens)
+            compare(EngineConfig(mode, draft_steps=d, self_switch=args.self_switch), times, texts, args.max_tokens)
 
 
 if __name__ == "__main__":

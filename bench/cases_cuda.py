@@ -21,11 +21,12 @@ from bench import rivals
 from bench.on_gpu import Call
 from bench.places import PLACES, Local
 from bench.rivals import Rivals, Tree
-from swiftspec.batch import Batch
+from swiftspec.backends import library as unfused
+from swiftspec.backends import reference
+from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.backends.reference import Scores
+from swiftspec.model.batch import Batch
 from swiftspec.model.linear import DenseWeight, Int4Weight
-from swiftspec.ops import reference, unfused
-from swiftspec.ops.cuda_linear import Communicator, inbox, lines_of
-from swiftspec.ops.reference import Scores
 
 COLD = 256 << 20  # bytes that the copies of a case are together at least
 BF16 = torch.bfloat16
@@ -188,9 +189,9 @@ class Maker:
 
 
 def operators(device: str) -> dict[str, Any]:
-    """The competitors that are modules of operators: ops/cuda.py where it is there, and the libraries."""
+    """The competitors that are modules of operators: backends/cuda where it is there, and the libraries."""
     try:
-        modules = {OURS: importlib.import_module("swiftspec.ops.cuda")} if device.startswith("cuda") else {}
+        modules = {OURS: importlib.import_module("swiftspec.backends.cuda")} if device.startswith("cuda") else {}
     except ImportError:
         modules = {}
     return {**modules, "unfused": unfused}

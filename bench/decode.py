@@ -31,14 +31,14 @@ from bench import tasks
 from bench.heldout import DEMO, read_prompts
 from bench.peers import LlamaCpp, has_llama_cpp, load_transformers, write_dense
 from bench.to_gguf import TYPES, write_gguf
-from swiftspec.config import ModelConfig
+from swiftspec.backends import cpu as host
+from swiftspec.distributed.world import available_cores, run_on
 from swiftspec.engine import LLM, join_world, serve_rank
 from swiftspec.errors import UserError
-from swiftspec.ops import host
-from swiftspec.params import PROPOSALS, VERIFY, Plan, SamplingParams
-from swiftspec.remote.world import available_cores, run_on
+from swiftspec.model.config import ModelConfig
+from swiftspec.params import PROPOSALS, VERIFY, EngineConfig, SamplingParams
 
-PLAN = Plan()
+PLAN = EngineConfig()
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
     return generate
 
 
-def plan_of(mode: str, args: argparse.Namespace) -> Plan:
+def plan_of(mode: str, args: argparse.Namespace) -> EngineConfig:
     """The plan of one of our modes."""
-    return Plan(
+    return EngineConfig(
         mode=mode,
         verify_batch=args.verify_batch,
         draft_leaves=args.draft_leaves,

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftspec.batch import Batch
+from swiftspec.backends import cpu as host
+from swiftspec.backends.reference import Scores
+from swiftspec.model.batch import Batch
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
-from swiftspec.ops import host
-from swiftspec.ops.reference import Scores
 
 LAYERS = 16 << 20  # bytes
 GROUP = 128

@@ -7,7 +7,7 @@ replayed between two events; the median replay over the number of calls. So no l
 memory that is cold. `floor` is the bytes that must move over the copy speed of this run. Most important cases first;
 after `--budget` seconds the rest is left out and said to be.
 
-Compared are: `swiftspec` (ops/cuda.py, where it is there: norm, activation, residual, RoPE and KV append included), and
+Compared are: `swiftspec` (backends/cuda, where it is there: norm, activation, residual, RoPE, KV append included), and
 with `summed` an all-reduce among a group of one; `unfused` (the same work through libraries); the bare products and
 attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/rivals.py. The measuring is
 done by a process that is begun again where it dies or hangs (bench/watched.py). Not run on a GPU yet.
@@ -66,7 +66,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
     rivals: list[str] = field(default_factory=list)  # which are there, which failed at what, and why others are not
     left_out: list[str] = field(default_factory=list)
-    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as profile/latency.py reads them
+    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as lab/latency.py reads them
     done: list[str] = field(default_factory=list)
     at: str | None = None
 

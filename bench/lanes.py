@@ -24,24 +24,24 @@ from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.assemble import Options
+from swiftspec.backends.cpu.rounds import HostRounds
+from swiftspec.distributed.mailbox import SharedChannel
+from swiftspec.distributed.world import World
 from swiftspec.engine import LLM, join_world, serve_rank
-from swiftspec.ops.host_rounds import HostRounds
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.shared import SharedChannel
-from swiftspec.remote.world import World
-from swiftspec.spec import verify
-from swiftspec.spec.kv_cache import KVCache
-from swiftspec.spec.native_tree import NativeTree
-from swiftspec.spec.sampler import Sampler
-from swiftspec.spec.tree import DraftTree
-from swiftspec.worker.roles import Options
-from swiftspec.worker.runner import Runner
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.native_tree import NativeTree
+from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree import walk as tree_walk
+from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
     (Runner, "_forward"), (HostRounds, "verify"), (HostRounds, "expand"), (SharedChannel, "send"),
     (SharedChannel, "recv"), (SharedChannel, "recv_or_answer"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
-    (DraftTree, "add_children"), (verify, "walk"),
+    (DraftTree, "add_children"), (tree_walk, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
 ]  # fmt: skip
 MODELS = (DEMO / "target", DEMO / "draft")
@@ -103,7 +103,9 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
     print(f"{lane}: " + ", ".join(f"{n} {t / len(spots):.3f}" for n, t in sorted(total.items(), key=lambda x: -x[1])))
 
 
-def decode(world: World, plan: Plan, options: Options, limit: int, temperature: float) -> tuple[LLM, float, float]:
+def decode(
+    world: World, plan: EngineConfig, options: Options, limit: int, temperature: float
+) -> tuple[LLM, float, float]:
     """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
     llm = LLM(*MODELS, plan, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
@@ -151,7 +153,7 @@ def main() -> None:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
     options: Options = {"dtype": torch.bfloat16, "ops": args.ops}
-    plan, spans = Plan("async", draft_steps=args.steps), []
+    plan, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:
         serve_rank(plain, *MODELS, plan, **options)

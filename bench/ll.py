@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from swiftspec.ops.shm import Mailbox, SharedGroup, new_name
+from swiftspec.backends.cpu.shm import Mailbox, SharedGroup, new_name
 
 ROWS, WIDTH, WORDS = 8, 384, 100
 WAYS = ["all_reduce LL", "all_reduce gloo", "round trip mailbox", "round trip TCP"]

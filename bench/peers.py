@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.config import ModelConfig
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import Int4Weight
 
 CONTEXT = 2048  # tokens of prompt and answer that llama.cpp makes room for

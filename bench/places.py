@@ -10,7 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from swiftspec.config import ModelConfig
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
 
 GROUP = 128  # inputs of an int4 group

@@ -25,8 +25,8 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.decode import decode
 from swiftspec.engine import LLM
-from swiftspec.params import PROPOSALS, Plan, SamplingParams
-from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.params import PROPOSALS, EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
@@ -46,7 +46,7 @@ class Point:
 def engine(proposal: str, ahead: bool, calibration: float | Literal["auto"] | None, args: argparse.Namespace) -> LLM:
     """The embedded pair, its draft in turn with the target or ahead of it."""
     verify = "reject" if proposal == "sample" else "match"
-    plan = Plan(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
+    plan = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
                 calibration=calibration)  # fmt: skip
     llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
     if ahead:

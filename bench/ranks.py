@@ -18,11 +18,11 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.assemble import Options
+from swiftspec.backends import cpu as host
+from swiftspec.distributed.world import World, run_on
 from swiftspec.engine import LLM, join_world, serve_rank
-from swiftspec.ops import host
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.world import World, run_on
-from swiftspec.worker.roles import Options
+from swiftspec.params import EngineConfig, SamplingParams
 
 OPTIONS: Options = {"dtype": torch.bfloat16}
 DRAFT_STEPS = 3
@@ -34,7 +34,7 @@ class System:
     what is neither's."""
 
     name: str
-    plan: Plan
+    plan: EngineConfig
     alone: bool = False
     passes: list[tuple[float, float, float, float]] = field(default_factory=list)
 
@@ -50,11 +50,11 @@ def systems(size: int) -> list[System]:
     """Each mode alone, then over `size` ranks."""
     serial = {"mode": "serial", "draft_steps": DRAFT_STEPS}
     return [
-        System("ar, alone", Plan("ar"), alone=True),
-        System("ar", Plan("ar", target_tp=size)),
-        System("serial, alone", Plan(**serial), alone=True),
-        System("serial, draft cut", Plan(**serial, target_tp=size)),
-        System("serial, draft whole", Plan(**serial, target_tp=size, draft_tp=1)),
+        System("ar, alone", EngineConfig("ar"), alone=True),
+        System("ar", EngineConfig("ar", target_tp=size)),
+        System("serial, alone", EngineConfig(**serial), alone=True),
+        System("serial, draft cut", EngineConfig(**serial, target_tp=size)),
+        System("serial, draft whole", EngineConfig(**serial, target_tp=size, draft_tp=1)),
     ]
 
 

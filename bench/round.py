@@ -19,11 +19,12 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import LLM
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.spec import mask, verify
-from swiftspec.spec.kv_cache import KVCache
-from swiftspec.spec.sampler import Sampler
-from swiftspec.spec.tree import DraftTree
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree import mask
+from swiftspec.tree import walk as tree_walk
+from swiftspec.tree.tree import DraftTree
 
 PARTS: list[tuple[Any, str]] = [
     (DraftTree, "best_leaves"),
@@ -36,7 +37,7 @@ PARTS: list[tuple[Any, str]] = [
     (KVCache, "commit"),
     (mask, "from_parents"),
     (mask, "pad_left"),
-    (verify, "walk"),
+    (tree_walk, "walk"),
 ]
 
 
@@ -95,7 +96,7 @@ def main() -> None:
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     sampling = SamplingParams(temperature=args.temperature, max_tokens=128, ignore_eos=True)
     for d in map(int, args.steps.split(",")):
-        llm = LLM(DEMO / "target", DEMO / "draft", Plan(draft_steps=d), dtype=torch.bfloat16)
+        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), dtype=torch.bfloat16)
         decode(llm, prompts[:1], sampling)
         best = min((decode(llm, prompts, sampling) for _ in range(3)), key=lambda r: r["host"])
         budget = 0.4 + 0.15 * d
@@ -103,7 +104,7 @@ def main() -> None:
             f"d={d}: {best['tokens']:.2f} tok/round; ms a round: target {best['target']:.2f},"
             f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
         )
-    llm = LLM(DEMO / "target", DEMO / "draft", Plan(draft_steps=4), dtype=torch.bfloat16)
+    llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), dtype=torch.bfloat16)
     for name, count, milliseconds in breakdown(llm, prompts, sampling):
         print(f"  {name:24} {count:5.2f} a round  {milliseconds:.3f} ms")
 

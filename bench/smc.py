@@ -25,13 +25,13 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.backends import reference
 from swiftspec.engine import LLM, Completion
 from swiftspec.model.loader import load_model
-from swiftspec.ops import reference
-from swiftspec.params import Plan, PopulationPlan, SamplingParams
-from swiftspec.spec import mask
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.smc import SMC
+from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.runtime.runner import Runner
+from swiftspec.smc.population import SMC
+from swiftspec.tree import mask
 
 CONTEXT = 1536
 PLAIN = 8  # plain texts a request: they cost little, and every distance is one from their mean
@@ -93,9 +93,9 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
 def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT}
     if particles == 0:
-        return LLM(DEMO / "target", plan=Plan("ar"), **kind)
-    population = PopulationPlan(particles, steps, args.ess_threshold, args.power)
-    return LLM(DEMO / "target", DEMO / "draft", Plan("smc", population=population), **kind)
+        return LLM(DEMO / "target", plan=EngineConfig("ar"), **kind)
+    population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
+    return LLM(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
 
 
 def measure(args: argparse.Namespace) -> list[Result]:

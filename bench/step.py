@@ -28,19 +28,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from swiftspec.assemble import Load, Options
+from swiftspec.backends import cuda
 from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from swiftspec.ops import cuda
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.spec import mask as tree_mask
-from swiftspec.worker.beside import BesideVerifier
-from swiftspec.worker.drafter import NoDrafter
-from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.worker.roles import Load, Options
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.verifier import LocalVerifier
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.tree import mask as tree_mask
 from tools import grow
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +134,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     shapes = pair.split(",")
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
         began = time.perf_counter()
-        plan = Plan(draft_steps=args.steps)
+        plan = EngineConfig(draft_steps=args.steps)
         options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
         llm = LLM(paths[0], paths[1], plan, **options)
         assert isinstance(llm.verifier, LocalVerifier) and isinstance(llm.drafter, LocalDrafter)
@@ -163,8 +163,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         result["tree equals ar"] = agreement(texts, plain)
         note(result)
         if args.device == "cuda":
-            plan = Plan("async", draft_steps=args.steps, draft_tp=0)
-            llm.verifier, llm.drafter = BesideVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
+            plan = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
+            llm.verifier, llm.drafter = ThreadedVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
             texts, result["async"] = decode(llm, prompts, args.tokens)
             result["async equals ar"] = agreement(texts, plain)
             note(result)

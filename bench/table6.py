@@ -17,12 +17,13 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.assemble import Options
 from swiftspec.engine import LLM, join_world
-from swiftspec.params import Plan
-from swiftspec.profile import emulation, measure, timeline
-from swiftspec.profile.crew import Crew, Order, Pair
-from swiftspec.profile.timeline import Trace
-from swiftspec.worker.roles import Options
+from swiftspec.lab import measure, timeline
+from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.lab.timeline import Trace
+from swiftspec.params import EngineConfig
+from swiftspec.profiles import emulation
 
 DEPTHS = (1, 2, 3, 4)
 
@@ -52,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
     options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(text)}
-    crew = Crew(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
+    crew = WorkerPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:
         crew.follow()
         return
@@ -61,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for d in DEPTHS:
             file = Path(folder) / "rounds.jsonl"
-            with crew.engine(Order(Plan("async", draft_steps=d), trace=str(file))) as llm:
+            with crew.engine(Order(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measure.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.orchestration(costs, target, draft))
@@ -71,7 +72,7 @@ def main() -> None:
     crew.dismiss()
     options["emulate"] = emulation.parse(spec("serial")[0])
     for d in DEPTHS:
-        llm = LLM(DEMO / "target", DEMO / "draft", Plan("serial", draft_steps=d), **options)
+        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
         in_turn.append(show("serial", d, measure.decode_all(llm, prompts, args.max_tokens)))
     paper = emulation.paper()["table6"]
     print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; the paper's (quoted)"

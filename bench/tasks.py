@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec.errors import UserError
-from swiftspec.profile.__main__ import PROMPTS
+from swiftspec.lab.profile import PROMPTS
 
 FAMILIES = ("mtbench", "humaneval", "gsm8k", "alpaca", "cnndm", "nq")
 SUMMARIZE = "Summarize the following article in three sentences.\n\n"

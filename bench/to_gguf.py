@@ -17,8 +17,8 @@ from torch import Tensor
 
 from bench.heldout import DEMO
 from bench.peers import dense_state
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
 
 TYPES = ("bf16", "q8_0")
 

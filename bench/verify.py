@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.on_gpu import copy_speed, graph_timer
-from swiftspec.spec import verify
+from swiftspec.chains import law as verify
 
 
 def loop(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ def measure(act: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 def on_gpu(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, gumbel: Tensor) -> None:
     """Prints what a call takes on a GPU, by `reject` and by `match`."""
-    from swiftspec.ops.cuda_verify import ChainVerifier
+    from swiftspec.chains.cuda import ChainVerifier
 
     target, draft, tokens, coins, gumbel = (x.cuda() for x in (target, draft, tokens, coins, gumbel))
     batch, steps = tokens.shape

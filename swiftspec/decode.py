@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from swiftspec.worker.drafter import Drafter
-from swiftspec.worker.smc import Population
-from swiftspec.worker.verifier import Verifier
+from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.verifier import Verifier
+from swiftspec.smc.population import Population
 
 
 @dataclass(frozen=True, slots=True)

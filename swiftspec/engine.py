@@ -13,21 +13,21 @@ from typing import Unpack
 
 from torch.distributed.rendezvous import rendezvous
 
-from swiftspec.config import ModelConfig
+from swiftspec.assemble import Models, Options
+from swiftspec.control.controller import Controller, PolicyReport
+from swiftspec.control.policy import Pace
 from swiftspec.decode import Round, decode, decode_smc
+from swiftspec.distributed.rank import Rank
+from swiftspec.distributed.world import START_TIMEOUT, World, run_on
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.remote.rank import Rank
-from swiftspec.remote.world import START_TIMEOUT, World, run_on
-from swiftspec.spec.acceptance import Acceptance
-from swiftspec.worker.beside import BesideVerifier
-from swiftspec.worker.drafter import Expendable, NoDrafter, SteppedDrafter
-from swiftspec.worker.policy import Pace
-from swiftspec.worker.roles import Models, Options
-from swiftspec.worker.smc import Answer, Population, check_sampling
-from swiftspec.worker.steered import Steered, Steering
-from swiftspec.worker.trace import LaneDrafter, TracedDrafter, TracedPopulation, TracedVerifier, TraceLog
-from swiftspec.worker.verifier import Verifier
+from swiftspec.model.config import ModelConfig
+from swiftspec.observe.acceptance import Acceptance
+from swiftspec.observe.trace import LaneDrafter, TracedDrafter, TracedPopulation, TracedVerifier, TraceLog
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.drafter import FallbackDrafter, NoDrafter, SteppedDrafter
+from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.verifier import Verifier
+from swiftspec.smc.population import Answer, Population, check_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Stats:
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
-    steering: Steering | None = None  # at the end, where the plan leaves something to measurements
+    steering: PolicyReport | None = None  # at the end, where the plan leaves something to measurements
     population: Answer | None = None  # mode smc, at the end of the request
     _acceptance: Acceptance = field(default_factory=Acceptance)
     _uncounted: list[Round] = field(default_factory=list)
@@ -111,7 +111,7 @@ def join_world() -> World | None:
 
 
 def serve_rank(
-    world: World, target: str | Path, draft: str | Path | None, plan: Plan, **options: Unpack[Options]
+    world: World, target: str | Path, draft: str | Path | None, plan: EngineConfig, **options: Unpack[Options]
 ) -> None:
     """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
     models = Models.check(target, draft, plan, world, options)
@@ -135,12 +135,12 @@ class LLM:
         self,
         target: str | Path,
         draft: str | Path | None = None,
-        plan: Plan | None = None,
+        plan: EngineConfig | None = None,
         *,
         world: World | None = None,
         **options: Unpack[Options],
     ) -> None:
-        self.plan = plan if plan is not None else Plan(mode="serial" if draft is not None else "ar")
+        self.plan = plan if plan is not None else EngineConfig(mode="serial" if draft is not None else "ar")
         models = Models.check(target, draft, self.plan, world, options)
         self.max_model_len, self.vocab_size = models.max_model_len, models.vocab_size
         self.eos_token_ids = ModelConfig.from_dir(models.target).eos_token_ids
@@ -161,7 +161,7 @@ class LLM:
             self.smc = models.population(self.plan, progress=progress)
         else:
             verifier = models.verifier(self.plan, progress=progress)
-            self.verifier = BesideVerifier(verifier) if self.plan.mode == "async" else verifier
+            self.verifier = ThreadedVerifier(verifier) if self.plan.mode == "async" else verifier
             if self.plan.mode != "ar":
                 drafter = models.drafter(self.plan, progress=progress)
                 self.drafter = drafter if log is None else LaneDrafter(drafter, log.draft)
@@ -233,7 +233,7 @@ class LLM:
         stats = self.stats = Stats(prompt_tokens=len(prompt))
         budget, stops = self._ends(prompt, sampling)
         steered = self._steered(sampling)
-        drafter = Expendable(steered or self.drafter)
+        drafter = FallbackDrafter(steered or self.drafter)
         began = time.perf_counter()
         try:
             drafter.open(request, prompt, sampling, len(prompt))  # first: elsewhere it reads the prompt meanwhile
@@ -257,11 +257,11 @@ class LLM:
                 drafter.close()
                 self.verifier.close()
 
-    def _steered(self, sampling: SamplingParams) -> Steered | None:
+    def _steered(self, sampling: SamplingParams) -> Controller | None:
         """What has the rounds of a request follow measurements, if the plan wants that."""
         if self.plan.mode == "ar" or not (self.plan.self_switch or self.plan.adapts):
             return None
-        return Steered(self.drafter, self._paces.setdefault(sampling.guided, Pace.of(self.plan)))
+        return Controller(self.drafter, self._paces.setdefault(sampling.guided, Pace.of(self.plan)))
 
     def _stream_smc(self, smc: Population, prompt: list[int], sampling: SamplingParams) -> Generator[Chunk]:
         """A chunk a round, often without a token: only what all particles share. The rest comes with the last."""

@@ -95,7 +95,7 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class PopulationPlan:
+class PopulationConfig:
     """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
 
     particles: int = 4  # N
@@ -123,7 +123,7 @@ class PopulationPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EngineConfig:
     """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
 
     In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft; 1 and 0 are
@@ -145,7 +145,7 @@ class Plan:
     guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     target_tp: int = 1
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0); serial takes 1 too
-    population: PopulationPlan = PopulationPlan()  # mode smc
+    population: PopulationConfig = PopulationConfig()  # mode smc
 
     def __post_init__(self) -> None:
         _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")

@@ -12,15 +12,15 @@ import pytest
 import torch
 import transformers
 
-from swiftspec.batch import Proposal, VerifyResult
 from swiftspec.decode import decode
 from swiftspec.engine import LLM
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.worker.drafter import Drafter, Expendable
-from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
-from tests import slow_reference
-from tests.tiny import ROPES, make_checkpoint
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.drafter import Drafter, FallbackDrafter
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from tests.support import slow_reference
+from tests.support.tiny import ROPES, make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 TOKENS = 200
@@ -52,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:
-    return LLM(target, draft, Plan(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
+    return LLM(target, draft, EngineConfig(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -189,7 +189,7 @@ def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) 
     target, draft = pair
     plain = make_llm(target).generate(PROMPT, SAMPLED).token_ids
     llm = make_llm(target, draft)
-    drafter = Expendable(llm.drafter)
+    drafter = FallbackDrafter(llm.drafter)
     text = [*PROMPT, *plain[:50]]
     drafter.open(7, text, SAMPLED, len(PROMPT))
     llm.verifier.open(7, text, SAMPLED, len(PROMPT))

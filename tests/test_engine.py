@@ -10,8 +10,8 @@ import torch
 
 from swiftspec.engine import LLM
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams
-from tests.tiny import make_checkpoint
+from swiftspec.params import EngineConfig, SamplingParams
+from tests.support.tiny import make_checkpoint
 
 PROMPT = [5, 17, 3, 29]
 FREE = SamplingParams(temperature=0, ignore_eos=True)
@@ -45,7 +45,7 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path
 @pytest.mark.parametrize(("bs", "w", "d"), [(3, 1, 8), (4, 1, 8), (8, 2, 16)])
 def test_a_deep_tree_ends_with_the_context_too(path: Path, bs: int, w: int, d: int) -> None:
     """A narrow tree of a draft that is always right reaches far beyond the last token that fits."""
-    llm = LLM(path, path, Plan("serial", bs, w, d), dtype=torch.float64, max_model_len=CONTEXT)
+    llm = LLM(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=CONTEXT)
     plain = LLM(path, dtype=torch.float64, max_model_len=CONTEXT)
     sure = SamplingParams(temperature=0.001, seed=1, ignore_eos=True)
     for length in range(4, 12):
@@ -199,7 +199,7 @@ def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
 
 def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="needs a draft model"):
-        LLM(path, plan=Plan(mode="serial"))
+        LLM(path, plan=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
         LLM(path, max_model_len=513)
     with pytest.raises(UserError, match="the tokenizer has 70 tokens"):
@@ -238,14 +238,14 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
 
 def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
-    assert "proposal coupled has more" in str(Plan(proposal="top").mismatch(sampled))
-    assert "verify reject, or proposal coupled" in str(Plan(proposal="sample").mismatch(sampled))
-    for plan in (Plan(), Plan(verify="reject"), Plan(mode="ar", proposal="top")):
+    assert "proposal coupled has more" in str(EngineConfig(proposal="top").mismatch(sampled))
+    assert "verify reject, or proposal coupled" in str(EngineConfig(proposal="sample").mismatch(sampled))
+    for plan in (EngineConfig(), EngineConfig(verify="reject"), EngineConfig(mode="ar", proposal="top")):
         assert plan.mismatch(sampled) is None
-    assert Plan(proposal="top").mismatch(greedy) is None
+    assert EngineConfig(proposal="top").mismatch(greedy) is None
 
 
 @pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])
 def test_plans_that_make_no_tree_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(values))):
-        Plan(**values)
+        EngineConfig(**values)

@@ -14,17 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 320
 
-FLOORS = {
-    "errors": 0, "params": 0, "config": 0, "batch": 0, "_C": 0, "ops": 1, "model": 2, "spec": 2, "worker": 3,
-    "remote": 4, "decode": 5, "engine": 6, "profile": 6, "serve": 7, "demo": 7, "exactness": 7,
-    "profile/__main__.py": 8, "profile/progress.py": 8,  # a command, which finds its models and prompts as serve does
-}  # fmt: skip
-GROUND = ["errors", "params", "config", "batch"]  # floor 0: a file may import those before it
-NEIGHBOURS = {("serve", "demo"), ("exactness", "serve"), ("profile", "engine")}
-SAME_FLOOR = NEIGHBOURS | {(a, b) for i, a in enumerate(GROUND) for b in GROUND[:i]}
+ROOMS = (
+    "errors", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc", "chains",
+    "control", "distributed", "decode", "engine", "assemble", "profiles", "serve", "lab", "profile", "exactness",
+)  # fmt: skip
+FLOORS = {room: floor for floor, room in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
+PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to
+SAME_FLOOR = {("runtime", "distributed"), ("engine", "assemble"), ("distributed", "assemble")}
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
-HEAVY_FILES = {"remote/grpc.py": {"grpc", "google"}, "profile/report.py": {"matplotlib"}}
-DISTRIBUTED_FILES = {"model/parallel.py", "remote/group.py", "engine.py"}
+HEAVY_FILES = {"distributed/grpc.py": {"grpc", "google"}}
+DISTRIBUTED_FILES = {"distributed/groups/gloo.py", "engine.py"}
 PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"}
 PICKLING = {
     "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
@@ -114,8 +113,8 @@ def import_directions(path: str, source: str) -> list[str]:
         if target == here or (here, target) in SAME_FLOOR:
             continue
         if target == "_C":
-            if here != "ops":
-                complaints.append(f"{path} imports _C; only ops/ does")
+            if here not in ("backends", "chains"):
+                complaints.append(f"{path} imports _C; only backends/ and chains/ do")
         elif target not in FLOORS:
             complaints.append(f"{path} imports {name}, which is on no floor")
         elif FLOORS[target] >= floor(path):
@@ -124,7 +123,7 @@ def import_directions(path: str, source: str) -> list[str]:
 
 
 def light_imports(path: str, source: str) -> list[str]:
-    if path == "__init__.py" or floor(path) > 6:
+    if path == "__init__.py" or floor(path) >= PEOPLE:
         return []
     allowed = LIGHT | HEAVY_FILES.get(path, set())
     tops = {name.partition(".")[0] for name in imports(path, ast.parse(source))}
@@ -132,10 +131,12 @@ def light_imports(path: str, source: str) -> list[str]:
 
 
 def separate_rooms(path: str, source: str) -> list[str]:
-    """spec/ knows no model and no ranks; model/ knows no tree and no sampler."""
+    """What is proposed and sampled knows no model and no ranks; model/ knows no tree and no sampler."""
+    arithmetic = {"swiftspec.model", "torch.distributed", "grpc"}
     banned = {
-        "spec": {"swiftspec.model", "torch.distributed", "grpc"},
-        "model": {"swiftspec.spec", "sampler"},
+        "tree": arithmetic,
+        "sampling": arithmetic,
+        "model": {"swiftspec.tree", "sampler"},
     }.get(room(path), set())
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
@@ -147,20 +148,20 @@ def distributed(path: str, source: str) -> list[str]:
 
 
 def cuda_graphs(path: str, source: str) -> list[str]:
-    if path == "worker/graph.py":
+    if path == "runtime/graph.py":
         return []
     return [f"{path} uses {name}" for name in uses(path, source, GRAPHS)]
 
 
 def grpc_only_there(path: str, source: str) -> list[str]:
-    if path == "remote/grpc.py":
+    if path == "distributed/grpc.py":
         return []
     found = imports(path, ast.parse(source))
     return [f"{path} imports {name}" for name in found if name.partition(".")[0] in ("grpc", "grpc_tools")]
 
 
 def no_environment(path: str, source: str) -> list[str]:
-    if path == "__init__.py" or floor(path) >= 6:
+    if path == "__init__.py" or floor(path) >= FLOORS["engine"]:
         return []
     return [f"{path} uses {name}" for name in uses(path, source, ENVIRONMENT | OUTPUT)]
 
@@ -193,7 +194,7 @@ def is_mutable(value: ast.expr) -> bool:
 def no_module_state(path: str, source: str) -> list[str]:
     """No `global`, no cache on a function, no get_context(); a module-level container is an UPPER_CASE table
     that nothing writes to. Floor 7 may do as it likes."""
-    if path != "__init__.py" and floor(path) > 6:
+    if path != "__init__.py" and floor(path) >= PEOPLE:
         return []
     tree = ast.parse(source)
     complaints = [f"{path} uses {name}" for name in uses(path, source, CACHES)]
@@ -267,39 +268,39 @@ def test_csrc_includes_no_torch() -> None:
 
 
 BAD: list[tuple[Rule, str, str]] = [
-    (import_directions, "ops/host.py", "from swiftspec.model import linear"),
-    (import_directions, "ops/host.py", "from ..worker.runner import Runner"),
-    (import_directions, "config.py", "from .ops import reference"),
-    (import_directions, "config.py", "from swiftspec import batch"),
-    (import_directions, "spec/tree.py", "import swiftspec.model.loader"),
-    (import_directions, "model/loader.py", "def f():\n    from swiftspec.spec.tree import DraftTree"),
+    (import_directions, "backends/cpu/x.py", "from swiftspec.sampling import sampler"),
+    (import_directions, "backends/cpu/x.py", "from ...runtime.runner import Runner"),
+    (import_directions, "params.py", "from .backends import reference"),
+    (import_directions, "params.py", "from swiftspec import messages"),
+    (import_directions, "tree/tree.py", "import swiftspec.runtime.runner"),
+    (import_directions, "model/loader.py", "def f():\n    from swiftspec.tree.tree import DraftTree"),
     (import_directions, "decode.py", "if TYPE_CHECKING:\n    from .engine import LLM"),
-    (import_directions, "engine.py", "from swiftspec.profile.sweep import run"),
+    (import_directions, "engine.py", "from swiftspec.lab.sweep import run"),
     (import_directions, "engine.py", "importlib.import_module('swiftspec.serve.api')"),
-    (import_directions, "worker/runner.py", "from swiftspec import _C"),
+    (import_directions, "runtime/runner.py", "from swiftspec import _C"),
     (import_directions, "attic/x.py", "x = 1"),
-    (import_directions, "worker/runner.py", "from swiftspec import attic"),
+    (import_directions, "runtime/runner.py", "from swiftspec import attic"),
     (import_directions, "__init__.py", "import torch"),
     (light_imports, "engine.py", "import transformers"),
     (light_imports, "model/loader.py", "from huggingface_hub import snapshot_download"),
-    (light_imports, "remote/group.py", "import grpc"),
-    (separate_rooms, "spec/verify.py", "import torch\ntorch.distributed.barrier()"),
-    (separate_rooms, "spec/verify.py", "from ..model import loader"),
-    (separate_rooms, "model/transformer.py", "from swiftspec.spec.sampler import sample"),
-    (separate_rooms, "model/transformer.py", "import swiftspec.worker.sampler"),
-    (distributed, "worker/runner.py", "import torch.distributed as dist"),
-    (distributed, "worker/runner.py", "from torch import distributed"),
+    (light_imports, "distributed/bridge.py", "import grpc"),
+    (separate_rooms, "tree/verify.py", "import torch\ntorch.distributed.barrier()"),
+    (separate_rooms, "tree/verify.py", "from ..model import loader"),
+    (separate_rooms, "model/transformer.py", "from swiftspec.sampling.sampler import sample"),
+    (separate_rooms, "model/transformer.py", "import swiftspec.runtime.sampler"),
+    (distributed, "runtime/runner.py", "import torch.distributed as dist"),
+    (distributed, "runtime/runner.py", "from torch import distributed"),
     (distributed, "serve/api.py", "import torch as t\nt.distributed.init_process_group()"),
-    (cuda_graphs, "worker/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
+    (cuda_graphs, "runtime/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
     (cuda_graphs, "engine.py", "from torch import cuda\nwith cuda.graph(g): pass"),
     (cuda_graphs, "engine.py", "from torch.cuda import graph"),
     (grpc_only_there, "serve/api.py", "import grpc"),
-    (grpc_only_there, "remote/group.py", "from grpc import aio"),
+    (grpc_only_there, "distributed/bridge.py", "from grpc import aio"),
     (no_environment, "decode.py", "import os\nx = os.environ['A']"),
-    (no_environment, "spec/tree.py", "from os import getenv"),
+    (no_environment, "tree/tree.py", "from os import getenv"),
     (no_environment, "model/loader.py", "import os as o\no.getenv('A')"),
-    (no_environment, "worker/runner.py", "print('x')"),
-    (no_environment, "worker/runner.py", "import sys\nsys.stderr.write('x')"),
+    (no_environment, "runtime/runner.py", "print('x')"),
+    (no_environment, "runtime/runner.py", "import sys\nsys.stderr.write('x')"),
     (no_pickle, "serve/api.py", "import pickle"),
     (no_pickle, "engine.py", "from torch import multiprocessing"),
     (no_pickle, "engine.py", "import torch.distributed as d\nd.broadcast_object_list([1])"),
@@ -307,12 +308,12 @@ BAD: list[tuple[Rule, str, str]] = [
     (no_pickle, "model/loader.py", "from torch import load as read"),
     (no_pickle, "model/loader.py", "import numpy as np\nnp.load('x', allow_pickle=True)"),
     (no_module_state, "engine.py", "x = None\ndef f():\n    global x"),
-    (no_module_state, "spec/tree.py", "cache = {}"),
-    (no_module_state, "spec/tree.py", "seen: set[int] = set()"),
-    (no_module_state, "spec/tree.py", "CACHE = {}\ndef f():\n    CACHE[1] = 2"),
-    (no_module_state, "spec/tree.py", "CACHE = []\ndef f():\n    CACHE.append(2)"),
-    (no_module_state, "spec/tree.py", "import functools\n@functools.lru_cache(1)\ndef f(): pass"),
-    (no_module_state, "worker/runner.py", "def get_context(): pass"),
+    (no_module_state, "tree/tree.py", "cache = {}"),
+    (no_module_state, "tree/tree.py", "seen: set[int] = set()"),
+    (no_module_state, "tree/tree.py", "CACHE = {}\ndef f():\n    CACHE[1] = 2"),
+    (no_module_state, "tree/tree.py", "CACHE = []\ndef f():\n    CACHE.append(2)"),
+    (no_module_state, "tree/tree.py", "import functools\n@functools.lru_cache(1)\ndef f(): pass"),
+    (no_module_state, "runtime/runner.py", "def get_context(): pass"),
     (short_enough, "engine.py", "x = 1\n" * (MAX_LINES + 1)),
     (csrc_without_torch, "host/a.cpp", "#include <torch/extension.h>"),
     (csrc_without_torch, "cuda/a.cu", '# include "ATen/cuda/CUDAContext.h"'),
@@ -326,17 +327,17 @@ def test_a_bad_house_is_seen(rule: Rule, path: str, source: str) -> None:
 
 
 GOOD = [
-    ("config.py", "import dataclasses\nfrom .errors import Refused"),
-    ("batch.py", "import torch\nfrom swiftspec.config import Plan"),
-    ("ops/host.py", "from swiftspec import _C\nfrom . import reference"),
-    ("model/parallel.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
-    ("model/linear.py", "from safetensors import safe_open\nfrom ..ops.reference import linear"),
-    ("spec/tree.py", "KINDS = {'a': 1}\nx = KINDS['a']\n__all__ = ['x']"),
-    ("spec/tree.py", "def f(state):\n    out = []\n    out.append(state.print)\n    state.load(1)"),
-    ("worker/graph.py", "import torch\ng = torch.cuda.CUDAGraph()"),
-    ("worker/drafter.py", "from swiftspec.model.loader import load\nfrom swiftspec.spec.tree import T"),
+    ("params.py", "import dataclasses\nfrom .errors import Refused"),
+    ("messages.py", "import torch\nfrom swiftspec.params import EngineConfig"),
+    ("backends/cpu/x.py", "from swiftspec import _C\nfrom .. import reference"),
+    ("distributed/groups/gloo.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    ("model/linear.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
+    ("tree/tree.py", "KINDS = {'a': 1}\nx = KINDS['a']\n__all__ = ['x']"),
+    ("tree/tree.py", "def f(state):\n    out = []\n    out.append(state.print)\n    state.load(1)"),
+    ("runtime/graph.py", "import torch\ng = torch.cuda.CUDAGraph()"),
+    ("runtime/drafter.py", "from swiftspec.model.loader import load\nfrom swiftspec.tree.tree import T"),
     ("engine.py", "from swiftspec import decode\nimport torch.distributed"),
-    ("remote/grpc.py", "import grpc"),
+    ("distributed/grpc.py", "import grpc"),
     ("serve/__main__.py", "import os, typer\nprint(os.environ)\nimport swiftspec.engine\nx = {}"),
     ("serve/chat.py", "from swiftspec import demo\nimport numpy as np\nnp.load('x', allow_pickle=False)"),
     ("__init__.py", "__version__ = '1'"),

@@ -39,8 +39,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import AWQ_ORDER, DenseWeight, Weight, pack_int4, unpack_int4
 from swiftspec.model.loader import read_model
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Ops, Transformer

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import DenseWeight, Int4Weight, Weight, pack_int4, unpack_int4
 
 SILENT = LOUD = -1

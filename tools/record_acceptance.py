@@ -1,4 +1,4 @@
-"""Records the rounds of the embedded pair for the predictor (swiftspec/profile/acceptance.json).
+"""Records the rounds of the embedded pair for the predictor (swiftspec/lab/acceptance.json).
 
     torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance
 
@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.engine import join_world
-from swiftspec.params import Plan
-from swiftspec.profile import measure, predict
-from swiftspec.profile.crew import Crew, Order, Pair
-from swiftspec.profile.timeline import Trace
+from swiftspec.lab import measure, predict
+from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.lab.timeline import Trace
+from swiftspec.params import EngineConfig
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 PROMPTS, TOKENS = 12, 128
@@ -27,7 +27,7 @@ PROMPTS, TOKENS = 12, 128
 
 def main() -> None:
     """Rank 0 records, the other rank follows."""
-    crew = Crew(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
+    crew = WorkerPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
     if world is None:
         raise SystemExit("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance")
     if world.rank > 0:
@@ -38,7 +38,7 @@ def main() -> None:
         for d in DEPTHS:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rounds.jsonl"
-                with crew.engine(Order(Plan(mode, draft_steps=d), trace=str(file))) as llm:
+                with crew.engine(Order(EngineConfig(mode, draft_steps=d), trace=str(file))) as llm:
                     measure.decode_all(llm, prompts, TOKENS)
                 rounds = measure.rounds_of(Trace.read(file))
             records.append(

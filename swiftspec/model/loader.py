@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.group import Group
 from swiftspec.model.linear import DenseWeight, Int4Weight, Weight, fuse
-from swiftspec.model.parallel import Group
 from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Ops, Transformer
 

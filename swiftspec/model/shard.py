@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
 
 INNER_UNIT = 16  # what kernels want a projection's inputs to be a multiple of
 EIGHT = 8  # int4 weights are packed by eights along N

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.batch import Batch
-from swiftspec.config import ModelConfig
+from swiftspec.model.batch import Batch
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.group import Group
 from swiftspec.model.linear import Weight
-from swiftspec.model.parallel import Group
 from swiftspec.model.shard import Shard
-from swiftspec.ops.fused import Fused, Layer, Stack
+from swiftspec.model.stack import Fused, Layer, Stack
 
 
 class Cache(Protocol):
@@ -29,7 +29,7 @@ class Cache(Protocol):
 
 
 class Ops(Protocol):
-    """A module of fused operators; swiftspec.ops.reference defines them. What it packs is its own affair."""
+    """A module of fused operators; swiftspec.backends.reference defines them. What it packs is its own affair."""
 
     def pack(self, weight: Weight, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...
     def pack_norm(self, weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str, /) -> Any: ...

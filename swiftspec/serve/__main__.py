@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from swiftspec.errors import RankLost, UserError
 
 if TYPE_CHECKING:
-    from swiftspec.remote.world import World
+    from swiftspec.distributed.world import World
 
 
 PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all

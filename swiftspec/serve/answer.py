@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.params import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
     from swiftspec.engine import Stats
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def summary(
-    *, model: str, draft_model: str | None, plan: Plan, stats: Stats, text: str, token_ids: Sequence[int],
+    *, model: str, draft_model: str | None, plan: EngineConfig, stats: Stats, text: str, token_ids: Sequence[int],
     prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams,
 ) -> Json:  # fmt: skip
     """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
@@ -44,7 +44,7 @@ def guidance(sampling: SamplingParams) -> Json:
     return {"guidance_scale": sampling.guidance_scale, "negative_prompt_token_ids": negative}
 
 
-def population(plan: Plan, stats: Stats) -> Json:
+def population(plan: EngineConfig, stats: Stats) -> Json:
     """What a weighted population says of itself: that its text is not exactly the target's, and how far it was from
     falling apart. `log_z`: the estimate of log of the sum of p^alpha over all texts, which for power 1 is truly 0."""
     end = stats.population
@@ -72,7 +72,7 @@ def timings(stats: Stats, tokens: int) -> Json:
     }
 
 
-def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
+def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
     """vLLM's shape, and ours from `mode` on. Acceptance counts whole rounds, so a stop inside the last round leaves it
     as it was. `target_busy`: the share of the decode time in the target's forwards."""
     return {
@@ -88,7 +88,7 @@ def metrics(plan: Plan, stats: Stats, tokens: int) -> Json:
     }
 
 
-def speculative_decoding(plan: Plan, stats: Stats) -> Json | None:
+def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
     """Always: sum(histogram) = steps, sum(j * histogram[j]) = accepted tokens. None where nothing is accepted or
     rejected.
 

@@ -18,7 +18,7 @@ from swiftspec.serve.settings import SAMPLING, STOPPING, Flag, Settings, explain
 from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
 
 if TYPE_CHECKING:
-    from swiftspec.remote.world import World
+    from swiftspec.distributed.world import World
     from swiftspec.serve.stream import TextStream
 
 HELP = """\

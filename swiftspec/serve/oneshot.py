@@ -13,7 +13,7 @@ from swiftspec.serve.settings import UsageError
 from swiftspec.serve.terminal import Interrupt, Phases, visible
 
 if TYPE_CHECKING:
-    from swiftspec.remote.world import World
+    from swiftspec.distributed.world import World
 
 INTERRUPTED = 130
 

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.config import ModelConfig
 from swiftspec.errors import UserError
-from swiftspec.params import Plan, SamplingParams
+from swiftspec.model.config import ModelConfig
+from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.stream import TextStream
 from swiftspec.serve.terminal import Phases
 from swiftspec.serve.text import Message, TextCodec, check_pair, locate
 
 if TYPE_CHECKING:
+    from swiftspec.assemble import Options
+    from swiftspec.distributed.world import World
     from swiftspec.engine import LLM, Chunk
-    from swiftspec.remote.world import World
-    from swiftspec.worker.roles import Options
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
@@ -78,7 +78,7 @@ class Found:
     draft_model: str | None
     target: Path
     draft: Path | None
-    plan: Plan
+    plan: EngineConfig
 
     @staticmethod
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
@@ -148,7 +148,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
 
-    from swiftspec.profile import emulation
+    from swiftspec.profiles import emulation
 
     device = _device(settings.device)
     dtype = _dtype(settings, target, device)
@@ -171,7 +171,7 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
     if settings.plan == "none" or settings.mode == "smc" or not (named or any(folder.glob("*.json"))):
         return settings
-    from swiftspec.profile import emulation, store
+    from swiftspec.profiles import emulation, store
 
     device = _device(settings.device)
     emulate = None if settings.emulate is None else emulation.parse(settings.emulate)
@@ -253,7 +253,7 @@ def _dtype(settings: Settings, target: Path, device: str) -> str:
     if settings.dtype != "auto":
         return settings.dtype
     own = ModelConfig.from_dir(target).dtype
-    from swiftspec.ops import host
+    from swiftspec.backends import cpu as host
 
     fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
     return "bfloat16" if own in ("bfloat16", "float16") and fast else own
@@ -273,7 +273,7 @@ def _use_threads(settings: Settings, target: Path, dtype: str, device: str, rank
     one: what it is left with is so small that a second one would only wait."""
     import torch
 
-    from swiftspec.ops import host
+    from swiftspec.backends import cpu as host
 
     native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
     count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.errors import UserError
-from swiftspec.params import MAX_TREE, Plan, PopulationPlan, SamplingParams, split_ranks
+from swiftspec.params import MAX_TREE, EngineConfig, PopulationConfig, SamplingParams, split_ranks
 
 ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
@@ -226,7 +226,7 @@ class Settings(BaseSettings):
     @classmethod
     def _plan_value(cls, value: float | str | None, info: ValidationInfo) -> float | str | None:
         one: dict[str, Any] = {str(info.field_name): value}
-        _as_value_error(lambda: Plan(**one))
+        _as_value_error(lambda: EngineConfig(**one))
         return value
 
     @field_validator(*SMC_ONLY)
@@ -235,10 +235,10 @@ class Settings(BaseSettings):
         one: dict[str, Any] = {str(info.field_name): value}
         if info.field_name == "smc_exact":  # its bound is K, which comes before it among the fields
             one["smc_draft_tokens"] = info.data.get("smc_draft_tokens", MAX_TREE)
-        _as_value_error(lambda: PopulationPlan(**one))
+        _as_value_error(lambda: PopulationConfig(**one))
         return value
 
-    def make_plan(self, has_draft: bool, ranks: int = 1) -> Plan:
+    def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
         """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
         needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
@@ -253,12 +253,12 @@ class Settings(BaseSettings):
             fixed = self.verify == "reject"  # its text follows the rounds, so these do not follow the clock unasked
             adapts = self.adapt and mode in ("serial", "async") and not fixed
             switches = self.self_switch and (not fixed or "self_switch" in self.model_fields_set)
-            return Plan(
+            return EngineConfig(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
                 self.calibration, catch_up=self.catch_up, self_switch=switches, guide_draft=self.guide_draft,
                 adapt_steps=adapts and "draft_steps" not in self.model_fields_set, target_tp=target_tp,
                 adapt_batch=adapts and "verify_batch" not in self.model_fields_set, draft_tp=draft_tp,
-                population=PopulationPlan(**{name: getattr(self, name) for name in SMC_ONLY}),
+                population=PopulationConfig(**{name: getattr(self, name) for name in SMC_ONLY}),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None

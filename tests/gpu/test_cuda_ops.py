@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.batch import Batch
-from swiftspec.config import RopeConfig
-from swiftspec.ops import cuda, host, reference
-from swiftspec.ops.cuda_tree import DeviceTree
-from swiftspec.ops.reference import Scores
+from swiftspec.backends import cpu as host
+from swiftspec.backends import cuda, reference
+from swiftspec.backends.cuda.tree import DeviceTree
+from swiftspec.backends.reference import Scores
+from swiftspec.model.batch import Batch
+from swiftspec.model.config import RopeConfig
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
 pytestmark = [pytest.mark.gpu, hopper]
@@ -232,7 +233,7 @@ def test_embedding_and_norm(dim: int) -> None:
 
 
 def test_a_tree_grows_without_the_host() -> None:
-    """As the same code does on a CPU (tests/test_cuda_code.py): best first, the earlier of equals, ancestors seen."""
+    """As the same code on a CPU (tests/native/test_cuda_code.py): best first, the earlier of equals, ancestors seen."""
     w, k, slots, prefix = 6, 4, 30, torch.tensor([17], device=DEVICE)
     tree = DeviceTree(slots, k, w, DEVICE)
     tree.reset(torch.tensor([5], device=DEVICE))

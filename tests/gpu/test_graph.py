@@ -13,23 +13,24 @@ import pytest
 import torch
 
 from bench.heldout import DEMO
-from swiftspec.config import ModelConfig
+from swiftspec.backends import cuda
+from swiftspec.backends import library as unfused
+from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.engine import LLM
+from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
-from swiftspec.model.peers import PeerParallel
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
-from swiftspec.ops import cuda, unfused
-from swiftspec.ops.cuda_linear import Communicator, inbox, lines_of
-from swiftspec.params import Plan, SamplingParams
-from swiftspec.spec import mask as tree_mask
-from swiftspec.worker.graph import Capture, CudaCapture
-from swiftspec.worker.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.verifier import LocalVerifier
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.graph import Capture, CudaCapture
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, hopper, most, real
-from tests.recording import Rerun
-from tests.same_rounds import same_rounds, same_verdicts
+from tests.support.recording import Rerun
+from tests.support.same_rounds import same_rounds, same_verdicts
 
 pytestmark = pytest.mark.gpu
 ROUNDS, VOCAB = (1, 136) if EMULATED else (20, 4096)
@@ -61,13 +62,13 @@ def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
 
 
 @real
-@pytest.mark.parametrize("plan", [Plan(), Plan("async", draft_tp=0)], ids=["serial", "async"])
-def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: Plan) -> None:
+@pytest.mark.parametrize("plan", [EngineConfig(), EngineConfig("async", draft_tp=0)], ids=["serial", "async"])
+def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: EngineConfig) -> None:
     """In turn, and both models at the same time on streams of one GPU."""
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompt = list(range(50, 90))
     plain = LLM(DEMO / "target", dtype=torch.float32, max_model_len=128).generate(prompt, sampling)
-    pair: tuple[Path, Path, Plan] = (DEMO / "target", DEMO / "draft", plan)
+    pair: tuple[Path, Path, EngineConfig] = (DEMO / "target", DEMO / "draft", plan)
     tree = LLM(*pair, dtype=torch.float32, max_model_len=128, ops="unfused", device="cuda").generate(prompt, sampling)
     assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
 
@@ -109,7 +110,7 @@ def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: Sampling
     """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
     group too, whose exchanges the graph holds."""
     mode, w, d = ("async" if kind is AheadDrafter else "serial"), *((2, 3) if EMULATED else (8, 4))
-    plan = Plan(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
+    plan = EngineConfig(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
     model = random_model(group_of_one() if grouped else None)
     alone, graphed = (
         kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, VOCAB)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
+from swiftspec.backends.cuda import linear as ops
+from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
-from swiftspec.ops import cuda_linear as ops
-from swiftspec.ops.cuda_sampling import children
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
 pytestmark = [pytest.mark.gpu, hopper]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.heldout import DEMO
+from swiftspec.backends import cuda, reference
 from swiftspec.model.loader import load_model
-from swiftspec.ops import cuda, reference
-from swiftspec.spec import mask as tree_mask
-from swiftspec.worker.runner import Runner
+from swiftspec.runtime.runner import Runner
+from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, hopper
 
 pytestmark = [pytest.mark.gpu, hopper]

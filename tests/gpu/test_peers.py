@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from swiftspec.ops import cuda_linear as ops
-from swiftspec.ops.cuda_peers import Peers
+from swiftspec.backends.cuda import linear as ops
+from swiftspec.backends.cuda.peers import Peers
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 from tests.gpu.test_linear import weight
 

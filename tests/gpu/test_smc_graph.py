@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from bench.heldout import DEMO
+from swiftspec.backends import library as unfused
 from swiftspec.model.loader import load_model
-from swiftspec.ops import unfused
-from swiftspec.params import PopulationPlan, SamplingParams
-from swiftspec.worker.graph import CudaCapture
-from swiftspec.worker.runner import Runner
-from swiftspec.worker.smc import SMC, Answer
+from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.runtime.graph import CudaCapture
+from swiftspec.runtime.runner import Runner
+from swiftspec.smc.population import SMC, Answer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -29,7 +29,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
     for captured in (False, True):
         capture = CudaCapture(Lock()) if captured else None
         target, draft = (Runner(model, unfused, context=256, tree_slots=768, capture=capture) for model in models)
-        workers.append(SMC(target, draft, PopulationPlan(4, 4, 0.5, 1.0, exact), 4096, longest=128, lag=1))
+        workers.append(SMC(target, draft, PopulationConfig(4, 4, 0.5, 1.0, exact), 4096, longest=128, lag=1))
     for seed in (1, 2):
         sampling = SamplingParams(temperature=0.7, seed=seed, **filters)
         eager, graphed = (answer(worker, sampling) for worker in workers)

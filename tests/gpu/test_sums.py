@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.ops import cuda_linear as ops
+from swiftspec.backends.cuda import linear as ops
 from tests.gpu.device import DEVICE, EMULATED, hopper
 from tests.gpu.test_linear import generator, rows_of, weight
 

@@ -1,12 +1,12 @@
-"""torch's int4 product as ops/unfused.py feeds it on a GPU: other operators than on a CPU, and another packing."""
+"""torch's int4 product as backends/library feeds it on a GPU: other operators than on a CPU, and another packing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from swiftspec.backends import library as unfused
 from swiftspec.model.linear import Int4Weight, pack_int4
-from swiftspec.ops import unfused
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 

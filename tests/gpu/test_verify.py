@@ -1,4 +1,4 @@
-"""Chains verified in one launch, against spec/verify.py in float64 on the CPU."""
+"""Chains verified in one launch, against chains/law.py in float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftspec.ops.cuda_verify import ChainVerifier
-from tests.chains import Chains, agree, chains, matched, rejected
+from swiftspec.chains.cuda import ChainVerifier
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
+from tests.support.chains import Chains, agree, chains, matched, rejected
 
 pytestmark = [pytest.mark.gpu, hopper]
 BF16 = torch.bfloat16

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from swiftspec import _C
-from swiftspec.ops import cuda, cuda_checks, cuda_linear
+from swiftspec.backends import cuda
+from swiftspec.backends.cuda import checks as cuda_checks
+from swiftspec.backends.cuda import linear as cuda_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"

@@ -1,0 +1,1 @@
+"""Modules with the same fused functions, for one kind of hardware each."""

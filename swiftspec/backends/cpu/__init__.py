@@ -1,0 +1,310 @@
+"""The fused operators on an x86-64 CPU with AVX2 or more, through the native extension.
+
+The same functions as reference.py, for bfloat16 and float32 models whose heads fit the registers (`fits`), with
+bfloat16, float32 or int4 weights. Sums are float32. A row's result does not depend, to the bit, on the other rows of
+its batch, on their number, or on the slots in which its keys lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends import reference
+from swiftspec.backends.cpu.decoder import fuse
+from swiftspec.backends.cpu.packing import Packed, pack
+from swiftspec.backends.reference import PLAIN, Cache, Scores, embed, rope_tables
+
+if TYPE_CHECKING:
+    from swiftspec.model.batch import Batch
+    from swiftspec.model.config import ModelConfig
+
+__all__ = [
+    "Scores",
+    "children",
+    "draw",
+    "embed",
+    "fits",
+    "fuse",
+    "gumbel_keyed",
+    "gumbel_rows",
+    "level",
+    "linear_residual",
+    "log_probs",
+    "log_top_k",
+    "mover",
+    "norm_head",
+    "norm_linear",
+    "norm_swiglu",
+    "pack",
+    "pack_norm",
+    "peak",
+    "prepare",
+    "rope_tables",
+    "set_threads",
+    "threads",
+    "tree_attention",
+    "use_level",
+]
+
+level = _C.level  # the instructions in use: "avx512_bf16", "avx512", "avx2", or "none" where these operators cannot run
+
+set_threads = _C.set_threads  # how many share large products and prompt chunks, for the process; 1 at first
+threads = _C.threads
+use_level = _C.use_level  # lower ones, for tests and benchmarks; False where this CPU lacks it
+peak = _C.peak  # (rounds, wide) a loop of products alone: how many floating-point operations it was
+
+
+def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether these operators can run the model here."""
+    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float32) or level() == "none":
+        return False
+    return config.head_dim % 16 == 0 and config.head_dim <= 256
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm made ready at load."""
+
+    weight: Tensor  # [D] in the model's dtype
+    address: int
+    eps: float
+
+
+def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
+    """An RMSNorm's weight [D] and epsilon."""
+    weight = weight.to(device, dtype).contiguous()
+    return Norm(weight, weight.data_ptr(), eps)
+
+
+def _linear(
+    x: Tensor,
+    packed: Packed,
+    out: Tensor,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    logits: bool = False,
+) -> Tensor:
+    """One native call. Whoever calls has made `x` contiguous and `out` as wide as the outputs."""
+    address = out.data_ptr()
+    _C.linear(
+        packed.native,
+        x.data_ptr(),
+        0 if norm is None else norm.address,
+        0.0 if norm is None else norm.eps,
+        0 if residual is None else residual.data_ptr(),
+        0 if logits else address,
+        address if logits else 0,
+        swiglu,
+        x.dtype == torch.float32,
+        x.shape[0],
+    )
+    return out
+
+
+def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+    """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
+
+
+def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
+    """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
+
+
+def linear_residual(
+    x: Tensor, packed: Packed, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Projection, all-reduce over the ranks of a group, residual added (O, down): [n, K] and [n, D] -> [n, D]."""
+    if reduce is None:
+        return _linear(x, packed, torch.empty_like(residual), residual=residual)
+    return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
+
+
+def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
+    out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
+    return _linear(x, packed, out, norm=norm, logits=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of one sequence, contiguous where the kernel reads them."""
+
+    rows: Tensor | None  # [m] int64; None: all rows of the batch
+    cos: Tensor  # [m, hd]
+    sin: Tensor  # [m, hd]
+    slots: Tensor  # [m] int64
+    mask: Tensor  # [m, W] bool, W at most `length`
+    length: int
+    keys: int  # address of the sequence's region in layer 0
+    values: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """What attention needs and is the same in every layer."""
+
+    parts: list[Part]
+    num_heads: int
+    kv_heads: int
+    capacity: int
+    head_dim: int
+    stride: int  # bytes from one layer's region to the next
+
+
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
+    """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`."""
+    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.dtype == cos.dtype
+    _, sequences, kv_heads, capacity, head_dim = cache.k.shape
+    region = kv_heads * capacity * head_dim * cache.k.element_size()
+    present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
+    lengths = batch.kv_len.tolist()
+    parts: list[Part] = []
+    for sequence in present:
+        rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
+        positions, slots, mask = batch.positions, batch.slots, batch.mask
+        if rows is not None:
+            positions, slots, mask = positions[rows], slots[rows], mask[rows]
+        length = lengths[sequence]
+        parts.append(
+            Part(
+                rows,
+                cos.index_select(0, positions),
+                sin.index_select(0, positions),
+                slots.contiguous(),
+                mask[:, max(mask.shape[1] - length, 0) :].contiguous(),
+                length,
+                cache.k.data_ptr() + sequence * region,
+                cache.v.data_ptr() + sequence * region,
+            )
+        )
+    return AttentionPlan(parts, num_heads, kv_heads, capacity, head_dim, sequences * region)
+
+
+def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+    """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
+    out = qkv.new_empty(qkv.shape[0], plan.num_heads * plan.head_dim)
+    for part in plan.parts:
+        mine = qkv if part.rows is None else qkv[part.rows]
+        result = out if part.rows is None else out.new_empty(mine.shape[0], out.shape[1])
+        _C.attention(
+            mine.data_ptr(),
+            part.cos.data_ptr(),
+            part.sin.data_ptr(),
+            part.slots.data_ptr(),
+            part.mask.data_ptr(),
+            part.keys + layer * plan.stride,
+            part.values + layer * plan.stride,
+            result.data_ptr(),
+            mine.shape[0],
+            plan.num_heads,
+            plan.kv_heads,
+            plan.capacity,
+            part.length,
+            part.mask.shape[1],
+            plan.head_dim,
+            qkv.dtype == torch.float32,
+        )
+        if part.rows is not None:
+            out[part.rows] = result
+    return out
+
+
+def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
+    source [m] ascends and source[i] >= start + i. The caller keeps the buffers."""
+    layers, sequences, kv_heads, capacity, head_dim = k.shape
+    assert k.is_contiguous() and v.is_contiguous()
+    slot = head_dim * k.element_size()
+    region = kv_heads * capacity * slot
+    shape = (sequences * region, layers, kv_heads, capacity, slot)
+    addresses = [(k.data_ptr() + s * region, v.data_ptr() + s * region, *shape) for s in range(sequences)]
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        _C.move_kv(*addresses[sequence], source, start)
+
+    return move
+
+
+def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of the reference's."""
+    out = torch.empty(positions.shape[0], len(tokens))
+    if len(tokens) > 0:
+        places = positions.to(torch.int32)
+        rows, count = out.shape
+        _C.gumbel_rows(seed, stream, places.data_ptr(), rows, tokens.start, count, out.data_ptr())
+    return out
+
+
+def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
+    """The same noise of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
+    keys, out = keys.contiguous(), torch.empty(*keys.shape, len(tokens))
+    _C.gumbel_keyed(keys.data_ptr(), keys.numel(), tokens.start, len(tokens), out.data_ptr())
+    return out
+
+
+def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.draw(logits, vocab, scores)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64)
+    bias, noise, rows, count = _addresses(scores, vocab)
+    _C.draw(
+        logits.data_ptr(), bias, noise, rows, count, scores.temperature, logits.shape[0], vocab, logits.stride(0),
+        tokens.data_ptr(),
+    )  # fmt: skip
+    return tokens
+
+
+def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.children(logits, vocab, k, scores)
+    count, stride = logits.shape[0], logits.stride(0)
+    tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
+    bias, noise, rows, noise_rows = _addresses(scores, vocab)
+    _C.children(
+        logits.data_ptr(), bias, noise, rows, noise_rows, scores.temperature, scores.tau, count, vocab, stride, k,
+        tokens.data_ptr(), values.data_ptr(),
+    )  # fmt: skip
+    return tokens, values
+
+
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.log_probs(logits, vocab, tokens, scores)
+    tokens, out = tokens.contiguous(), torch.empty(logits.shape[0])
+    bias = _addresses(scores, vocab)[0]
+    _C.log_probs(
+        logits.data_ptr(), bias, scores.temperature, logits.shape[0], vocab, logits.stride(0), tokens.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def _addresses(scores: Scores, vocab: int) -> tuple[int, int, int, int]:
+    """Of the bias, the noise and its row numbers, 0 for what is not there; and the noise's rows."""
+    bias = 0
+    if scores.bias is not None:
+        assert scores.bias.dtype == torch.float32 and scores.bias.is_contiguous() and scores.bias.shape == (vocab,)
+        bias = scores.bias.data_ptr()
+    if scores.noise is None or scores.rows is None:
+        return bias, 0, 0, 0
+    assert scores.noise.dtype == torch.float32 and scores.noise.is_contiguous() and scores.noise.shape[1] == vocab
+    assert scores.rows.dtype == torch.int64 and scores.rows.is_contiguous()
+    return bias, scores.noise.data_ptr(), scores.rows.data_ptr(), scores.noise.shape[0]
+
+
+def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
+    above 0 and never NaN."""
+    return children(scores, scores.shape[1], k)

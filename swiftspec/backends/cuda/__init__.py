@@ -1,0 +1,148 @@
+"""The fused operators on a Hopper GPU: the functions of reference.py for bfloat16 models, through the native extension.
+
+Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
+other rows of its batch, on their number, or on the slots in which its keys lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tree_attention
+from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
+from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
+from swiftspec.backends.cuda.tree import DeviceTree
+from swiftspec.backends.reference import PLAIN, Scores, gumbel_keyed, log_probs, rope_tables
+from swiftspec.errors import UserError
+from swiftspec.model.stack import Stack
+
+if TYPE_CHECKING:
+    from swiftspec.model.config import ModelConfig
+
+__all__ = [
+    "CAPTURES",
+    "PLAIN",
+    "DeviceTree",
+    "Scores",
+    "children",
+    "draw",
+    "embed",
+    "fits",
+    "fuse",
+    "gumbel_keyed",
+    "gumbel_rows",
+    "linear_residual",
+    "log_probs",
+    "log_top_k",
+    "mover",
+    "norm_head",
+    "norm_linear",
+    "norm_swiglu",
+    "pack",
+    "pack_norm",
+    "prepare",
+    "require",
+    "rms_norm",
+    "rope_tables",
+    "tree_attention",
+]
+
+CAPTURES = True  # a forward touches the host nowhere, so it can be a graph
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm made ready at load."""
+
+    weight: Tensor  # [D] bfloat16
+    eps: float
+
+
+def require(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Raises UserError where these operators cannot run the model: its type, its heads, the build, the GPU."""
+    usable(device)
+    if dtype != torch.bfloat16:
+        raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
+    if config.head_dim not in HEAD_DIMS:
+        raise UserError(f"the CUDA operators take heads of 64 or 128, not {config.head_dim}: use ops reference")
+    if config.num_heads // config.num_kv_heads > MOST_HEADS:
+        raise UserError(f"the CUDA operators let at most {MOST_HEADS} heads share keys: use ops reference")
+    if config.hidden_size % 8:
+        raise UserError(f"the CUDA operators take a hidden size that 8 divides, not {config.hidden_size}")
+
+
+def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether these operators can run the model here."""
+    try:
+        require(config, dtype, device)
+    except UserError:
+        return False
+    return True
+
+
+def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
+    """An RMSNorm's weight [D] and epsilon."""
+    return Norm(weight.to(device, dtype).contiguous(), eps)
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm of [n, D] where no projection follows."""
+    source = check("x", x, torch.bfloat16, (x.shape[0], norm.weight.shape[0]), x.device)
+    weight = check("the norm's weight", norm.weight, torch.bfloat16, norm.weight.shape, x.device)
+    out = torch.empty_like(x)
+    _C.rms_norm_cuda(source, weight, norm.eps, x.shape[0], x.shape[1], out.data_ptr(), current_stream())
+    return out
+
+
+def embed(tokens: Tensor, weight: Tensor) -> Tensor:
+    """tokens [n], weight [vocab, D] -> [n, D]."""
+    source = check("tokens", tokens, torch.int64, (tokens.shape[0],), weight.device)
+    table = check("the embedding", weight, torch.bfloat16, weight.shape, weight.device)
+    out = weight.new_empty(tokens.shape[0], weight.shape[1])
+    _C.embed_cuda(source, table, out.shape[0], out.shape[1] * out.element_size(), out.data_ptr(), current_stream())
+    return out
+
+
+def fuse(stack: Stack) -> None:
+    """The stack still runs operator by operator. But each layer's QKV asks for the tiles of its O as it ends, for
+    attention, which comes in between, reads little memory."""
+    for layer in stack.layers:
+        tiles = layer.o.tiles
+        layer.qkv.native.precede(tiles.data_ptr(), tiles.nbytes)
+
+
+def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
+    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
+    source [m] ascends and source[i] >= start + i."""
+    layers, sequences, kv_heads, capacity, head_dim = k.shape
+    slot = head_dim * k.element_size()
+    region = kv_heads * capacity * slot
+    keys, values = (check(name, t, k.dtype, k.shape, k.device) for name, t in (("keys", k), ("values", v)))
+    device = k.device
+
+    def move(sequence: int, source: Sequence[int], start: int) -> None:
+        if not source:
+            return
+        slots = torch.tensor(source, device=device)
+        _C.move_kv_cuda(
+            keys + sequence * region,
+            values + sequence * region,
+            sequences * region,
+            layers,
+            kv_heads,
+            capacity,
+            slot,
+            check("source", slots, torch.int64, slots.shape, device),
+            len(source),
+            start,
+            current_stream(),
+        )
+
+    return move

@@ -1,0 +1,266 @@
+"""Projections on a Hopper GPU: the functions of reference.py with weights in them, for bfloat16 models.
+
+int4 weights are read as they are, scales and zero points applied in float32 (csrc/cuda/tiles.h). Sums are float32. A
+row's result does not depend, to the bit, on the other rows of its batch or on their number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends.cpu.packing import Int4
+from swiftspec.backends.cuda.checks import on_gpu
+from swiftspec.backends.reference import Weight
+from swiftspec.errors import UserError
+
+MAX_ROWS = 32  # of one launch
+WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
+TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
+
+
+class Norm(Protocol):
+    """An RMSNorm made ready at load."""
+
+    @property
+    def weight(self) -> Tensor: ...  # [D] bfloat16
+    @property
+    def eps(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A projection made ready at load; the tensors are what the native side points to."""
+
+    native: _C.CudaWeights
+    inputs: int
+    outputs: int
+    tiles: Tensor  # bytes
+    bias: Tensor | None  # [N] float32
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """The GPU that `device` names, with its index. UserError where these operators cannot run on it."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise UserError(f"the CUDA operators need a GPU, not {device}")
+    if not _C.cuda_built:
+        raise UserError(f"{_C.build_info}; install swiftspec where nvcc is found to run on {device}")
+    if not torch.cuda.is_available():
+        raise UserError("no NVIDIA GPU can be used here: torch.cuda.is_available() is false")
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"the CUDA operators are built for compute capability 9.0, {name} has {major}.{minor}")
+    return device
+
+
+def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
+    """A checkpoint's matrix [N, K] in tiles on `device`; returns when they are there.
+
+    Groups of more than 128 inputs, or of other than a multiple of 32, are cut into smaller ones; where that leaves less
+    than 32 the matrix is dequantised.
+    """
+    device = usable(device)
+    if dtype != torch.bfloat16:
+        raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
+    with torch.cuda.device(device):
+        group = math.gcd(weight.group_size, 128) if isinstance(weight, Int4) else 0
+        if isinstance(weight, Int4) and group in TILE_GROUPS:
+            tiles, inputs, outputs = _int4_tiles(weight, group, device)
+        else:
+            group = 0
+            tiles, inputs, outputs = _bf16_tiles(weight.dequantize(dtype).to(device))
+        bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
+        # a projection asks for its weights before it waits for the kernels in front of it
+        torch.cuda.current_stream().synchronize()
+        native = _C.CudaWeights(tiles.data_ptr(), 0 if bias is None else bias.data_ptr(), inputs, outputs, group)
+    return Packed(native, inputs, outputs, tiles, bias)
+
+
+def _int4_tiles(weight: Int4, group: int, device: torch.device) -> tuple[Tensor, int, int]:
+    times = weight.group_size // group
+    codes = weight.packed.to(device).contiguous()
+    scales = weight.scales.to(device, torch.float32).repeat_interleave(times, 0).contiguous()
+    zeros = weight.zeros.to(device).repeat_interleave(times, 0).contiguous()
+    inputs, outputs = codes.shape[0], scales.shape[1]
+    tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, group), dtype=torch.uint8, device=device)
+    addresses = (codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), tiles.data_ptr())
+    _C.repack_int4_cuda(inputs, outputs, group, *addresses, _stream())
+    return tiles, inputs, outputs
+
+
+def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
+    outputs, inputs = matrix.shape
+    if inputs % 8 != 0:
+        raise UserError(f"the CUDA operators need a multiple of 8 inputs, a projection has {inputs}")
+    matrix = matrix.contiguous()
+    tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, 0), dtype=torch.uint8, device=matrix.device)
+    _C.repack_bf16_cuda(inputs, outputs, matrix.data_ptr(), tiles.data_ptr(), _stream())
+    return tiles, inputs, outputs
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+class Communicator:
+    """This rank's end of a group of GPUs that sum products in the kernel that computes them.
+
+    `inboxes` are the addresses at which this rank sees every rank's inbox, in rank order; `trouble` is one int64 in
+    pinned memory that all ranks see. The ranks make the same calls in the same order, each on one stream.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        inboxes: Sequence[int],
+        lines: int,
+        trouble: Tensor,
+        device: torch.device,
+        patience: float = 2.0,
+    ) -> None:
+        self.rank, self.size, self._lines, self._trouble = rank, len(inboxes), lines, trouble
+        self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
+        self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        self.native = _C.CudaChannel(
+            rank, list(inboxes), lines, self._epoch.data_ptr(), self._done.data_ptr(), trouble.data_ptr(), patience
+        )
+
+    @property
+    def epoch(self) -> Tensor:
+        """[1] int64 on the device: how many products have been summed."""
+        return self._epoch
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and as short as the longest product."""
+        return on_gpu(x.device) and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""
+        mine, out = x.contiguous(), x.new_empty(self.size, *x.shape)
+        _C.gather_cuda(self.native, mine.data_ptr(), out.data_ptr(), mine.nbytes // WORD, _stream())
+        return out
+
+    def trouble(self) -> str | None:
+        """Why a kernel ended itself, in one line; to be asked when the device reports an error."""
+        found = _C.cuda_trouble(int(self._trouble[0]) & (2**64 - 1))
+        if found is None:
+            return None
+        rank, source, slot, epoch = found
+        return f"GPU rank {rank} waited too long for rank {source} (slot {slot}, epoch {epoch})"
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """How a group of GPUs sums its products: few rows in the kernel that computes them, more by a library."""
+
+    few: Communicator  # up to MAX_ROWS
+    many: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """For operators without such kernels."""
+        return self.many(x)
+
+
+def inbox(ranks: int, lines: int, device: torch.device | str) -> Tensor:
+    """The memory that one rank of a group reads, empty; `lines` is the longest product's, see `lines_of`."""
+    return torch.zeros(_C.cuda_inbox_bytes(ranks, lines), dtype=torch.uint8, device=device)
+
+
+def lines_of(outputs: int) -> int:
+    """LL lines of the longest product that is summed in one launch."""
+    return _C.cuda_lines(outputs, MAX_ROWS)
+
+
+def _linear(
+    x: Tensor,
+    packed: Packed,
+    out: Tensor,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    swiglu: bool = False,
+    logits: bool = False,
+    channel: Communicator | None = None,
+) -> Tensor:
+    """Native calls of at most 32 rows each, on the current stream."""
+    _check(x, packed, norm, residual)
+    stream, native = _stream(), None if channel is None else channel.native
+    factors, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+    to = out.data_ptr()
+    added = 0 if residual is None else residual.data_ptr()
+    for first in range(0, x.shape[0], MAX_ROWS):
+        rows = min(MAX_ROWS, x.shape[0] - first)
+        source = x.data_ptr() + first * x.shape[1] * x.element_size()
+        skipped = first * out.shape[1] * out.element_size()
+        more = added and added + skipped
+        outs = (0, to + skipped) if logits else (to + skipped, 0)
+        _C.linear_cuda(packed.native, source, factors, eps, more, *outs, swiglu, native, rows, stream)
+    return out
+
+
+def _check(x: Tensor, packed: Packed, norm: Norm | None, residual: Tensor | None) -> None:
+    """ValueError, one line, for what the kernels would read wrongly."""
+    device = packed.tiles.device
+    if x.shape[1:] != (packed.inputs,):
+        raise ValueError(f"x is {list(x.shape)}, the projection takes [rows, {packed.inputs}]")
+    given = [("x", x)]
+    if norm is not None:
+        given.append(("the norm's weight", norm.weight))
+        if norm.weight.shape != (packed.inputs,):
+            raise ValueError(f"the norm's weight is {list(norm.weight.shape)}, x has {packed.inputs} columns")
+    if residual is not None:
+        given.append(("the residual", residual))
+        if residual.shape != (x.shape[0], packed.outputs):
+            raise ValueError(f"the residual is {list(residual.shape)}, the product {[x.shape[0], packed.outputs]}")
+    for name, tensor in given:
+        if tensor.dtype != torch.bfloat16 or tensor.device != device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}, the projection is torch.bfloat16 on {device}"
+            )
+        if not tensor.is_contiguous() or tensor.data_ptr() % 16 != 0:
+            raise ValueError(f"{name} is not contiguous, or not aligned to 16 bytes")
+    if torch.cuda.current_device() != device.index:
+        raise ValueError(f"the current device is cuda:{torch.cuda.current_device()}, the projection is on {device}")
+
+
+def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+    """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
+
+
+def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
+    """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
+
+
+def linear_residual(
+    x: Tensor,
+    packed: Packed,
+    residual: Tensor,
+    reduce: Communicator | Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Projection, all-reduce over a group's ranks, residual added (O, down): [n, K] and [n, D] -> [n, D].
+
+    A Communicator sums in the projection's own kernel, anything else after it; `Sums` goes by the rows.
+    """
+    out = torch.empty_like(residual)
+    if isinstance(reduce, Sums):
+        reduce = reduce.few if x.shape[0] <= MAX_ROWS else reduce.many
+    if reduce is None or isinstance(reduce, Communicator):
+        return _linear(x, packed, out, residual=residual, channel=reduce)
+    return reduce(_linear(x, packed, out)).add_(residual)
+
+
+def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+    """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
+    out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
+    return _linear(x, packed, out, norm=norm, logits=True)

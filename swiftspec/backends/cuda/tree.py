@@ -1,0 +1,175 @@
+"""Growth of a draft tree on a GPU, so that d expansions need no host (csrc/tree.h, paper section 3.1)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends.cuda.checks import check, current_stream
+
+MOST_LEAVES = 64
+
+
+LEAF = -1  # the slot of a node that has none
+
+
+class HostTree(Protocol):
+    """The arrays of spec.tree.DraftTree: nodes in order of creation, mask rows by tree slot; how many are in use."""
+
+    token: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    slot: NDArray[np.int64]  # `slots` of leaves
+    logprob: NDArray[np.float64]
+    visible: NDArray[np.bool_]
+    sizes: NDArray[np.int64]  # nodes, tree slots
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
+
+    nodes: Tensor  # [w] int32, -1 of rows without a leaf, which come last
+    tokens: Tensor  # [w] int64
+    positions: Tensor  # [w] int64, absolute
+    slots: Tensor  # [w] int64, from the sequence's start
+    mask: Tensor  # [w, slots] bool
+
+
+class DeviceTree:
+    """`spec.tree.DraftTree` as far as growing goes, in tensors on a device that stay where they are.
+
+    An expansion always has w rows and takes w tree slots. Its rows are the w likeliest leaves, likeliest first and of
+    equal weights the earlier node; where there are fewer, the last rows belong to no node, and nobody sees them.
+    """
+
+    token: Tensor  # [nodes] int64
+    logprob: Tensor  # [nodes] float64, summed from the root
+    parent: Tensor  # [nodes] int32
+    slot: Tensor  # [nodes] int32
+    used: Tensor  # [2] int32: nodes, tree slots
+    visible: Tensor  # [slots, slots] bool
+
+    def __init__(self, slots: int, children: int, w: int, device: torch.device | str) -> None:
+        if not 1 <= w <= min(MOST_LEAVES, slots):
+            raise ValueError(f"w must lie in 1..{min(MOST_LEAVES, slots)}, not {w}")
+        nodes = 1 + slots * children
+        fields = {
+            "token": (torch.int64, (nodes,)),
+            "logprob": (torch.float64, (nodes,)),
+            "parent": (torch.int32, (nodes,)),
+            "slot": (torch.int32, (nodes,)),
+            "used": (torch.int32, (2,)),  # nodes, tree slots
+            "visible": (torch.bool, (slots, slots)),
+        }  # the wide ones first, so that all are aligned
+        size = sum(dtype.itemsize * math.prod(shape) for dtype, shape in fields.values())
+        self.state, self._start = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+        self._staged = torch.zeros(size, dtype=torch.uint8, pin_memory=self.state.device.type == "cuda")
+        for name, part in _parts(self.state, fields).items():
+            setattr(self, name, part)
+        self._host = {name: part.numpy() for name, part in _parts(self._staged, fields).items()}
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.rows = Expansion(
+            zeros(w, dtype=torch.int32),
+            zeros(w, dtype=torch.int64),
+            zeros(w, dtype=torch.int64),
+            zeros(w, dtype=torch.int64),
+            zeros(w, slots, dtype=torch.bool),
+        )
+        self.children, self.room = children, 0
+        self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        self._native = _C.CudaTree(
+            token=self.token.data_ptr(),
+            parent=self.parent.data_ptr(),
+            slot=self.slot.data_ptr(),
+            weight=self.logprob.data_ptr(),
+            visible=self.visible.data_ptr(),
+            used=self.used.data_ptr(),
+            nodes=nodes,
+            slots=slots,
+        )
+
+    def reset(self, token: Tensor) -> None:
+        """Starts over from an unexpanded root, `token` [1] int64."""
+        self.used.copy_(self._first)
+        self.slot[:1].fill_(-1)
+        self.logprob[:1].zero_()
+        self.token[:1].copy_(token)
+        self.room = self.visible.shape[0] // len(self.rows.nodes)  # expansions
+
+    def put(self, tree: HostTree) -> None:
+        """Sends a tree of the same size to the device; `restore` makes it this one."""
+        nodes, slots = tree.sizes.tolist()
+        host = self._host
+        host["token"][:nodes], host["parent"][:nodes] = tree.token[:nodes], tree.parent[:nodes]
+        host["slot"][:nodes] = np.where(tree.slot[:nodes] == tree.slots, LEAF, tree.slot[:nodes])
+        host["logprob"][:nodes], host["visible"][:slots] = tree.logprob[:nodes], tree.visible[:slots]
+        host["used"][:] = nodes, slots
+        self._start.copy_(self._staged, non_blocking=True)
+
+    def restore(self) -> None:
+        """Back to the tree that was `put` last, on the device alone: a graph may begin with it."""
+        self.state.copy_(self._start)
+        self.room = self.visible.shape[0] // len(self.rows.nodes)
+
+    def take(self, tree: HostTree) -> None:
+        """Reads the tree from the device, when all that came before is done, into the one that was `put`."""
+        self._staged.copy_(self.state)
+        host = self._host
+        nodes, slots = host["used"].tolist()
+        tree.token[:nodes], tree.parent[:nodes] = host["token"][:nodes], host["parent"][:nodes]
+        tree.slot[:nodes] = np.where(host["slot"][:nodes] == LEAF, tree.slots, host["slot"][:nodes])
+        tree.logprob[:nodes], tree.visible[:slots] = host["logprob"][:nodes], host["visible"][:slots]
+        tree.sizes[:] = nodes, slots
+
+    def best_leaves(self, prefix: Tensor) -> Expansion:
+        """Hands the best leaves the next tree slots. `prefix` [1] int64: slots before the tree's, and the root's
+        position. A graph that replays this counts its expansions itself."""
+        if self.room == 0:
+            raise ValueError("the tree's slots are used up")
+        self.room -= 1
+        rows, start = self.rows, check("prefix", prefix, torch.int64, (1,), self.token.device)
+        self._native.leaves(
+            len(rows.nodes),
+            start,
+            rows.nodes.data_ptr(),
+            rows.tokens.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.slots.data_ptr(),
+            rows.mask.data_ptr(),
+            current_stream(),
+        )
+        return rows
+
+    def add_children(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Children of the last expansion's rows: tokens [w, k] int64, log-probabilities [w, k] float32."""
+        shape = (len(self.rows.nodes), self.children)
+        self._native.add(
+            shape[0],
+            self.rows.nodes.data_ptr(),
+            self.children,
+            check("tokens", tokens, torch.int64, shape, self.token.device),
+            check("logprobs", logprobs, torch.float32, shape, self.token.device),
+            current_stream(),
+        )
+
+
+def _parts(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """The fields of a buffer of bytes, one after the other."""
+    parts: dict[str, Tensor] = {}
+    at = 0
+    for name, (dtype, shape) in fields.items():
+        end = at + dtype.itemsize * math.prod(shape)
+        parts[name] = buffer[at:end].view(dtype).view(shape)
+        at = end
+    return parts

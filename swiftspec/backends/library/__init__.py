@@ -1,0 +1,121 @@
+"""The same functions through libraries, one kernel after the other: the baseline of the benches, and for debugging.
+
+reference.py is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
+Two things differ. Int4 weights of bfloat16 models stay int4 and go through torch's own int4 product, whose scales are
+bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured (runtime/graph.py); for that, every
+row is scored against the whole region of the cache, masked.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.backends.cpu.packing import Int4
+from swiftspec.backends.reference import (
+    AttentionPlan,
+    Cache,
+    Packed,
+    Part,
+    Scores,
+    Weight,
+    children,
+    draw,
+    embed,
+    fuse,
+    gumbel_keyed,
+    gumbel_rows,
+    linear_residual,
+    log_probs,
+    log_top_k,
+    mover,
+    norm_head,
+    norm_linear,
+    norm_swiglu,
+    pack_norm,
+    rope_tables,
+    tree_attention,
+)
+from swiftspec.model.batch import Batch
+
+__all__ = [
+    "CAPTURES",
+    "Scores",
+    "children",
+    "draw",
+    "embed",
+    "fuse",
+    "gumbel_keyed",
+    "gumbel_rows",
+    "linear_residual",
+    "log_probs",
+    "log_top_k",
+    "mover",
+    "norm_head",
+    "norm_linear",
+    "norm_swiglu",
+    "pack",
+    "pack_norm",
+    "prepare",
+    "rope_tables",
+    "tree_attention",
+]
+
+CAPTURES = True  # a forward over one sequence touches the host nowhere
+INNER_TILES = 8  # of 16 inputs each: how torch's CUDA kernel lays weights out
+
+
+def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
+    """A checkpoint's matrix [N, K]: int4 as it is if torch multiplies it so, else as reference.py does."""
+    if dtype != torch.bfloat16 or not isinstance(weight, Int4) or weight.packed.shape[0] % (16 * INNER_TILES):
+        return reference.pack(weight, dtype, device)
+    codes, scales = _unpack(weight.packed.to(device)).t(), weight.scales.to(device, torch.float32)
+    # torch computes (q - 8) s + zero
+    zeros = (8 - _unpack(weight.zeros.to(device))) * scales
+    pairs = torch.stack((scales, zeros), 2).to(dtype)  # [K / g, N, 2]
+    bias, group = None if weight.bias is None else weight.bias.to(device, dtype), weight.group_size
+    aten = torch.ops.aten
+    if codes.device.type == "cuda":
+        two = (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8).contiguous()
+        laid_out, product = aten._convert_weight_to_int4pack(two, INNER_TILES), aten._weight_int4pack_mm
+    else:
+        laid_out = aten._convert_weight_to_int4pack_for_cpu(codes.contiguous(), INNER_TILES)
+        product = aten._weight_int4pack_mm_for_cpu
+
+    def apply(x: Tensor) -> Tensor:
+        out: Tensor = product(x, laid_out, group, pairs)
+        return out if bias is None else out.add_(bias)
+
+    return apply
+
+
+def _unpack(words: Tensor) -> Tensor:
+    """int32 [R, C / 8] -> int32 [R, C] of codes."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
+
+
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
+    """Once per forward, before the layers; several sequences go reference.py's way, which reads their rows."""
+    if cache.k.shape[1] > 1:
+        return reference.prepare(batch, cache, cos, sin, num_heads)
+    group, capacity, width = num_heads // cache.k.shape[2], cache.k.shape[3], batch.mask.shape[1]
+    column = torch.arange(capacity, device=batch.mask.device) - (batch.kv_len - width)
+    window = F.pad(batch.mask, (0, 1)).index_select(1, column.clamp(0, width))  # beyond the window nothing is in use
+    hidden = ~(window | (column < 0))
+    mask = torch.zeros(hidden.shape, dtype=cache.k.dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    part = Part(
+        rows=None,
+        slots=batch.slots,
+        key_targets=list(cache.k[:, 0].transpose(1, 2).unbind(0)),
+        value_targets=list(cache.v[:, 0].transpose(1, 2).unbind(0)),
+        keys=list(cache.k.unbind(0)),
+        values=list(cache.v.unbind(0)),
+        mask=mask.repeat(group, 1)[None, None],
+    )
+    cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
+    return AttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, [part])

@@ -1,0 +1,1 @@
+"""Chains of draft tokens verified in batches, on any device."""

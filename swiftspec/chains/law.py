@@ -1,0 +1,102 @@
+"""Verification: what of a proposal the target keeps, and the token that it adds.
+
+Chains in batches, for a device: `greedy`, `match` and `reject`, without a branch and without a loop over rows. Trees
+one at a time: `walk` here, on the host, for `match`; reject.py for drawn children. All are exact for any sampling
+parameters: logits are shaped (tempered, filtered, penalised, biased) before they come here, and forbidden tokens -inf.
+
+Letters: B requests, K draft tokens of each, V tokens. Shapes that are not as said raise ValueError.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TINY = 1e-30  # share of p in a residual: it decides only where rounding leaves nothing else
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What became of B chains."""
+
+    accepted: Tensor  # [B, K] bool, a prefix of each row
+    count: Tensor  # [B] int64, how many
+    bonus: Tensor  # [B] int64, the target's token after them
+
+
+def greedy(target: Tensor, tokens: Tensor) -> Verified:
+    """Keeps draft tokens as long as each is the likeliest. `target` [B, K + 1, V] logits, floating; `tokens` [B, K]."""
+    _check(tokens, target=(target, 1))
+    return _as_far_as_equal(target.argmax(-1), tokens)
+
+
+def match(target: Tensor, tokens: Tensor, noise: Tensor) -> Verified:
+    """Keeps draft tokens as long as each is the one that the target draws there.
+
+    `target` [B, K + 1, V] shaped logits; `tokens` [B, K]; `noise` [B, K + 1, V] or what broadcasts to it, standard
+    Gumbel, a row for each position. The tokens are those of plain decoding with the same noise.
+    """
+    _check(tokens, target=(target, 1))
+    return _as_far_as_equal(_best(target, noise), tokens)
+
+
+def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> Verified:
+    """Rejection sampling of tokens that were drawn from the draft: the output follows p, whatever q.
+
+    `target` [B, K + 1, V] and `draft` [B, K, V] shaped logits of p and q; `tokens` [B, K] drawn from q; `coins` [B, K]
+    uniform in (0, 1); `noise` [B, V] standard Gumbel. A token passes with min(1, p / q); the first that does not is
+    replaced by one of norm(max(0, p - q)); after K that pass comes one of p. A draft row without a finite logit is a q
+    of zeros. Arithmetic in float32, for float64 logits in float64. No probability of a whole [B, K, V] is materialised.
+    Source: Leviathan et al. 2023, algorithm 1.
+    """
+    _check(tokens, target=(target, 1), draft=(draft, 0))
+    if coins.shape != tokens.shape:
+        raise ValueError(f"coins must be {list(tokens.shape)}, as the tokens are, not {list(coins.shape)}")
+    steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
+    kind = torch.float64 if target.dtype == torch.float64 else torch.float32
+    log_p, log_q = (_log_probs(logits, tokens, kind) for logits in (target, draft))
+    # where q is 0, nothing was drawn; the difference would be NaN for a p of 0
+    passes = (coins.to(kind).log() < log_p - log_q) & (log_p > -torch.inf)
+    accepted = passes.long().cumprod(-1).bool()
+    count = accepted.sum(-1)
+    p = target[rows, count].to(kind).softmax(-1)
+    if steps > 0:
+        q = draft[rows, count.clamp_max(steps - 1)].to(kind).softmax(-1).nan_to_num_(0)
+        rejected = (count < steps).to(kind)[:, None]
+        p = (p - rejected * q).clamp_min_(0).add_(p, alpha=TINY)
+    return Verified(accepted, count, (p.log_() + noise).argmax(-1))
+
+
+def _check(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
+    """`logits`: by name, and how many rows they have beyond the K of `tokens` [B, K]."""
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be [requests, draft tokens], not {list(tokens.shape)}")
+    batch, steps = tokens.shape
+    vocab = next(iter(logits.values()))[0].shape[-1:]
+    for name, (rows, extra) in logits.items():
+        want = (batch, steps + extra, *vocab)
+        if rows.shape != want:
+            raise ValueError(f"{name} must be {list(want)} for tokens {list(tokens.shape)}, not {list(rows.shape)}")
+
+
+def _as_far_as_equal(best: Tensor, tokens: Tensor) -> Verified:
+    accepted = (best[:, :-1] == tokens).long().cumprod(-1).bool()
+    count = accepted.sum(-1)
+    return Verified(accepted, count, best.gather(1, count[:, None]).squeeze(1))
+
+
+def _best(logits: Tensor, noise: Tensor) -> Tensor:
+    """argmax of logits [B, K, V] + noise, [B, K]: a position at a time, so that no sum of them all is made."""
+    noise = noise.expand(logits.shape)
+    return torch.stack([(logits[:, k] + noise[:, k]).argmax(-1) for k in range(logits.shape[1])], 1)
+
+
+def _log_probs(logits: Tensor, tokens: Tensor, kind: torch.dtype) -> Tensor:
+    """log softmax(logits [B, >= K, V]) of tokens [B, K]: [B, K], a position at a time."""
+    out = torch.empty(tokens.shape, dtype=kind, device=logits.device)
+    for k in range(tokens.shape[1]):
+        here = logits[:, k].to(kind)
+        out[:, k] = here.gather(1, tokens[:, k, None]).squeeze(1) - here.logsumexp(-1)
+    return out

@@ -1,0 +1,1 @@
+"""What decides d, bs and whether to speculate, from what was measured."""

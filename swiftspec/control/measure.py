@@ -1,0 +1,75 @@
+"""How long one step takes here: what d, the expansions of a round, is set by (paper section 3.1)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.drafter import SteppedDrafter
+from swiftspec.runtime.verifier import Verifier
+
+TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
+GREEDY = SamplingParams(temperature=0)
+REPEATS = 8
+IN_A_ROW = 4  # verifications after each prefill, which leaves the caches in another state than rounds do
+MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTimes:
+    """Seconds of a draft's round, typical ones: it spends one turn and d expansions."""
+
+    turn: float  # taking a result, re-rooting, answering
+    expansion: float  # of w leaves, the host's part included
+
+
+def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
+    """Measured in a context of `room` tokens. Leaves no request open."""
+    text = [0] * min(TEXT, room)
+    grows, rounds = [], []
+    for _ in range(REPEATS):
+        drafter.open(0, text, GREEDY, len(text))
+        proposal = drafter.propose()
+        grows.append(_seconds(drafter.grow))
+        likely = proposal.tokens[1] if len(proposal.tokens) > 1 else 0
+        result = VerifyResult(0, 0, proposal.prefix_len, (0,), (likely,))
+        rounds.append(_seconds(lambda result=result: (drafter.observe(result), drafter.propose(), drafter.grow())))
+    drafter.close()
+    grown, whole = median(grows), median(rounds)
+    return DraftTimes(max(whole - grown, 0.0), grown / drafter.steps)
+
+
+def verification_time(verifier: Verifier, bs: int, room: int) -> float:
+    """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
+    request open."""
+    text = [0] * max(min(TEXT, room - bs * IN_A_ROW), 1)
+    times = []
+    for _ in range(REPEATS):
+        verifier.open(0, text, GREEDY, len(text))
+        at, root = len(text) - 1, 0
+        for round_ in range(IN_A_ROW if room > bs * IN_A_ROW else 1):
+            chain = Proposal(0, round_, at, (root,) * bs, tuple(range(-1, bs - 1)))
+            began = time.perf_counter()
+            result = verifier.submit(chain).wait()
+            times.append(time.perf_counter() - began)
+            verifier.settle()
+            at, root = at + len(result.tokens), result.tokens[-1]
+    verifier.close()
+    return min(times)  # whatever else the machine did only added to the others
+
+
+def steps_for(target: float, draft: DraftTimes) -> int:
+    """d for a verification of `target` seconds: as many expansions as fit beside a turn, so that the target never
+    waits. The draft's times being typical ones and the target's its shortest, a draft is seldom late."""
+    return min(max(math.floor((target - draft.turn) / draft.expansion), 1), MOST_STEPS)
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began

@@ -1,0 +1,1 @@
+"""Ranks: who is in which group, and what they say to each other."""

@@ -1,0 +1,1 @@
+"""Ranks that share one model, by what connects them."""

@@ -1,0 +1,183 @@
+"""`python -m swiftspec.exactness`: draws many answers with and without speculation and compares what was drawn.
+
+Exit code 0 where no difference was found, 1 where one was or the draft was of no use, 2 for a call that makes no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from swiftspec.serve.__main__ import guarded, own_world
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from swiftspec.distributed.world import World
+    from swiftspec.lab.exactness.trial import Texts, Verdict, Watched
+    from swiftspec.serve.session import Session
+    from swiftspec.serve.settings import Settings
+
+PROMPT = "def read"
+OTHER_PROMPTS = ("class Parser:", "import os", "The first", "for i in range(", "# How to", "if not", "Once upon a time")
+ABOUT = """\
+Tests on your own models that speculation changes nothing: draws many short answers with and without it and compares
+every next token and every two tokens in a row (chi-square, Holm's correction for their number; total variation with
+its 95 % interval), then greedy answers token for token. A false alarm comes once in a thousand runs. Every other flag
+is one of `python -m swiftspec.serve`, such as --model, --draft-model, --mode, --verify, --proposal, --temperature. Only
+--self-switch is off unless given: rounds without the draft would test nothing."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code. On several ranks: torchrun -m swiftspec.exactness ..."""
+    return guarded(lambda first: _run(argv, first))
+
+
+def _run(argv: Sequence[str] | None, first: bool) -> int:
+    from swiftspec.serve.cli import Parser, parse
+    from swiftspec.serve.oneshot import read_prompt
+    from swiftspec.serve.settings import UsageError
+
+    parser = Parser(
+        "python -m swiftspec.exactness",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--samples", type=int, default=2000, help="answers drawn each way (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4, help="tokens of each (default: %(default)s)")
+    parser.add_argument("--greedy-tokens", type=int, default=64, help="tokens of a greedy answer (%(default)s)")
+    parser.add_argument("--biased", action="store_true", help=argparse.SUPPRESS)
+    own, rest = parser.parse_known_args(argv)
+    command = parse(rest)
+    settings = command.settings
+    if "self_switch" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"self_switch": False})
+    for name in ("samples", "tokens", "greedy_tokens"):
+        if getattr(own, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(own, name)}")
+    if settings.mode in ("ar", "smc"):
+        why = "draws without speculation already" if settings.mode == "ar" else "is approximate by design"
+        raise UsageError(f"mode {settings.mode} {why}: take mode serial or async")
+    if command.json:
+        raise UsageError("--json has no use here: the result is a table, and the exit code")
+    given = command.prompt is not None or command.prompt_file is not None
+    prompt = (read_prompt(command) if given else None) or PROMPT
+    if not first:
+        from swiftspec.serve.session import serve_rank
+
+        world = own_world()
+        assert world is not None
+        serve_rank(settings, world)
+        return 0
+    return _test(own, settings, prompt)
+
+
+def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
+    """Both engines, all trials, the table; the exit code."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from swiftspec.lab.exactness.trial import Watched
+    from swiftspec.serve.session import open_session
+    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.terminal import Phases
+
+    world = own_world()
+    phases = Phases()
+    try:
+        tree = open_session(settings, phases, world)
+        alone = settings.model_copy(update={"mode": "ar", "target_tp": None, "draft_tp": None})
+        plain = open_session(alone, Phases(quiet=True))
+    finally:
+        phases.close()
+    if tree.llm.plan.mode not in ("serial", "async"):
+        drafted = settings.draft_model is not None or settings.model is None
+        why = "the profile's best plan is mode ar: --plan none" if drafted else "there is no draft model: --draft-model"
+        raise UsageError(f"{why} gives something to test")
+    if own.biased:
+        _bias(tree, world)
+    tested = Watched(tree.llm)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
+    tree.llm.close()
+    return _report(tree, tested, verdict, texts)
+
+
+def _trials(
+    own: argparse.Namespace,
+    plain: Session,
+    tree: Session,
+    tested: Watched,
+    settings: Settings,
+    prompt: str,
+    progress: Progress,
+) -> tuple[Verdict | None, list[Texts]]:
+    """The distribution, unless the request is greedy; then what must be the same token for token."""
+    from swiftspec.lab.exactness.trial import draw, same_texts
+
+    plan = tree.llm.plan
+    sampling = replace(plain.sampling(settings), max_tokens=own.tokens)
+    plan.check_request(sampling)
+    tokens = plain.encode(prompt, settings)
+    prompts = [tokens, *(plain.encode(text, settings) for text in OTHER_PROMPTS)]
+    verdict, texts = None, []
+    if not sampling.greedy:
+        task = progress.add_task("answers", total=2 * own.samples)
+        verdict = draw(plain.llm, tested, tokens, sampling, own.samples, lambda: progress.advance(task))
+    long = replace(sampling, max_tokens=own.greedy_tokens, ignore_eos=True, stop=(), stop_token_ids=())
+    same = [("greedy", replace(long, temperature=0.0))] if plan.proposal != "sample" else []
+    if plan.verify == "match" and not sampling.greedy:
+        same.append(("sampled, same seed", long))
+    for name, asked in same:
+        task = progress.add_task(name, total=len(prompts))
+        texts.append(same_texts(name, plain.llm, tested, prompts, asked, lambda task=task: progress.advance(task)))
+    return verdict, texts
+
+
+def _bias(tree: Session, world: World | None) -> None:
+    from swiftspec.lab.exactness.biased import BiasedVerifier
+    from swiftspec.runtime.verifier import LocalVerifier
+    from swiftspec.serve.settings import UsageError
+
+    verifier = tree.llm.verifier
+    if world is not None or tree.llm.plan.verify != "reject" or not isinstance(verifier, LocalVerifier):
+        raise UsageError("--biased stands in for --verify reject on one rank")
+    tree.llm.verifier = BiasedVerifier(verifier.runner, tree.llm.vocab_size, "reject")
+
+
+def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list[Texts]) -> int:
+    """Prints the table and the verdict. Returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from swiftspec.lab.exactness.trial import LEVEL
+
+    out, plan = Console(), tree.llm.plan
+    out.print(f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.ranks} rank(s), {tree.dtype}")
+    out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds")
+    same = all(not text.parted for text in texts)
+    if verdict is not None:
+        same = same and verdict.same
+        table = Table("compared", "cells", "chi2", "p", "Holm", "TV", "95 %", box=None)
+        for c, p in zip(verdict.comparisons, verdict.corrected, strict=True):
+            span = f"{c.low:.3f} .. {c.high:.3f}"
+            table.add_row(c.name, str(c.cells), f"{c.square:.1f}", f"{c.p:.4f}", f"{p:.4f}", f"{c.apart:.3f}", span)
+        out.print(table)
+    for text in texts:
+        where = f", the first difference at token {min(text.parted) + 1}" if text.parted else ""
+        out.print(f"{text.name}: {text.requests - len(text.parted)} of {text.requests} answers are the same{where}")
+    if not same:
+        out.print(f"DIFFERENT: beyond what chance allows (level {LEVEL})")
+        if tree.dtype != "float64" and (verdict is None or verdict.same):
+            out.print(f"Rounding can do that to single answers in {tree.dtype}: --dtype float64 tells whether it did")
+    else:
+        out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
+    return 0 if same and tested.idle is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

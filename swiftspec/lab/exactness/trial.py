@@ -1,0 +1,110 @@
+"""The trials: the same requests with and without speculation, and what their answers are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from swiftspec.engine import Completion
+from swiftspec.lab.exactness.statistics import Comparison, compare, holm
+from swiftspec.params import SamplingParams
+
+LEVEL = 0.001  # chance that a test of an exact engine fails
+Tick = Callable[[], None]
+
+
+class Engine(Protocol):
+    """What answers requests."""
+
+    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion: ...
+
+
+@dataclass(slots=True)
+class Watched:
+    """An engine, and how it came to its answers: without draft tokens that were accepted nothing of it was tested."""
+
+    engine: Engine
+    rounds: int = 0
+    accepted: int = 0
+    lost: str | None = None  # why the draft was of no use in some request
+
+    def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """As the engine does."""
+        answer = self.engine.generate(prompt, sampling)
+        self.rounds += answer.stats.rounds
+        self.accepted += answer.stats.accepted
+        self.lost = answer.stats.drafter_lost or self.lost
+        return answer
+
+    @property
+    def idle(self) -> str | None:
+        """Why its answers tell nothing of speculation; None where they do."""
+        if self.lost is not None:
+            return f"the drafter was lost ({self.lost})"
+        return None if self.accepted else "no draft token was accepted"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the comparisons say together. `corrected` are their p-values after Holm."""
+
+    comparisons: list[Comparison]
+    corrected: list[float]
+
+    @property
+    def same(self) -> bool:
+        return min(self.corrected, default=1.0) >= LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Answers that must be the same token for token. `parted`: the position of the first difference in those that are
+    not."""
+
+    name: str
+    requests: int
+    parted: list[int]
+
+
+def draw(
+    plain: Engine, tree: Engine, prompt: Sequence[int], sampling: SamplingParams, samples: int, tick: Tick
+) -> Verdict:
+    """Draws so many continuations with each, no seed used twice, and compares every next token and every two in a row.
+
+    `sampling.max_tokens` is their length, at least 1. `tick` is called after each request.
+    """
+    sampling = replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
+    texts: list[list[list[int]]] = []
+    for engine, first in ((plain, sampling.seed), (tree, sampling.seed + samples)):
+        texts.append([])
+        for seed in range(first, first + samples):
+            texts[-1].append(engine.generate(prompt, replace(sampling, seed=seed % 2**64)).token_ids)
+            tick()
+    length = min(len(text) for kind in texts for text in kind)
+    views = [(f"token {i + 1}", slice(i, i + 1)) for i in range(length)]
+    views += [(f"tokens {i + 1}, {i + 2}", slice(i, i + 2)) for i in range(length - 1)]
+    found = []
+    for name, part in views:
+        one, other = ([tuple(text[part]) for text in kind] for kind in texts)
+        found.append(compare(name, one, other))
+    return Verdict(found, holm([comparison.p for comparison in found]))
+
+
+def same_texts(
+    name: str,
+    plain: Engine,
+    tree: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    tick: Tick,
+) -> Texts:
+    """Answers every prompt with both, the i-th with the i-th seed from that of `sampling` on."""
+    parted = []
+    for i, prompt in enumerate(prompts):
+        asked = replace(sampling, seed=(sampling.seed + i) % 2**64)
+        one, other = (engine.generate(prompt, asked).token_ids for engine in (plain, tree))
+        if one != other:
+            parted.append(next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other))))
+        tick()
+    return Texts(name, len(prompts), parted)

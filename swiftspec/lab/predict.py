@@ -1,0 +1,215 @@
+"""What a machine that is not here would give: step times from a latency model, a table or the paper, and rounds that
+were recorded on a real pair."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swiftspec.errors import UserError
+from swiftspec.lab import latency, simulate
+from swiftspec.lab.simulate import Acceptance, Times
+from swiftspec.observe.emulate import Emulation
+from swiftspec.profiles import emulation, store
+
+ACCEPTANCE = Path(__file__).with_name("acceptance.json")
+ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # beside GPU forwards
+StepTimesOf = Callable[[int, int, int], tuple[Times, Times]]  # target TP, draft TP, rows verified -> slow, fast
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One split at its best d."""
+
+    mode: str
+    target_tp: int
+    draft_tp: int
+    d: int
+    low: float
+    speed: float
+    high: float
+    times: Times
+    outcome: simulate.Outcome
+    advice: tuple[str, float]
+
+    @property
+    def title(self) -> str:
+        split = f"{self.target_tp}+{self.draft_tp}" if self.mode == "async" else str(self.target_tp)
+        return f"{self.mode} {split}"
+
+    @property
+    def limit(self) -> str:
+        """The side that the other one waits for."""
+        if self.mode != "async":
+            return "both in turn" if self.mode == "serial" else "target"
+        drafting = self.d * (self.times.draft + self.times.expand)
+        return "draft" if drafting > self.times.target + self.times.verify else "target"
+
+
+def candidates(ranks: int) -> list[tuple[str, int, int]]:
+    """Every way to use all ranks."""
+    pairs = [("async", x, ranks - x) for x in range(ranks - 1, 0, -1)]
+    return [("ar", ranks, 0), ("serial", ranks, ranks), *pairs]
+
+
+def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: StepTimesOf) -> list[Row]:
+    """All splits of so many ranks, each at its best d, fastest first."""
+    rows = []
+    for mode, x, y in candidates(ranks):
+        slow, fast = step_times(x, max(y, 1), 1 if mode == "ar" else bs)
+        depths = [1] if mode == "ar" else acceptance.depths(mode, bs, w)
+        middle = simulate.between(slow, fast)
+        speeds = {d: simulate.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
+        rows.append(_row(mode, x, y, max(depths, key=speeds.__getitem__), slow, fast, acceptance, bs, w))
+    return sorted(rows, key=lambda row: -row.speed)
+
+
+def _row(mode: str, x: int, y: int, d: int, slow: Times, fast: Times, known: Acceptance, bs: int, w: int) -> Row:
+    rounds = _rounds(known, mode, bs, w, d)
+    middle = simulate.between(slow, fast)
+    low, speed, high = simulate.interval(mode, rounds, d, slow, fast)
+    advice = simulate.help_most(mode, rounds, d, middle)
+    return Row(mode, x, y, d, low, speed, high, middle, simulate.run(mode, rounds, d, middle), advice)
+
+
+def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulate.Rounds:
+    return [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """As aligned text."""
+    cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
+    for row in rows:
+        cells.append(
+            (row.title, str(row.d) if row.mode != "ar" else "", f"{row.speed:.1f}", f"{row.low:.1f}..{row.high:.1f}",
+             f"{row.outcome.tokens_per_round:.2f}", f"{1e3 * row.outcome.round:.2f}", f"{1e3 * row.times.target:.2f}",
+             f"{1e3 * row.times.draft:.2f}" if row.mode != "ar" else "", row.limit,
+             f"{row.advice[0]}: {row.advice[1]:+.1%}")
+        )  # fmt: skip
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
+
+
+def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
+    """Prediction beside measurement, split by split, each at its own best d."""
+    lines, found = [], []
+    for row in rows:
+        tree = {} if row.mode == "ar" else {"verify_batch": bs, "draft_leaves": w}
+        wanted = {"mode": row.mode, "target_tp": row.target_tp, "draft_tp": row.draft_tp, **tree}
+        run = store.best(profile, wanted)
+        if run is not None:
+            found.append((row, run))
+            measured, d = store.speed(run), run["plan"]["draft_steps"]
+            lines.append(
+                f"{row.title:12} predicted {row.speed:7.1f}  measured {measured:7.1f}{'' if d is None else f' (d {d})'}"
+                f"  {row.speed / measured - 1:+.1%}"
+            )
+    if found:
+        picked, top = store.speed(found[0][1]), max(store.speed(run) for _, run in found)
+        lines.append(f"the predicted best, {found[0][0].title}, is measured at {picked / top:.1%} of the measured best")
+    return "\n".join(lines) or "no split of the profile is among these"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
+    made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency.GPUS)}")
+    made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
+    made.add_argument("--draft-model", type=Path, help="the same of the draft")
+    made.add_argument("--int4", action="store_true", help="take 4-bit weights where the config has none")
+    made.add_argument("--context", type=int, default=latency.CONTEXT, help="tokens before the rows (default 1000)")
+    made.add_argument("--kernels", type=Path, help="measured operators (default profiles/GPU-kernels.json, if there)")
+    made.add_argument(
+        "--emulate", metavar="SPEC", help="step times as `serve --emulate` has them, in place of hardware"
+    )
+    made.add_argument("--ranks", type=int, help="with --emulate (default 4)")
+    made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
+    made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
+    made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
+                      " embedded pair)")  # fmt: skip
+    made.add_argument("--against", type=Path, help="a profile to compare with, whose time outside the models is taken,"
+                      " and its emulated step times and ranks where none are given")  # fmt: skip
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Predicts and prints. Raises UserError."""
+    args = parser().parse_args(argv)
+    profile = None if args.against is None else store.load(args.against)
+    recorded = args.acceptance or (args.against if profile is not None and profile["rounds"] else None)
+    acceptance = Acceptance(_records(recorded))
+    around = ASSUMED if profile is None or not profile.get("around") else profile["around"]
+    if args.hardware is not None:
+        ranks, step_times, origin = _gpus(args, around)
+    else:
+        given = _emulation(args, profile)
+        ranks = args.ranks or (4 if profile is None else profile["key"]["ranks"])
+        step_times, origin = _table(args, given, around), "step times: quoted or given"
+    if ranks < 2:
+        raise UserError("a prediction compares splits: take two ranks or more")
+    rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
+    print(table(rows))
+    outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
+    pair = recorded or "the embedded pair"
+    print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
+    if profile is not None:
+        print(against(rows, profile, args.verify_batch, args.draft_leaves))
+    return 0
+
+
+def _records(file: Path | None) -> list[dict[str, Any]]:
+    if file is not None:
+        return store.load(file)["rounds"]
+    return json.loads(ACCEPTANCE.read_text(encoding="utf-8"))["rounds"]
+
+
+def _emulation(args: argparse.Namespace, profile: dict[str, Any] | None) -> Emulation:
+    """The step times that are named, or those that a profile was measured at. Raises UserError where there are none."""
+    given = Emulation()
+    if args.emulate is not None:
+        given = emulation.parse(args.emulate)
+    elif profile is not None:
+        given = Emulation.from_dict(profile["key"]["emulate"])
+    if args.emulate is None and given == Emulation():
+        raise UserError("say for what: --hardware h200x8 --model ... --draft-model ..., or --emulate ... --ranks 4")
+    if given.target is None or given.draft is None:
+        raise UserError("--emulate must give step times of target and draft")
+    return given
+
+
+def _table(args: argparse.Namespace, given: Emulation, around: dict[str, float]) -> StepTimesOf:
+    target, draft = given.target, given.draft
+    assert target is not None and draft is not None
+
+    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
+        times = Times(target.at(x, rows), draft.at(y, args.draft_leaves), **around)
+        return times, times
+
+    return step_times
+
+
+def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, StepTimesOf, str]:
+    name, count = latency.hardware(args.hardware)
+    if args.model is None or args.draft_model is None:
+        raise UserError("--hardware needs --model and --draft-model: a config.json each, or its directory")
+    target, draft = latency.read_config(args.model), latency.read_config(args.draft_model)
+    kernels = args.kernels or Path("profiles") / f"{name}-kernels.json"
+    measured = args.kernels is not None or kernels.is_file()
+    ends = latency.fitted(kernels, latency.GPUS[name]) if measured else latency.constants(latency.GPUS[name])
+
+    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
+        slow, fast = (
+            Times(
+                latency.forward(target, x, rows, lines, args.int4, args.context),
+                latency.forward(draft, y, args.draft_leaves, lines, args.int4, args.context),
+                **around,
+            )
+            for lines in ends
+        )
+        return slow, fast
+
+    return count, step_times, f"operators: {ends[0].origin}, link: predicted"

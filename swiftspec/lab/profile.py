@@ -1,0 +1,233 @@
+"""The profile phase: finds by measurement how a pair should run on this machine, and keeps that for `serve`.
+
+python -m swiftspec.profile [flags]                              one process
+torchrun --standalone --nproc-per-node 4 -m swiftspec.profile    every split of four ranks
+python -m swiftspec.profile trace FILE.jsonl                     what `serve --trace` wrote: who waited for whom
+python -m swiftspec.profile report PROFILE.json                  the HTML report once more
+python -m swiftspec.profile predict --hardware h200x8 ...        what a machine that is not here would give
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swiftspec.errors import RankLost, UserError
+
+if TYPE_CHECKING:
+    from swiftspec.distributed.world import World
+    from swiftspec.lab.sweep import Sweep
+    from swiftspec.lab.trials import Wish
+    from swiftspec.serve.settings import Settings
+
+MODEL_FLAGS = ("model", "draft_model", "dtype", "device", "max_model_len", "threads", "emulate")
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        if argv[:1] == ["trace"]:
+            return show_trace(argv[1:])
+        if argv[:1] == ["report"]:
+            return write_report(argv[1:])
+        if argv[:1] == ["predict"]:
+            from swiftspec.lab import predict
+
+            return predict.main(argv[1:])
+        return sweep(parser().parse_args(argv))
+    except (UserError, RankLost) as error:
+        if not first:
+            time.sleep(PATIENCE)
+        print(f"swiftspec: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("swiftspec: interrupted; --resume goes on from here", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of a sweep."""
+    made = argparse.ArgumentParser(
+        prog="python -m swiftspec.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in MODEL_FLAGS:
+        made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as `serve` has it")
+    made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default all)")
+    made.add_argument("--modes", default="ar,serial,async,smc", help="default ar,serial,async,smc")
+    made.add_argument("--prompts", type=Path, help="JSONL with a field prompt (default: a few that come along)")
+    made.add_argument("--limit", type=int, default=4, help="prompts to take (default 4)")
+    made.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default 64)")
+    made.add_argument("--repeats", type=int, default=3, help="of every measurement (default 3)")
+    made.add_argument("--budget", default="10m", help="longest time, such as 90s, 10m, 1h (default 10m)")
+    made.add_argument("--output", type=Path, default=Path("profiles"), help="folder (default profiles)")
+    made.add_argument("--dry-run", action="store_true", help="say what would be measured, and leave")
+    made.add_argument("--resume", action="store_true", help="go on with a sweep that was interrupted")
+    return made
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """The whole phase, on any rank."""
+    from swiftspec.engine import join_world
+    from swiftspec.lab.pool import Pair, WorkerPool
+    from swiftspec.serve.layers import load
+    from swiftspec.serve.session import Found, load_options
+    from swiftspec.serve.terminal import Phases
+
+    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    settings = load({**given, "plan": "none"})
+    world = join_world()
+    found = Found.of(settings, 1, Phases(quiet=True))
+    if found.draft is None:
+        raise UserError("a sweep needs a draft model: name one with --draft-model")
+    options, dtype, _ = load_options(settings, found.target, world)
+    crew = WorkerPool(Pair(found.target, found.draft, options, settings.threads), world)
+    if world is not None and world.rank > 0:
+        crew.follow()
+        return 0
+    try:
+        made = _prepare(args, settings, crew, found.model, dtype, world)
+        return 0 if made is None else _measure(made)
+    finally:
+        crew.dismiss()
+
+
+def _prepare(
+    args: argparse.Namespace, settings: Settings, crew: Any, model: str, dtype: str, world: World | None
+) -> Sweep | None:
+    """The sweep of these flags; None for a dry run."""
+    from swiftspec.lab import sweep as sweeps
+    from swiftspec.lab.progress import Bar
+    from swiftspec.profiles import store
+
+    pair = crew.pair
+    wish = _wish(args, crew.ranks, pair.target, pair.draft, settings)
+    emulate, device = pair.options.get("emulate"), str(pair.options.get("device", "cpu"))
+    key = store.Key.of(device, crew.ranks, pair.target, pair.draft, dtype, settings.ops, emulate)
+    file = args.output / f"{store.name_of(key, 'embedded' if settings.model is None else Path(model).name)}.json"
+    if args.dry_run:
+        print("\n".join([*sweeps.outlook(wish, crew.ranks), f"into {file}, within {wish.budget:g} s"]))
+        return None
+    profile = sweeps.Sweep.empty(json.loads(json.dumps(asdict(key))), store.environment(), wish)
+    if args.resume:
+        profile = sweeps.resumed(file, profile)
+    bar = Bar()
+    if world is not None and not world.spin:
+        bar.note(
+            f"{world.local_size} ranks share {len(world.cores)} cores: they wait for each other, so the figures say how"
+            " the ranks of this machine share it, not what as many cores would give"
+        )
+    return sweeps.Sweep(crew, wish, profile, file, bar)
+
+
+def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> Wish:
+    from swiftspec.lab import trials
+    from swiftspec.lab.trials import Wish
+    from swiftspec.model.config import ModelConfig
+    from swiftspec.serve.text import TextCodec
+
+    for name in ("limit", "max_tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1")
+    if ranks == 1 and args.splits != "all":
+        raise UserError("--splits needs several ranks: start it with torchrun --standalone --nproc-per-node N")
+    configs = ModelConfig.from_dir(target), ModelConfig.from_dir(draft)
+    pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
+    for reason in reasons:
+        print(f"swiftspec: left out: {reason}", file=sys.stderr)
+    whole = all(trials.cannot_cut(config, ranks) is None for config in configs)
+    modes = trials.check_modes(args.modes)
+    if "async" in modes and ranks == 1:
+        modes = [mode for mode in modes if mode != "async"]
+    if not modes:
+        raise UserError("mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    family = "humaneval" if settings.model is None else None  # the embedded pair knows nothing but code
+    texts = read_prompts(args.prompts or PROMPTS, None if args.prompts else family)[: args.limit]
+    codec = TextCodec(target)
+    return Wish(
+        modes, pairs, whole, [codec.encode(text) for text in texts], args.max_tokens, args.repeats, seconds(args.budget)
+    )
+
+
+def _measure(sweep: Sweep) -> int:
+    from swiftspec.lab import results
+
+    try:
+        sweep.run()
+    finally:
+        sweep.close()
+    print(results.table(sweep.profile))
+    try:
+        for file in results.write(sweep.profile, sweep.file):
+            print(f"wrote {file}")
+    except UserError as error:  # no matplotlib; what was measured is written
+        print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
+    return 0
+
+
+def read_prompts(file: Path, family: str | None = None) -> list[str]:
+    """The field `prompt` of every line. Raises UserError on a file that has none."""
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        texts = [str(line["prompt"]) for line in lines if family in (None, line.get("family"))]
+    except OSError as error:
+        raise UserError(f"--prompts {file} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f'--prompts {file} must hold a JSON object with a field "prompt" on every line') from None
+    if not texts or not all(texts):
+        raise UserError(f"--prompts {file} has no prompt, or an empty one")
+    return texts
+
+
+def seconds(text: str) -> float:
+    """`90s`, `10m`, `1h` in seconds. Raises UserError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    if found is None or float(found[1]) <= 0:
+        raise UserError(f"--budget must be a time such as 90s, 10m or 1h, not {text!r}")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def show_trace(argv: Sequence[str]) -> int:
+    """Writes the timeline of a trace and prints its summary."""
+    from swiftspec.lab import timeline
+
+    made = argparse.ArgumentParser(prog="python -m swiftspec.profile trace", description=show_trace.__doc__)
+    made.add_argument("file", type=Path, help="what `serve --trace FILE` wrote")
+    made.add_argument("-o", "--output", type=Path, help="the timeline (default: FILE with the ending .trace.json)")
+    args = made.parse_args(argv)
+    trace = timeline.Trace.read(args.file)
+    output = args.output or args.file.with_suffix(".trace.json")
+    output.write_text(json.dumps(timeline.chrome(trace)), encoding="utf-8")
+    print(timeline.summary(trace))
+    print(f"timeline: {output} (open it at ui.perfetto.dev or chrome://tracing)")
+    return 0
+
+
+def write_report(argv: Sequence[str]) -> int:
+    """Writes CSV, HTML and the recommended settings of a profile."""
+    from swiftspec.lab import results
+    from swiftspec.profiles import store
+
+    made = argparse.ArgumentParser(prog="python -m swiftspec.profile report", description=write_report.__doc__)
+    made.add_argument("file", type=Path, help="what a sweep wrote")
+    args = made.parse_args(argv)
+    profile = store.load(args.file)
+    print(results.table(profile))
+    for file in results.write(profile, args.file):
+        print(f"wrote {file}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

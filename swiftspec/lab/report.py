@@ -1,0 +1,230 @@
+"""The HTML report: one file that opens offline, its plots inline SVG. The only user of matplotlib."""
+
+from __future__ import annotations
+
+import html as escaping
+import io
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from swiftspec.lab import results
+from swiftspec.profiles import store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Json = Mapping[str, Any]
+COLOURS = {"ar": "#7f7f7f", "serial": "#d98c00", "async": "#1f6fb4", "smc": "#8a5fb0"}
+STYLE = """
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}table{border-collapse:collapse;font-size:14px}
+td,th{padding:.25rem .7rem;border-bottom:1px solid #ddd;text-align:right}td:first-child,th:first-child{text-align:left}
+tr.best{background:#eef6ee;font-weight:600}tr.dropped{color:#888}p.note{color:#555;font-size:14px}svg{max-width:100%}
+"""
+
+
+def html(profile: Json) -> str:
+    """The page. Raises UserError without matplotlib."""
+    key, winner = profile["key"], store.best(profile)
+    machine = f"{key['hardware']['count']} x {key['hardware']['name']}, {key['ranks']} ranks, {key['dtype']}"
+    emulated = " Step times are emulated: models that wait." if any(key["emulate"].values()) else ""
+    parts = [
+        f"<h1>SwiftSpec profile</h1><p>{_text(machine)}.{emulated} Every figure was measured here.</p>",
+        "" if winner is None else f"<p>Recommended: <b>{_text(store.title(winner['plan']))}</b>, "
+        f"{store.speed(winner):.1f} tokens a second.</p>",
+        "" if not profile["stopped"] else f"<p class=note>Ended early: {_text(profile['stopped'])}.</p>",
+        *(f"<p>{_text(line.capitalize())}.</p>" for line in results.orchestration(profile)),
+        "<h2>Runs</h2>", _table(profile, winner),
+    ]  # fmt: skip
+    for title, note, draw in FIGURES:
+        picture = _svg(profile, draw)
+        if picture is not None:
+            parts.append(f"<h2>{_text(title)}</h2>{picture}<p class=note>{_text(note)}</p>")
+    settings, versions = profile["settings"], ", ".join(f"{k} {v}" for k, v in profile["environment"].items())
+    parts.append(
+        f"<p class=note>{settings['prompts']} prompts, {settings['max_tokens']} tokens each, greedy (mode smc:"
+        f" temperature 1), speed after the prompt; {_text(versions)}</p>"
+    )
+    head = f"<!doctype html><html lang=en><meta charset=utf-8><title>SwiftSpec profile</title><style>{STYLE}</style>"
+    return head + "\n".join(parts) + "</html>\n"
+
+
+def _text(value: object) -> str:
+    return escaping.escape(str(value))
+
+
+def _table(profile: Json, winner: Json | None) -> str:
+    rows = []
+    for run in sorted(profile["runs"], key=store.speed, reverse=True):
+        kind = " class=best" if run is winner else " class=dropped" if run["dropped"] else ""
+        cells = [store.title(run["plan"]), run["ops"]]
+        if run["speeds"]:
+            median, least, most = store.spread(run["speeds"])
+            cells += [f"{median:.1f}", f"{least:.1f}–{most:.1f}", len(run["speeds"]), f"{run['tokens_per_round']:.2f}"]
+        else:
+            cells += ["", "", 0, ""]
+        cells.append(run["dropped"] or "")
+        rows.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>")
+    names = ("run", "operators", "tok/s", "least–most", "repeats", "tok/round", "dropped")
+    return "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" + "".join(rows) + "</table>"
+
+
+def _svg(profile: Json, draw: Callable[[Json, Axes], bool]) -> str | None:
+    """A figure as inline SVG; None where the profile has nothing for it."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise results.require("matplotlib", "the HTML report") from None
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": draw.__name__}):
+        figure = Figure(figsize=(8, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        axes.spines[["top", "right"]].set_visible(False)
+        if not draw(profile, axes):
+            return None
+        stream = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _best_of(runs: Sequence[Json]) -> Json | None:
+    return max((run for run in runs if run["speeds"]), key=store.speed, default=None)
+
+
+def _default(profile: Json) -> list[Json]:
+    """Runs of the contest: default operators, usual tree."""
+    return [run for run in profile["runs"] if run["ops"] == "auto" and not run["variation"]]
+
+
+def draw_splits(profile: Json, axes: Axes) -> bool:
+    """Speed of every split, at its best d (paper, Figure 9)."""
+    groups: dict[str, list[Json]] = {}
+    for run in _default(profile):
+        plan = run["plan"]
+        split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
+        groups.setdefault(f"{plan['mode']}\n{split}", []).append(run)
+    bars = [(name, found) for name, runs in groups.items() if (found := _best_of(runs)) is not None]
+    for place, (_, run) in enumerate(bars):
+        median, least, most = store.spread(run["speeds"])
+        axes.bar(place, median, color=COLOURS[run["plan"]["mode"]], width=0.7)
+        axes.errorbar(place, median, [[median - least], [most - median]], color="#222", capsize=3)
+        d = run["plan"]["draft_steps"]
+        axes.annotate(f"{median:.0f}" + (f"\nd {d}" if d else ""), (place, most), (0, 3), textcoords="offset points",
+                      ha="center", fontsize=9)  # fmt: skip
+    axes.set_xticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_xlabel("mode and ranks (mode async: of the target + of the draft)")
+    axes.set_ylabel("tokens a second")
+    axes.margins(y=0.2)
+    return bool(bars)
+
+
+def draw_compression(profile: Json, axes: Axes) -> bool:
+    """Tokens a round against bs and w (paper, Figure 2)."""
+    winner = next((run for run in profile["runs"] if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
+    if winner is None:
+        return False
+    names = ("mode", "target_tp", "draft_tp", "draft_steps")
+    alike = [r for r in profile["runs"] if r["speeds"] and r["ops"] == "auto"
+             and all(r["plan"][n] == winner["plan"][n] for n in names)]  # fmt: skip
+    for name, other, label in (
+        ("verify_batch", "draft_leaves", "bs (w 8)"),
+        ("draft_leaves", "verify_batch", "w (bs 8)"),
+    ):
+        points = sorted((r["plan"][name], r["tokens_per_round"]) for r in alike if r["plan"][other] == 8)
+        axes.plot(*zip(*points), marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+    axes.set_xlabel("nodes verified a round (bs) or leaves expanded at a time (w)")
+    axes.set_ylabel("tokens a target forward")
+    axes.legend(frameon=False)
+    return True
+
+
+def draw_step_times(profile: Json, axes: Axes) -> bool:
+    """Step time against TP size (paper, Table 1)."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    shades = {"target": ("#9ecae1", "#1f6fb4", "#08306b"), "draft": ("#fdd0a2", "#d98c00", "#7f3b08")}
+    for side, colours in shades.items():
+        for rows, colour in zip((1, 8, 32), colours):
+            points = sorted(
+                (step["tp"], *store.spread(1e3 * s for s in step["seconds"]))
+                for step in profile["steps"] if step["side"] == side and step["rows"] == rows
+            )  # fmt: skip
+            if points:
+                tp, median, least, most = zip(*points)
+                axes.plot(tp, median, color=colour, marker="o", label=f"{side}, {rows} row{'s' * (rows > 1)}")
+                axes.fill_between(tp, least, most, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xlabel("ranks of the group")
+    axes.set_ylabel("milliseconds a forward")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.2)
+    axes.set_xticks(sorted({step["tp"] for step in profile["steps"]}))
+    if profile["steps"]:
+        axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return bool(profile["steps"])
+
+
+def draw_lanes(profile: Json, axes: Axes) -> bool:
+    """Both lanes of a few rounds as they overlapped."""
+    lines = profile["lanes"]
+    if not lines:
+        return False
+    zero = lines[0]["wait"][0]
+
+    def bar(lane: int, span: Sequence[float], colour: str, label: str | None) -> None:
+        place = [(1e3 * (span[0] - zero), 1e3 * (span[1] - span[0]))]
+        axes.broken_barh(place, (lane - 0.3, 0.6), facecolor=colour, edgecolor="white", linewidth=0.6, label=label)
+
+    for number, line in enumerate(lines):
+        first = number == 0
+        draft = line.get("draft", {})
+        bar(1, line["target"]["verify"], "#1f6fb4", "verify" if first else None)
+        bar(1, line["wait"], "#f2b6a0", "target waits" if first else None)
+        for index, span in enumerate(draft.get("forwards", ())):
+            bar(0, span, "#d98c00", "expand" if first and index == 0 else None)
+        accepted = len(line["path"]) - 1
+        axes.annotate(f"+{accepted + 1}", (1e3 * (statistics.fmean(line["target"]["verify"]) - zero), 1), ha="center",
+                      va="center", color="white", fontsize=9)  # fmt: skip
+    axes.set_yticks([0, 1], ["draft", "target"])
+    axes.set_xlabel("milliseconds")
+    axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, 1.15))
+    axes.set_ylim(-0.6, 1.6)
+    return True
+
+
+def draw_ablation(profile: Json, axes: Axes) -> bool:
+    """Parallel tree and operators, with and without (paper, Figure 8)."""
+    systems = {
+        "base": ("serial", "reference"), "only parallel tree": ("async", "reference"),
+        "only operators": ("serial", "auto"), "both": ("async", "auto"),
+    }  # fmt: skip
+    ranks = profile["key"]["ranks"]
+    for place, (mode, ops) in enumerate(systems.values()):
+        mine = [r for r in profile["runs"] if r["plan"]["mode"] == mode and r["ops"] == ops
+                and (ops == "reference" or not r["variation"])]  # fmt: skip
+        run = _best_of([r for r in mine if store.ranks_of(r["plan"]) == ranks] or mine)
+        if run is not None:
+            axes.bar(place, store.speed(run), color=COLOURS[mode], alpha=1.0 if ops == "auto" else 0.5, width=0.6)
+            axes.annotate(f"{store.speed(run):.0f}", (place, store.speed(run)), (0, 3), textcoords="offset points",
+                          ha="center", fontsize=9)  # fmt: skip
+    axes.set_xticks(range(4), list(systems))
+    axes.set_ylabel("tokens a second")
+    axes.margins(y=0.15)
+    return any(run["ops"] == "reference" and run["speeds"] for run in profile["runs"])
+
+
+FIGURES: tuple[tuple[str, str, Callable[[Json, Axes], bool]], ...] = (
+    ("Splits and modes", "Median at the best d; the whiskers are the slowest and the fastest repeat.", draw_splits),
+    ("Compression ratio", "Tokens a target forward against bs and w, one at a time, the other at 8.", draw_compression),
+    ("Step time", "A forward with sampling on groups of every size; the band is least to most.", draw_step_times),
+    ("Two lanes", "A few rounds of the best asynchronous run; the numbers are tokens a round.", draw_lanes),
+    ("Ablation", "Growing the tree in parallel, and native instead of plain torch operators; each at its best d.",
+     draw_ablation),
+)  # fmt: skip

@@ -1,0 +1,98 @@
+"""What a sweep leaves besides its JSON: a table for the terminal, a CSV, the settings for serve, the HTML report."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from swiftspec.errors import UserError
+from swiftspec.profiles import store
+
+SETTINGS = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps")
+COLUMNS = (
+    "mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps", "ops", "tokens_per_second", "least",
+    "most", "repeats", "tokens_per_round", "target_busy", "verification_ms", "expansion_ms", "dropped",
+)  # fmt: skip
+
+
+def write(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
+    """Writes CSV, settings and report beside `file` and names them. Without matplotlib there is no report, and the last
+    line says so, as a UserError."""
+    yield file
+    base = file.with_suffix("")
+    table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")
+    store.save(table_file, as_csv(profile))
+    yield table_file
+    winner = store.best(profile)
+    if winner is not None:
+        settings = base.with_name(base.name + ".best.yaml")
+        store.save(settings, as_yaml(winner, file.name))
+        yield settings
+    from swiftspec.lab import report
+
+    page = base.with_name(base.name + ".html")
+    store.save(page, report.html(profile))
+    yield page
+
+
+def as_csv(profile: Mapping[str, Any]) -> str:
+    """A line per run."""
+    stream = io.StringIO()
+    writer = csv.writer(stream)
+    writer.writerow(COLUMNS)
+    for run in profile["runs"]:
+        plan, times = run["plan"], run["steps"] or (None, None)
+        speeds = store.spread(run["speeds"]) if run["speeds"] else (None, None, None)
+        writer.writerow(
+            [*(plan[name] for name in SETTINGS), run["ops"], *speeds, len(run["speeds"]), run["tokens_per_round"],
+             run["target_busy"], *(None if t is None else 1e3 * t for t in times), run["dropped"]]
+        )  # fmt: skip
+    return stream.getvalue()
+
+
+def as_yaml(run: Mapping[str, Any], source: str) -> str:
+    """The settings of a run, for `serve --config`."""
+    plan = run["plan"]
+    wanted = [name for name in SETTINGS if plan[name] is not None]
+    if plan["mode"] != "async":
+        wanted.remove("draft_tp")
+    if plan["mode"] == "ar":
+        wanted = ["mode", "target_tp"]
+    count = len(run["speeds"])
+    lines = [f"# {source}: {store.speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
+    return "\n".join([*lines, *(f"{name.replace('_', '-')}: {plan[name]}" for name in wanted)]) + "\n"
+
+
+def table(profile: Mapping[str, Any]) -> str:
+    """The runs as aligned text, fastest first, a star at the recommended one."""
+    winner = store.best(profile)
+    rows = [("", "run", "ops", "tok/s", "least..most", "tok/round", "busy", "")]
+    for run in sorted(profile["runs"], key=store.speed, reverse=True):
+        if not run["speeds"]:
+            rows.append(("", store.title(run["plan"]), run["ops"], "-", "", "", "", run["dropped"] or ""))
+            continue
+        median, least, most = store.spread(run["speeds"])
+        rows.append(
+            ("*" if run is winner else "", store.title(run["plan"]), run["ops"], f"{median:.1f}",
+             f"{least:.1f}..{most:.1f}", f"{run['tokens_per_round']:.2f}", f"{run['target_busy']:.2f}",
+             run["dropped"] or "")
+        )  # fmt: skip
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, *orchestration(profile)])
+
+
+def orchestration(profile: Mapping[str, Any]) -> Iterator[str]:
+    """What everything but the two models costs, where their times are emulated: a line, or none."""
+    cost = profile.get("orchestration")
+    if cost is not None:
+        beyond = f"{1e3 * cost['seconds']:.3f} ms ({cost['share']:.1%})"
+        yield f"beyond the emulated steps a round of the best async run takes {beyond}"
+
+
+def require(module: str, what: str) -> UserError:
+    """What to say where an optional library is not installed."""
+    return UserError(f"{what} needs {module}: pip install 'swiftspec[report]'")

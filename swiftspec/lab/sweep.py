@@ -1,0 +1,299 @@
+"""The profile phase (paper, sections 3.1 and 5.5): every split, mode and d against each other, measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from swiftspec.errors import UserError
+from swiftspec.lab import measure, timeline, trials
+from swiftspec.lab.pool import Order, WorkerPool
+from swiftspec.lab.timeline import Trace
+from swiftspec.lab.trials import Trial, Wish
+from swiftspec.params import EngineConfig
+from swiftspec.profiles import store
+
+Json = dict[str, Any]
+STEP_REPEATS = 9
+LANES = 6  # rounds of the best asynchronous run that are kept as they went
+WARM_UP = 16  # tokens
+
+
+class Show(Protocol):
+    """Where a sweep says how far it is."""
+
+    def begin(self, what: str, done: int, total: int, left: float) -> None:
+        """The next measurement; `left`: seconds that the rest should take."""
+        ...
+
+    def best(self, what: str, speed: float) -> None:
+        """The fastest so far."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Sweep:
+    """One sweep, on rank 0. What is finished is on disk at once, in `file` with the ending .partial.json."""
+
+    def __init__(self, crew: WorkerPool, wish: Wish, profile: Json, file: Path, show: Show) -> None:
+        self.profile, self.file = profile, file
+        self._crew, self._wish, self._show = crew, wish, show
+        self._began = time.monotonic()
+        self._longest = 0.0  # seconds of a measurement
+        self._done = 0
+
+    @staticmethod
+    def empty(key: Json, environment: Json, wish: Wish) -> Json:
+        """A profile with nothing measured."""
+        return {
+            "swiftspec_profile": store.VERSION, "key": key, "environment": environment, "settings": wish.settings(),
+            "steps": [], "runs": [], "rounds": [], "lanes": [], "around": {}, "orchestration": None, "stopped": None,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Measures until all is done or the budget is spent, then puts the profile in its place. Raises UserError where
+        the budget is too small for anything."""
+        contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
+        try:
+            for repeat in range(self._wish.repeats):
+                for trial in contest:
+                    self._contest(trial, repeat)
+                self._drop()
+            self._lanes()
+            self._rounds()
+            self._step_times()
+            self._later(self._variations)
+            self._later(lambda: trials.ablation(self.profile["runs"]))
+        except measure.OutOfTime:
+            self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
+            self._show.note(self.profile["stopped"])
+        if not any(run["speeds"] for run in self.profile["runs"]):
+            raise UserError(f"nothing could be measured: {self.profile['stopped'] or self._first_reason()}")
+        self.profile["runs"] = [run for run in self.profile["runs"] if run["speeds"] or run["dropped"]]
+        store.save(self.file, json.dumps(self.profile, indent=1) + "\n")
+        self._partial.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Puts the display in order."""
+        self._show.close()
+
+    @property
+    def _partial(self) -> Path:
+        return self.file.with_name(self.file.name.removesuffix(".json") + store.PARTIAL)
+
+    def _first_reason(self) -> str:
+        return next((run["dropped"] for run in self.profile["runs"] if run["dropped"]), "no mode is left")
+
+    # ---- one engine after the other
+
+    def _contest(self, trial: Trial, repeat: int) -> None:
+        """One more repeat of whatever of a trial still takes part."""
+        plan = trial.row(None)
+        runs = [r for r in self.profile["runs"] if r["ops"] == trial.ops and not r["variation"]]
+        mine = [r for r in runs if same(r["plan"], plan)]
+        steps = trial.steps or (None,)
+        if mine:
+            steps = [r["plan"]["draft_steps"] for r in mine if not r["dropped"] and len(r["speeds"]) <= repeat]
+        elif repeat > 0:
+            return
+        if steps:
+            self._decode(trial, tuple(steps), variation=False)
+
+    def _later(self, pick: Callable[[], Iterable[Trial]]) -> None:
+        """Trials that follow from what has been measured, once each."""
+        for trial in pick():
+            plan = trial.row(trial.steps[0])
+            mine = (run for run in self.profile["runs"] if run["plan"] == plan and run["ops"] == trial.ops)
+            if not any(run["speeds"] or run["dropped"] for run in mine):
+                self._decode(trial, trial.steps, variation=True)
+
+    def _variations(self) -> list[Trial]:
+        winner = store.best(self.profile)
+        return [] if winner is None else trials.variations(winner["plan"])
+
+    def _decode(self, trial: Trial, steps: tuple[int | None, ...], variation: bool) -> None:
+        """Builds the engine of a trial and decodes the prompts at each d."""
+        self._step(store.title(trial.row(steps[0] if len(steps) == 1 else None)))
+        known = [d for d in steps if d is not None]
+        order = Order(trial.plan(max(known) if known else None), trial.ops)
+        try:
+            with self._crew.engine(order) as llm:
+                times = None
+                if trial.mode == "async":
+                    times = measure.lane_times(llm)
+                    steps = trials.depths(*times) if not known else steps
+                measure.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
+                for d in steps:
+                    self._entry(trial, d, variation)  # whoever resumes sees which d are missing
+                for d in steps:
+                    if d is not None:
+                        llm.drafter.steps = d
+                    run = measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+                    self._add(trial, d, run, times, variation)
+                    self._save()
+        except UserError as error:
+            for d in steps:
+                self._entry(trial, d, variation)["dropped"] = str(error)
+            self._show.note(f"{store.title(trial.row(None))} is left out: {error}")
+        self._save()
+
+    def _entry(self, trial: Trial, d: int | None, variation: bool) -> Json:
+        plan = trial.row(d)
+        for run in self.profile["runs"]:
+            if run["plan"] == plan and run["ops"] == trial.ops:
+                return run
+        run = {
+            "plan": plan, "ops": trial.ops, "variation": variation, "speeds": [], "tokens_per_round": None, "rounds": 0,
+            "target_busy": None, "steps": None, "dropped": None,
+        }  # fmt: skip
+        self.profile["runs"].append(run)
+        return run
+
+    def _add(
+        self, trial: Trial, d: int | None, run: measure.Run, times: tuple[float, float] | None, variation: bool
+    ) -> None:
+        entry = self._entry(trial, d, variation)
+        entry["speeds"].append(run.speed)
+        entry["tokens_per_round"], entry["rounds"] = run.tokens_per_round, run.rounds
+        entry["target_busy"], entry["steps"] = run.busy / run.seconds, times
+        leader = store.best(self.profile)
+        if leader is not None:
+            self._show.best(store.title(leader["plan"]), store.speed(leader))
+
+    def _drop(self) -> None:
+        """Ends the race for those that are hopelessly behind."""
+        for index in trials.losers(self.profile["runs"]):
+            run = self.profile["runs"][index]
+            if not run["dropped"] and not run["variation"]:
+                run["dropped"] = "far behind the fastest"
+
+    def _step_times(self) -> None:
+        """Forwards of each model on groups of every size (paper, Table 1)."""
+        for side in ("target", "draft"):
+            for tp in range(1, self._crew.ranks + 1):
+                if any(step["side"] == side and step["tp"] == tp for step in self.profile["steps"]):
+                    continue
+                self._step(f"step times of the {side} on {tp} rank{'s' if tp > 1 else ''}")
+                plan = EngineConfig("ar", verify_batch=max(trials.ROWS), target_tp=tp)
+                try:
+                    with self._crew.engine(Order(plan, alone=side)) as llm:
+                        room = llm.max_model_len - 1
+                        for rows in trials.ROWS:
+                            seconds = list(measure.step_times(llm.verifier, rows, room, STEP_REPEATS))
+                            self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
+                except UserError as error:
+                    self._show.note(f"no step times of the {side} on {tp} ranks: {error}")
+                self._save()
+
+    def _rounds(self) -> None:
+        """The rounds of every tree that was tried, for the predictor: they are the same however long a step takes."""
+        runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
+        plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
+        for plan in plans:
+            shape = {name: plan[name] for name in ("mode", "verify_batch", "draft_leaves", "draft_steps")}
+            if not any(same(known["plan"], shape) for known in self.profile["rounds"]):
+                self._step(f"rounds of {store.title(plan)}")
+                trial = replace(Trial(**trials.plan_fields(plan), ops="auto"), target_tp=1, draft_tp=1)
+                trace = self._traced(trial, plan)
+                self.profile["rounds"].append({"plan": shape, "rounds": measure.rounds_of(trace)})
+                self._save()
+
+    def _lanes(self) -> None:
+        """A few rounds of the best asynchronous run as they overlapped."""
+        winner = store.best(self.profile, {"mode": "async"})
+        if winner is not None and not self.profile["lanes"]:
+            self._step("both lanes")
+            trace = self._traced(Trial(**trials.plan_fields(winner["plan"]), ops="auto"), winner["plan"], paced=True)
+            last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
+            self.profile["lanes"] = last[len(last) // 2 :][:LANES]
+            self.profile["around"] = measure.around_of(trace)
+            self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
+
+    def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
+        """What a round at emulated step times costs beyond them: median seconds, and the share of the median round."""
+        emulate = self._crew.pair.options.get("emulate")
+        if emulate is None or emulate.target is None or emulate.draft is None:
+            return None
+        target = emulate.target.at(plan["target_tp"], plan["verify_batch"])
+        draft = emulate.draft.at(plan["draft_tp"], plan["draft_leaves"])
+        costs = timeline.costs(trace)
+        cost = statistics.median(timeline.orchestration(costs, target, draft))
+        return {"seconds": cost, "share": cost / statistics.median(r.length for r in costs)}
+
+    def _traced(self, trial: Trial, plan: Json, paced: bool = False) -> Trace:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rounds.jsonl"
+            order = Order(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
+            with self._crew.engine(order) as llm:
+                measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+            return Trace.read(file)
+
+    # ---- the budget
+
+    def _step(self, what: str) -> None:
+        """Begins a measurement, if there is time for it. Raises OutOfTime."""
+        now = time.monotonic()
+        spent = now - self._began
+        if self._done > 0:
+            self._longest = max(self._longest, now - self._last)
+        if self._done > 0 and spent + self._longest > self._wish.budget:
+            raise measure.OutOfTime
+        left = max(self._wish.budget - spent, 0.0)
+        total = max(self._total(), self._done + 1)
+        if self._done > 0:
+            left = min(left, spent / self._done * (total - self._done))
+        self._last = now
+        self._show.begin(what, self._done, total, left)
+        self._done += 1
+
+    def _total(self) -> int:
+        """How many measurements it will be, about: variations and dropped runs are not known before."""
+        contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
+        return len(contest) * self._wish.repeats + 2 * self._crew.ranks + len(trials.BATCHES) * 4
+
+    def _deadline(self) -> float:
+        return self._began + self._wish.budget
+
+    def _save(self) -> None:
+        store.save(self._partial, json.dumps(self.profile) + "\n")
+
+
+def same(plan: Json, wanted: Json) -> bool:
+    """Whether a plan has these values; None stands for any."""
+    return all(value is None or plan[name] == value for name, value in wanted.items())
+
+
+def resumed(file: Path, fresh: Json) -> Json:
+    """What an interrupted sweep has left beside `file`. Raises UserError where there is none, or of something else."""
+    partial = file.with_name(file.name.removesuffix(".json") + store.PARTIAL)
+    if not partial.exists():
+        raise UserError(f"nothing to resume: there is no {partial}")
+    found = store.load(partial)
+    for name in ("key", "settings"):
+        if found[name] != fresh[name]:
+            raise UserError(f"{partial} cannot be resumed: its {name} differ from what is asked for now")
+    return found
+
+
+def outlook(wish: Wish, ranks: int) -> Sequence[str]:
+    """What a sweep would try, a line each."""
+    contest = trials.contest(wish.modes, wish.pairs, ranks, wish.whole)
+    lines = []
+    for trial in contest:
+        d = "d measured" if trial.mode == "async" else f"d in {', '.join(map(str, trial.steps))}" if trial.steps else ""
+        lines.append(f"{store.title(trial.row(None))} {d}".rstrip())
+    rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
+    lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
+    last = ("the best serial and async once more on plain torch operators", "the winner's bs and w one at a time")
+    return [*lines, *last]

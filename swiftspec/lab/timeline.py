@@ -1,0 +1,190 @@
+"""What a trace tells: a timeline for Chrome or Perfetto, who waited for whom and why, and what a round costs beyond the
+two models."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from swiftspec.errors import UserError
+from swiftspec.observe.trace import VERSION
+
+Json = dict[str, Any]
+TARGET, DRAFT = 1, 2  # the threads of the timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace file: its first line, and the rounds in order."""
+
+    head: Json
+    rounds: list[Json]
+
+    @staticmethod
+    def read(file: Path) -> Trace:
+        """Raises UserError on a file that is no trace. A last line that was cut off is dropped."""
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+        parsed: list[Json] = []
+        for number, line in enumerate(lines, 1):
+            try:
+                parsed.append(json.loads(line))
+            except ValueError:
+                if number < len(lines):
+                    raise UserError(f"{file}, line {number}, is not JSON: was it made with --trace?") from None
+        if not parsed or not isinstance(parsed[0], dict) or parsed[0].get("swiftspec_trace") != VERSION:
+            raise UserError(f"{file} is no trace of this version: make one with `serve --trace {file.name}`")
+        return Trace(parsed[0], parsed[1:])
+
+    def successive(self) -> Iterator[tuple[Json, Json]]:
+        """Rounds that follow each other in one request, the first of a request left out: it has the prompt in it."""
+        for this, after in pairwise(self.rounds):
+            if this["request"] == after["request"] and this["round"] > 0 and after["round"] == this["round"] + 1:
+                yield this, after
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCost:
+    """One round from one proposal's submission to the next. Seconds."""
+
+    length: float
+    verify: float  # the target's forward and what it draws
+    forward: float  # of that, the forward
+    wait: float  # of the target for the proposal
+    late: float  # of that, while the draft still grew the tree when the result came
+    short: float  # of that, in expansions because too few nodes were left (or, in turn, in all expansions)
+    critical: int  # how many
+    expansions: int
+
+
+def costs(trace: Trace) -> list[RoundCost]:
+    """Of every whole round that both lanes tell of."""
+    return [_cost(this, after) for this, after in trace.successive() if "verify" in this["target"]]
+
+
+def _cost(this: Json, after: Json) -> RoundCost:
+    begin, end = this["target"]["verify"]
+    length = after["target"]["verify"][0] - begin
+    asked, given = after.get("wait", (0.0, 0.0))  # a plain round asks nobody
+    grown, short = this.get("draft", {}), expanded_first(after)
+    late = max(grown.get("grow", (end, end))[1] - end, 0.0)
+    seconds = sum(f[1] - f[0] for f in short)
+    expansions = len(grown.get("forwards", ())) - sum(
+        1 for f in grown.get("forwards", ()) if f[0] < grown.get("propose", (0, 0))[1]
+    )
+    forward = this["target"]["forward"]
+    return RoundCost(
+        length, end - begin, forward, given - asked, min(late, given - asked), seconds, len(short), expansions
+    )
+
+
+def expanded_first(line: Json) -> list[Sequence[float]]:
+    """The draft's forwards that a round's proposal had to wait for."""
+    draft = line.get("draft", {})
+    begin, end = draft.get("propose", (0.0, 0.0))
+    return [forward for forward in draft.get("forwards", ()) if begin <= forward[0] < end]
+
+
+def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> list[float]:
+    """Seconds of each round that are neither model's: its length less the longer of the target's step and the growing
+    beside it, less the expansions that the algorithm puts on the critical path. `target`, `draft`: seconds a step."""
+    return [r.length - max(target, r.expansions * draft) - r.critical * draft for r in rounds]
+
+
+def chrome(trace: Trace) -> Json:
+    """The trace in Chrome's format, which Perfetto reads: microseconds from the first event."""
+    if not trace.rounds:
+        return {"traceEvents": []}
+    events = [
+        {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
+        for tid, name in ((TARGET, "target"), (DRAFT, "draft"))
+    ]
+    spans = [span for line in trace.rounds for span in _spans(line)]
+    zero = min(begin for _, _, begin, _, _ in spans)
+    events += [
+        {
+            "ph": "X", "pid": 1, "tid": tid, "name": name, "args": args,
+            "ts": round(1e6 * (begin - zero), 1), "dur": round(1e6 * (end - begin), 1),
+        }
+        for tid, name, begin, end, args in spans
+    ]  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": trace.head}
+
+
+def _spans(line: Json) -> Iterator[tuple[int, str, float, float, Json]]:
+    """(lane, name, begin, end, details) of one line."""
+    about = {"request": line["request"], "round": line["round"]}
+    target, draft = line.get("target", {}), line.get("draft", {})
+    if "population" in line:
+        yield TARGET, f"round, {len(line['tokens'])} tokens", *line["population"], about
+    if "wait" in line:
+        yield TARGET, "asks for a proposal", *line["wait"], about
+    if "open" in target:
+        yield TARGET, "prompt", *target["open"], about
+    if "verify" in target:
+        tree = {"proposal": line["proposal"], "path": line["path"], "tokens": line["tokens"]}
+        name = f"verify {len(line['proposal']['tokens'])}, accept {len(line['path']) - 1}"
+        yield TARGET, name, *target["verify"], about | tree
+    tree = {key: draft[key] for key in ("nodes", "expanded", "reused", "wasted") if key in draft}
+    for name in ("open", "observe", "propose", "grow"):
+        if name in draft:
+            yield DRAFT, name, *draft[name], about | tree
+    for lane, side in ((TARGET, target), (DRAFT, draft)):
+        for begin, end, rows in side.get("forwards", ()):
+            yield lane, f"forward {rows}", begin, end, about
+
+
+def summary(trace: Trace) -> str:
+    """Who waited for whom and why, as text."""
+    rounds, head = costs(trace), trace.head
+    tokens = sum(len(line["tokens"]) for line in trace.rounds)
+    split = f"{head['target_tp']}+{head['draft_tp']}" if head["mode"] == "async" else head["target_tp"]
+    tree = f", bs {head['verify_batch']}, w {head['draft_leaves']}, d {head['draft_steps']}"
+    shape = tree if head["mode"] in ("serial", "async") else ""
+    plain = sum("verify" in line.get("target", {}) and "wait" not in line for line in trace.rounds)
+    count = f"{len(trace.rounds)} rounds{f' ({plain} of them plain)' if plain else ''}"
+    lines = [f"mode {head['mode']}, split {split}{shape}: {count}, {tokens} tokens"]
+    if not rounds:
+        return "\n".join([*lines, "no two rounds in a row that tell of a verification: nothing more to say"])
+
+    def ms(values: Iterable[float]) -> str:
+        return f"{1e3 * statistics.fmean(values):.3f} ms"
+
+    lengths = [r.length for r in rounds]
+    share = sum(r.forward for r in rounds) / sum(lengths)
+    growing, expanded = sum(r.late > 0 for r in rounds), sum(r.critical > 0 for r in rounds)
+    lines += [
+        f"a round lasts {ms(lengths)} (median {1e3 * statistics.median(lengths):.3f})",
+        f"  verifying                        {ms(r.verify for r in rounds)}, {ms(r.forward for r in rounds)} of it in"
+        f" the forward ({share:.0%} of the round)",
+        f"  target waits for the draft       {ms(r.wait for r in rounds)}",
+        f"    because it was still growing   {ms(r.late for r in rounds)}, in {growing} rounds",
+        f"    because it expanded first      {ms(r.short for r in rounds)}, in {expanded} rounds,"
+        f" {sum(r.critical for r in rounds)} expansions",
+        f"    to re-root, choose and travel  {ms(r.wait - r.late - r.short for r in rounds)}",
+        f"  settling, the engine, the reader {ms(r.length - r.verify - r.wait for r in rounds)}",
+    ]
+    idle = _draft_idle(trace)
+    if idle:
+        lines.append(f"  draft waits for the target       {ms(idle)}")
+    lanes = [line["draft"] for line in trace.rounds if "draft" in line]
+    if lanes:
+        reused, wasted = sum(lane["reused"] for lane in lanes), sum(lane["wasted"] for lane in lanes)
+        lines.append(f"draft KV: {reused} nodes reused, {wasted} wasted ({wasted / max(reused + wasted, 1):.0%})")
+    return "\n".join(lines)
+
+
+def _draft_idle(trace: Trace) -> list[float]:
+    """Seconds a round between the end of the draft's growing and the result."""
+    found = []
+    for this, after in trace.successive():
+        if "grow" in this.get("draft", {}) and "observe" in after.get("draft", {}):
+            found.append(max(after["draft"]["observe"][0] - this["draft"]["grow"][1], 0.0))
+    return found

@@ -1,0 +1,31 @@
+"""What every forward takes. Letters: n rows of a forward, W the width of the mask window, S sequences in the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The input of every forward: prompt chunk, plain decoding, tree growth, verification, particles.
+
+    A row sees every slot of its sequence older than the last W ones, and of those the ones its mask row names; its own
+    slot is among them. All tensors lie on the model's device.
+    """
+
+    tokens: Tensor  # [n] int64
+    positions: Tensor  # [n] int64, RoPE positions in the row's own sequence
+    slots: Tensor  # [n] int64, where the row's KV goes, counted from the start of its sequence's region
+    mask: Tensor  # [n, W] bool, right-aligned: column W - 1 is slot kv_len[sequence] - 1
+    sequence: Tensor  # [n] int64, which region of the cache
+    kv_len: Tensor  # [S] int64, slots in use once this batch's own are written
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def take(self, rows: Tensor) -> Batch:
+        """These rows [m] int64, in this order."""
+        part = (self.tokens[rows], self.positions[rows], self.slots[rows], self.mask[rows], self.sequence[rows])
+        return Batch(*part, self.kv_len)

@@ -1,0 +1,36 @@
+"""What a model needs of the ranks that share it: the only arithmetic with communication (paper section 4).
+
+Sums are taken in rank order and on every rank alike, so hidden states and logits are equal to the bit on all ranks of a
+group, and what follows from them needs no messages.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Ranks that share one model. Every rank calls the same operations in the same order."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor, /) -> Tensor:
+        """The sum of the ranks' x [n, D], as `sum_in_rank_order` has it; perhaps in place."""
+        ...
+
+    def all_gather(self, x: Tensor, /) -> Tensor:
+        """The ranks' x, in rank order: [size, *x.shape]."""
+        ...
+
+
+def sum_in_rank_order(parts: Tensor) -> Tensor:
+    """[size, ...] -> [...]: one part after the other, in float32 (float64 stays), rounded once."""
+    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts.dtype)

@@ -1,0 +1,1 @@
+"""What only looks or waits: traces, emulated step times, acceptance."""

@@ -1,0 +1,1 @@
+"""What sweeps have stored, as the engine reads it."""

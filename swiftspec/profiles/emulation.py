@@ -1,0 +1,81 @@
+"""What `--emulate` can say: step times by number, by the paper's Table 1, or from a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from swiftspec.errors import UserError
+from swiftspec.observe.emulate import Emulation, StepTimes
+
+UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+BATCH = 8  # rows that Table 1 was measured at
+LONGEST = 60.0  # seconds of a step: beyond that somebody confused the units
+
+
+def paper() -> dict[str, Any]:
+    """The paper's figures that ship with the package."""
+    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Emulation:
+    """`target=10.48ms,draft=3.25ms`, with the name of a model in Table 1 in place of a time where that should depend on
+    the number of ranks, or a JSON file `{"target": {"TP size": {"rows": milliseconds}}, "draft": ...}`. Raises
+    UserError."""
+    if text.endswith(".json"):
+        return _from_file(Path(text))
+    sides: dict[str, StepTimes] = {}
+    for part in text.split(","):
+        side, _, value = part.strip().partition("=")
+        if side not in ("target", "draft") or side in sides or not value:
+            raise UserError(f"--emulate {text!r}: write target=10.48ms,draft=3.25ms, or name a .json file")
+        sides[side] = _times(value)
+    return Emulation(sides.get("target"), sides.get("draft"))
+
+
+def _times(value: str) -> StepTimes:
+    table = {name: times for name, times in paper()["step_ms"].items() if name != "note"}
+    if value in table:
+        return StepTimes(tuple((int(tp), BATCH, ms * 1e-3) for tp, ms in table[value].items()))
+    found = re.fullmatch(r"([0-9.]+(?:e-?\d+)?)(us|ms|s)", value)
+    try:
+        assert found is not None
+        return StepTimes(((1, BATCH, _checked(float(found[1]) * UNITS[found[2]])),))
+    except (AssertionError, ValueError):
+        known = ", ".join(table)
+        raise UserError(
+            f"--emulate: {value!r} is no step time: write 10.48ms (at most {LONGEST:g} s), or one of {known}"
+        ) from None
+
+
+def _from_file(file: Path) -> Emulation:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        unknown = set(data) - {"target", "draft"}
+        if unknown or not data:
+            raise ValueError(f"its keys must be target and draft, not {', '.join(sorted(unknown)) or 'none'}")
+        return Emulation(**{side: _from_table(table) for side, table in data.items()})
+    except OSError as error:
+        raise UserError(f"--emulate {file} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f'--emulate {file} must hold {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
+        ) from None
+
+
+def _from_table(table: dict[str, dict[str, float]]) -> StepTimes:
+    points = [
+        (int(tp), int(rows), _checked(float(ms) * 1e-3)) for tp, times in table.items() for rows, ms in times.items()
+    ]
+    if not points or any(tp < 1 or rows < 1 for tp, rows, _ in points):
+        raise ValueError("TP sizes and rows begin at 1")
+    return StepTimes(tuple(points))
+
+
+def _checked(seconds: float) -> float:
+    if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
+        raise ValueError(f"{seconds:g} s is no step time")
+    return seconds

@@ -1,0 +1,214 @@
+"""Profiles on disk: one JSON per hardware and pair, written in one stroke, and the plan that it recommends.
+
+A profile is a plain object:
+
+    swiftspec_profile   the version of this layout
+    key                 what must be the same wherever it is used: hardware, ranks, models, dtype, operators, emulation
+    environment         versions and names, for people
+    settings            prompts, tokens and repeats of the runs
+    steps               {side, tp, rows, seconds: [one a repeat]}: forwards of one model on a group of tp ranks
+    runs                {plan, ops, speeds: [tokens a second after the prefill, one a repeat], tokens_per_round, rounds,
+                        target_busy, steps: [verification, expansion] or null, dropped: why or null}
+    rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: deterministic,
+                        the same on any machine; what the predictor is fed with
+    lanes               lines of a trace: a few rounds of the best asynchronous run
+    around              seconds of what surrounds its forwards, as `simulate.Times` names it
+    orchestration       of that run at emulated step times: {seconds, share} of the median round beyond them, or null
+    stopped             why it ended early, or null
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftspec.assemble import fingerprint
+from swiftspec.errors import UserError
+from swiftspec.observe.emulate import Emulation
+
+Json = dict[str, Any]
+VERSION = 1
+PARTIAL = ".partial.json"  # a sweep under way; serve reads whole ones only
+PLAN = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps")
+EXACT = ("ar", "serial", "async")  # modes whose text is the target's own
+
+
+def hardware(device: str) -> Json:
+    """What the step times depend on."""
+    if device == "cuda":
+        return {"kind": "cuda", "name": torch.cuda.get_device_name(), "count": torch.cuda.device_count()}
+    return {"kind": "cpu", "name": _cpu_name(), "count": os.cpu_count() or 1}
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a profile is of. Where any of it differs, its figures say nothing."""
+
+    hardware: Json
+    ranks: int
+    target: str  # fingerprints
+    draft: str
+    dtype: str
+    ops: str
+    emulate: Json
+
+    @staticmethod
+    def of(device: str, ranks: int, target: Path, draft: Path, dtype: str, ops: str, emulate: Emulation | None) -> Key:
+        """The key of a run here."""
+        paced = json.loads(json.dumps(asdict(emulate or Emulation())))  # as it will be read
+        return Key(hardware(device), ranks, fingerprint(target), fingerprint(draft), dtype, ops, paced)
+
+    def difference(self, other: Mapping[str, Any]) -> str | None:
+        """Why a profile of that key is none for this one; None where it is."""
+        mine = asdict(self)
+        if (mine["target"], mine["draft"]) != (other.get("target"), other.get("draft")):
+            return "it is of another pair of models"
+        if mine["hardware"] != other.get("hardware"):
+            theirs = other.get("hardware") or {}
+            name = f"{theirs.get('count')} x {theirs.get('name')}"
+            return f"it is of another machine ({name}; this is {self.hardware['count']} x {self.hardware['name']})"
+        for name in ("ranks", "dtype", "ops", "emulate"):
+            if mine[name] != other.get(name):
+                here = "" if name == "emulate" else f" {other.get(name)}, not {mine[name]}"
+                return f"it was measured with other {name}{here}"
+        return None
+
+
+def environment() -> Json:
+    """Versions, for people."""
+    system = f"{platform.system()} {platform.machine()}"
+    return {"python": platform.python_version(), "torch": torch.__version__, "system": system}
+
+
+def name_of(key: Key, model: str) -> str:
+    """The file name of a profile, without its ending."""
+    machine = re.sub(r"[^a-z0-9]+", "-", f"{key.hardware['count']}x-{key.hardware['name']}".lower()).strip("-")
+    model = re.sub(r"[^A-Za-z0-9.]+", "-", model)
+    emulated = "-emulated" if any(key.emulate.values()) else ""
+    return f"{machine}-r{key.ranks}-{model}-{(key.target + key.draft)[:4]}{key.draft[:4]}{emulated}"
+
+
+def load(file: Path) -> Json:
+    """A profile. Raises UserError on a file that is damaged, old, or something else."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"profile {file} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise UserError(
+            f"profile {file} is damaged (not JSON): measure again with `python -m swiftspec.profile`"
+        ) from None
+    if not isinstance(data, dict) or "swiftspec_profile" not in data:
+        raise UserError(f"{file} is no profile: make one with `python -m swiftspec.profile`")
+    if data["swiftspec_profile"] != VERSION:
+        raise UserError(
+            f"profile {file} has version {data['swiftspec_profile']}, this program reads {VERSION}: measure again"
+        )
+    _check(file, data)
+    return data
+
+
+def _check(file: Path, data: Json) -> None:
+    try:
+        Emulation.from_dict(data["key"]["emulate"])
+        for run in data["runs"]:
+            assert all(name in run["plan"] for name in PLAN)
+            assert run["dropped"] is not None or run["speeds"] or file.name.endswith(PARTIAL)
+            assert all(isinstance(speed, int | float) and speed > 0 for speed in run["speeds"])
+        for step in data["steps"]:
+            assert step["seconds"] and step["side"] in ("target", "draft")
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
+        raise UserError(f"profile {file} is damaged: measure again with `python -m swiftspec.profile`") from None
+
+
+def save(file: Path, text: str) -> None:
+    """Writes a file in one stroke: whoever reads it sees the old one whole or the new one whole. Raises UserError."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(file)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def speed(run: Mapping[str, Any]) -> float:
+    """Tokens a second: the median over the repeats; 0 where none was made."""
+    return statistics.median(run["speeds"]) if run["speeds"] else 0.0
+
+
+def spread(values: Iterable[float]) -> tuple[float, float, float]:
+    """(median, least, most)."""
+    values = list(values)
+    return statistics.median(values), min(values), max(values)
+
+
+def best(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) -> Json | None:
+    """The fastest run whose text is the target's own, on all ranks and the default operators, among those that have the
+    `wanted` values of the plan."""
+    ranks, ops = profile["key"]["ranks"], profile["key"]["ops"]
+    runs = [
+        run for run in profile["runs"]
+        if run["plan"]["mode"] in (EXACT if wanted is None or "mode" not in wanted else (wanted["mode"],))
+        and run["speeds"] and run["ops"] == ops and ranks_of(run["plan"]) == ranks
+        and all(run["plan"][name] == value for name, value in (wanted or {}).items())
+    ]  # fmt: skip
+    return max(runs, key=speed, default=None)
+
+
+def ranks_of(plan: Mapping[str, Any]) -> int:
+    """How many ranks a run took."""
+    return plan["target_tp"] + (plan["draft_tp"] if plan["mode"] == "async" else 0)
+
+
+def title(plan: Mapping[str, Any]) -> str:
+    """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
+    split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
+    if plan["mode"] in ("ar", "smc"):
+        return f"{plan['mode']} {split}"
+    d = "" if plan["draft_steps"] is None else f" d {plan['draft_steps']}"
+    return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
+
+
+def find(folder: Path, key: Key) -> tuple[Json | None, Path | None, list[str]]:
+    """The profile in `folder` for this key and its file; else why those of the same pair do not fit. Passed over are
+    files that are no profile, and where nothing is emulated those of emulated step times."""
+    reasons = []
+    for file in sorted(folder.glob("*.json")):
+        if file.name.endswith(PARTIAL):
+            continue
+        try:
+            profile = load(file)
+        except UserError as error:
+            if "is no profile" not in str(error):
+                reasons.append(str(error))
+            continue
+        reason = key.difference(profile["key"])
+        if reason is None:
+            return profile, file, []
+        emulated = any(profile["key"]["emulate"].values()) and not any(key.emulate.values())
+        if "another pair" not in reason and not emulated:
+            reasons.append(f"{file} is not used: {reason}")
+    return None, None, reasons

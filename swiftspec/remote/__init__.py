@@ -1,1 +1,0 @@
-"""What crosses from one rank to another outside a model's forward."""

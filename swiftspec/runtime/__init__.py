@@ -1,0 +1,1 @@
+"""A model at work: who runs a forward, and how."""

@@ -1,0 +1,82 @@
+"""Noise that is a function of seed, stream, position and token, and of nothing else (design: idea 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.backends.reference.noise import gumbel, noise_bits
+
+TARGET_STREAM = 0
+DRAFT_STREAM = 1  # children that the draft draws
+COIN_STREAM = 2  # whether a drawn child is accepted
+RESIDUAL_STREAM = 3  # the token after the last accepted one, where children were drawn
+GumbelRows = Callable[[int, int, Tensor, range], Tensor]  # seed, stream, positions [p], tokens -> [p, tokens] float32
+
+
+class PositionNoise:
+    """Gumbel rows by position, made in blocks: the nodes of a tree share a few positions, round after round."""
+
+    BLOCK = 32
+
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device | str,
+        *,
+        stream: int = TARGET_STREAM,
+        gumbel_rows: GumbelRows = reference.gumbel_rows,
+    ) -> None:
+        self._seed, self._stream, self._device = seed, stream, device
+        self._gumbel_rows = gumbel_rows
+        self._tokens = range(0)
+        self._first = 0
+        self._block = torch.empty(0)
+
+    def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The noise of `positions` [n]: a block [p, tokens], and the row in it [n] for each of them. A token's noise is
+        the same whatever range it is asked for in."""
+        low, high = (int(bound) for bound in positions.aminmax())
+        end = self._first + self._block.shape[0]
+        if not (self._first <= low and high < end) or self._block.dtype != dtype or self._tokens != tokens:
+            self._first, self._tokens = low, tokens
+            self._block = self.made(range(low, max(high + 1, low + self.BLOCK)), tokens, dtype)
+        return self._block, positions - self._first
+
+    def made(self, span: range, tokens: range, dtype: torch.dtype) -> Tensor:
+        """[span, tokens], anew."""
+        if dtype == torch.float32:
+            positions = torch.arange(span.start, span.stop, device=self._device)
+            return self._gumbel_rows(self._seed, self._stream, positions, tokens)
+        return gumbel(noise_bits(self._seed, self._stream, span, tokens, self._device), dtype)
+
+
+class HeldNoise:
+    """A block of noise in tensors that stay where they are: a graph reads of them what they hold when it is replayed.
+    Columns are all tokens of the vocabulary."""
+
+    def __init__(self, vocab: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self._block = torch.zeros(PositionNoise.BLOCK, vocab, dtype=dtype, device=device)
+        self._first = torch.zeros(1, dtype=torch.int64, device=device)
+        self._holds: tuple[PositionNoise, range] | None = None  # whose noise, of which positions
+
+    def hold(self, noise: PositionNoise, low: int, end: int) -> None:
+        """Sees to the noise of the positions from `low` to before `end`, at most a block of them."""
+        if self._holds is not None and self._holds[0] is noise:
+            held = self._holds[1]
+            if held.start <= low and end <= held.stop:
+                return
+        span = range(low, low + len(self._block))
+        assert end <= span.stop
+        self._block.copy_(noise.made(span, range(self._block.shape[1]), self._block.dtype))
+        self._first.fill_(low)
+        self._holds = noise, span
+
+    def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As `PositionNoise.rows`, without a look at the device; positions that are not held have any noise."""
+        assert dtype == self._block.dtype
+        rows = (positions - self._first).clamp_(0, len(self._block) - 1)
+        return self._block[:, tokens.start : tokens.stop], rows

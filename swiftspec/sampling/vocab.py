@@ -1,0 +1,133 @@
+"""A vocabulary cut over the ranks of a group: what they exchange so that all of them take the same tokens.
+
+Messages are gathered in rank order and what follows from them is computed alike on every rank, so the results are equal
+by construction. Letters: n rows, V tokens of the base vocabulary, m of them on this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftspec.params import SamplingParams
+from swiftspec.sampling import filters
+from swiftspec.sampling.filters import NEG_INF, Sure, every
+
+HEAD = 64  # the likeliest tokens of each shard, which settle nearly every filter
+
+
+class Group(Protocol):
+    """The ranks that share a vocabulary."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_gather(self, x: Tensor, /) -> Tensor:
+        """The ranks' x, in rank order: [size, *x.shape]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """One rank's columns of [n, V]: `width` of them, fewer or none at the end of the vocabulary."""
+
+    group: Group
+    width: int
+    vocab: int  # V
+
+    @property
+    def tokens(self) -> range:
+        """The tokens of this rank, m of them."""
+        first = self.group.rank * self.width
+        return range(min(first, self.vocab), min(first + self.width, self.vocab))
+
+    def argmax(self, scores: Tensor) -> Tensor:
+        """The best token [n] of all scores [n, m]; of equal ones the lowest."""
+        scores = _not_empty(scores)
+        best = scores.argmax(-1, keepdim=True)
+        message = torch.cat((scores.gather(-1, best).double(), (best + self.tokens.start).double()), -1)
+        values, tokens = self.group.all_gather(message).unbind(-1)  # [size, n] each
+        return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
+
+    def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The k best of log_softmax over all scores [n, m], as `ops.reference.log_top_k` has it for whole rows."""
+        scores = _not_empty(scores)
+        best = scores.topk(min(k, scores.shape[-1]))
+        missing = (0, k - best.values.shape[-1])
+        values, tokens = F.pad(best.values, missing, value=NEG_INF), F.pad(best.indices + self.tokens.start, missing)
+        message = torch.cat((values.double(), tokens.double(), scores.logsumexp(-1, keepdim=True).double()), -1)
+        values, tokens, total = self.group.all_gather(message).split((k, k, 1), -1)
+        values, tokens = _side_by_side(values), _side_by_side(tokens)
+        values, order = values.sort(dim=-1, descending=True, stable=True)
+        logprobs = values[:, :k] - total.logsumexp(0)
+        # never above 0 and never NaN
+        logprobs = logprobs.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
+        return tokens.gather(-1, order[:, :k]).long(), logprobs.to(scores.dtype)
+
+    def values(self, scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores [n, j] of any tokens [n, j], among all scores [n, m]; and the logsumexp [n, 1] of these."""
+        scores = _not_empty(scores)
+        own = tokens - self.tokens.start
+        inside = (own >= 0) & (own < len(self.tokens))
+        values = scores.gather(-1, own.clamp(0, scores.shape[-1] - 1)).masked_fill(~inside, NEG_INF)
+        message = torch.cat((values, scores.logsumexp(-1, keepdim=True)), -1)
+        values, totals = self.group.all_gather(message).split((tokens.shape[-1], 1), -1)
+        return values.amax(0), totals.logsumexp(0)
+
+    def keep(self, logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
+        """`filters.keep` on [n, m]. Only where it is not `sure` that the shards' heads settle it are all gathered."""
+        if not filters.active(params):
+            return logits
+        limit = self._limit(logits, params, sure)
+        if limit is not None:
+            return logits.masked_fill(logits < limit, NEG_INF)
+        padded = F.pad(logits, (0, self.width - logits.shape[-1]), value=NEG_INF)
+        whole = _side_by_side(self.group.all_gather(padded))[:, : self.vocab]
+        return filters.keep(whole, params)[:, self.tokens.start : self.tokens.stop]
+
+    def _limit(self, logits: Tensor, params: SamplingParams, sure: Sure) -> Tensor | None:
+        """The least logit [n, 1] that the filters keep; None if that lies among tokens nobody has named.
+
+        Merged, the shards' heads are the true ranking as far as every value above the largest of their last ones.
+        """
+        head = _not_empty(logits)
+        total = head.logsumexp(-1, keepdim=True)
+        head = head.topk(min(HEAD, head.shape[-1])).values
+        head = F.pad(head, (0, HEAD - head.shape[-1]), value=NEG_INF)
+        heads, totals = self.group.all_gather(torch.cat((head, total), -1)).split((HEAD, 1), -1)
+        floor = heads[:, :, -1:].amax(0)
+        ranked = _side_by_side(heads)
+        if ranked.shape[-1] <= params.top_k < self.vocab:
+            return None
+        kept = filters.keep_by_rank(ranked, params)
+        limit = _least(kept)
+        if params.top_p < 1:
+            if kept is ranked:
+                total = totals.logsumexp(0)
+            elif sure(limit > floor):
+                total = kept.logsumexp(-1, keepdim=True)
+            else:
+                return None
+            limit = _least(filters.top_p(kept, params.top_p, total, sure=sure))
+        # above the floor the merged ranking is complete; the floor is -inf where all of it is
+        return limit if sure(limit > floor) else None
+
+
+def _not_empty(x: Tensor) -> Tensor:
+    """A rank without tokens stands in with one that never wins: ranks before it have some."""
+    return x if x.shape[-1] else x.new_full((x.shape[0], 1), NEG_INF)
+
+
+def _side_by_side(parts: Tensor) -> Tensor:
+    """[size, n, j] -> [n, size * j], in rank order."""
+    return parts.transpose(0, 1).flatten(1)
+
+
+def _least(kept: Tensor) -> Tensor:
+    return kept.masked_fill(kept == NEG_INF, math.inf).amin(-1, keepdim=True)

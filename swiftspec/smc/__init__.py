@@ -1,0 +1,1 @@
+"""Many weighted particles in place of verification."""

@@ -1,0 +1,106 @@
+"""Noise for a population: a stream of its own for every particle and purpose, keyed on the device.
+
+The integers are those of `noise.noise_bits` and csrc/noise.h. There the positions of a row are Python numbers; here
+the clock is a tensor, so a round draws its noise without the host. Letters: N particles, V tokens.
+
+The clock counts draws, K + 1 a round, and never goes back. In plain SMC every particle grows by K + 1 tokens a round,
+and the clock is the absolute position. Where tokens may be rejected particles differ in length, so a row may come to a
+position that it has drawn at before; the same noise there would remember why the row was overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits, row_keys, stream_key
+
+BLOCK = 2**18  # noise made at a time
+Keyed = Callable[[Tensor, range], Tensor]  # row keys [...] int32, tokens -> [..., tokens] float32
+PER_PARTICLE = 4  # streams kept for each
+FIRST_PARTICLE = 16  # stream 0 is the target's; those below this belong to the request as a whole
+
+
+class Purpose(IntEnum):
+    """What a particle draws, and what the population as a whole draws (from particle 0's side of the count)."""
+
+    DRAFT = 0  # the draft's tokens
+    EXTRA = 1  # the bonus token, or the residual's after a rejection
+    COIN = 2  # exact verification
+    POPULATION = 3  # resampling on particle 0's, the final pick on particle 1's
+
+
+def stream_of(particle: int, purpose: Purpose) -> int:
+    """The number of a stream, as `noise.row_key` takes it."""
+    return FIRST_PARTICLE + PER_PARTICLE * particle + purpose
+
+
+class Streams:
+    """The noise of one request's population."""
+
+    def __init__(
+        self,
+        seed: int,
+        particles: int,
+        vocab: int,
+        device: torch.device | str,
+        gumbel_keyed: Keyed = reference.gumbel_keyed,
+        rounds: int = 1,
+    ) -> None:
+        """`rounds`: how many a request may have."""
+        count = max(particles, 2)  # the population's own two streams are there for one particle too
+        self._keys = torch.empty(len(Purpose), count, dtype=torch.int32, device=device)
+        self._particles, self._vocab = particles, range(vocab)
+        self._tokens = counters(self._vocab, device)
+        self._gumbel_keyed = gumbel_keyed
+        self._resampling = torch.empty(rounds, dtype=torch.float64, device=device)
+        self._rounds = torch.arange(rounds, device=device)
+        self.seed(seed)
+
+    def seed(self, seed: int) -> None:
+        """Those of another request, in the same tensors."""
+        count = self._keys.shape[1]
+        keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
+        self._keys.copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
+        # one number a round: to make them all at once costs no more than to make one
+        self._resampling.copy_(self._uniform(self._keys[Purpose.POPULATION, 0], self._rounds))
+
+    def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
+        """Standard Gumbel noise at `clock` [m]: [m, N, V]."""
+        return self._made(row_keys(self._keys[purpose, : self._particles], clock[:, None]), dtype)
+
+    def round(self, clock: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Gumbel noise [N, V] of a round, draw by draw at `clock` [K + 1]: the draft's, then the extra token's. Made in
+        blocks: all at once where that is little memory, since fewer and larger operators cost less."""
+        drafts, extra = (self._keys[purpose, : self._particles] for purpose in (Purpose.DRAFT, Purpose.EXTRA))
+        streams = torch.cat((drafts.expand(clock.shape[0] - 1, -1), extra[None]))
+        keys = row_keys(streams, clock[:, None])
+        for some in keys.split(max(1, BLOCK // (self._particles * len(self._vocab)))):
+            yield from self._made(some, dtype)
+
+    def _made(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float32:
+            return self._gumbel_keyed(keys, self._vocab)
+        return gumbel(row_bits(keys, self._tokens), dtype)
+
+    def coins(self, clock: Tensor) -> Tensor:
+        """Uniform (0, 1) of each particle at each of `clock` [m]: [N, m] float64."""
+        return self._uniform(self._keys[Purpose.COIN, : self._particles, None], clock)
+
+    def resampling(self, round_: Tensor) -> Tensor:
+        """The one uniform number [] that systematic resampling takes in a round [], counted from 0."""
+        return self._resampling.index_select(0, round_[None]).squeeze(0)
+
+    def pick(self) -> Tensor:
+        """The uniform number [] that chooses the answer, once a request: at clock 0, so that a round too many, begun
+        before the host knew of the end, changes nothing."""
+        return self._uniform(self._keys[Purpose.POPULATION, 1], torch.zeros_like(self._tokens[0]))
+
+    def _uniform(self, streams: Tensor, clock: Tensor) -> Tensor:
+        """Token 0's integers of these rows, as float64 in (0, 1)."""
+        bits = row_bits(row_keys(streams, clock), self._tokens[:1]).squeeze(-1)
+        return (bits.to(torch.float64) + 0.5) * 2.0**-32

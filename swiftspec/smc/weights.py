@@ -1,0 +1,99 @@
+"""The law that a population of particles follows, and the weights that make it so.
+
+Let p(x | prefix) be the target after temperature and filters, q the draft after temperature, and alpha the power. The
+population follows the **global power target**: over whole texts x_1 .. x_n, ended by a stop token or at the limit,
+
+    pi(x) = p(x_1)^alpha p(x_2 | x_1)^alpha ... / Z,        Z = the sum of the numerator over all texts,
+
+and not the product of locally normalised steps b(x | prefix) = p(x | prefix)^alpha / Z(prefix), where
+Z(prefix) = the sum over tokens v of p(v | prefix)^alpha. The two agree for alpha = 1, where every Z(prefix) and Z is 1;
+for alpha = 2 they do not: local steps cannot see that a likely token leads to a place where all tokens are unlikely,
+the global power does. So each token multiplies its particle's weight by p^alpha / (the law that it was drawn from):
+
+- a draft token x ~ q:             alpha log p(x) - log q(x)
+- the bonus token x ~ b:           alpha log p(x) - log b(x) = log Z(prefix), whichever token it is
+- an exactly verified token (accepted, or drawn from the residual, hence x ~ b): log Z(prefix) too
+
+The seed adds the first term alone; without the bonus token's log Z(prefix) its population follows neither law.
+Tokens after the one that ended a particle add nothing. A particle's weight is then an unbiased estimate of its share of
+Z, resampling (systematic, weights reset to their mean) keeps it one, and log Z is the sum of the logarithms of those
+means. Expectations over the weighted population are off by O(1 / N). tests/smc/test_smc_law.py proves it.
+
+For Z and pi to be right, q must reach whatever p reaches, so the filters (top-k, top-p, min-p) shape p alone. Let A be
+the tokens that they leave, and q(A) the draft's mass there. A draft token outside A ends the particle's round: a token
+y ~ b takes its place, for log Z(prefix), and one inside A counts alpha log p(x) - log q(x) + log q(A). Both ways
+together give every token v of A the expected weight q(A) p(v)^alpha + (1 - q(A)) b(v) Z(prefix) = p(v)^alpha, and no
+particle's weight is ever zero.
+
+Exact verification of the first tokens of a round (mixed mode) is the same with the rule of rejection sampling in place
+of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
+tokens verified and alpha = 1 nothing is approximate, for any N.
+
+Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, not normalised.
+Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from swiftspec.sampling.filters import NEG_INF
+
+TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
+
+
+def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
+    """log softmax(logits [..., V]) of tokens [...]: [...] float64. `whole` [...]: logsumexp of the logits."""
+    return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - whole).to(torch.float64)
+
+
+def log_normaliser(logits: Tensor, whole: Tensor, power: float) -> Tensor:
+    """log Z(prefix) [...] float64 of the power target on logits [..., V]; 0 where the power is 1."""
+    if power == 1:
+        return torch.zeros_like(whole, dtype=torch.float64)
+    return ((power * logits).logsumexp(-1) - power * whole).to(torch.float64)
+
+
+def inside(target: Tensor, draft: Tensor) -> Tensor:
+    """log q(A) [...] float64: the draft's mass on the tokens that the target's filters leave; both logits [..., V]."""
+    left = draft.masked_fill(target == NEG_INF, NEG_INF)
+    return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
+
+
+def accept(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
+    """Which draft tokens pass exact verification against b, each on its own path, no siblings: [N, E] bool.
+
+    `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform.
+    Source: Leviathan et al. 2023, algorithm 1, with b for p.
+    """
+    ratio = (power * target).log_softmax(-1) - draft.log_softmax(-1)
+    return coins.log() < ratio.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
+    """log (b - q)+ [N, V], not normalised: the law of the token that replaces a rejected one; logits [N, V]."""
+    b, q = (power * target).softmax(-1), draft.softmax(-1)
+    return ((b - q).clamp_min(0) + TINY * b).log()
+
+
+def effective(shares: Tensor) -> Tensor:
+    """The effective sample size [...] of shares of the weight [..., N]: 1 / sum of their squares, in 1..N."""
+    return shares.square().sum(-1).reciprocal()
+
+
+def systematic(shares: Tensor, uniform: Tensor) -> Tensor:
+    """Whose copy each row becomes [N]: systematic resampling, E(copies of i) = N shares_i, by one number [] in (0, 1).
+
+    Survivors keep their rows, and the surplus copies of the strong fill the rows of the weak, both in order. No branch:
+    the same operators whatever the weights. Source: SMC-SD engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
+    """
+    count = shares.shape[0]
+    rows = torch.arange(count, device=shares.device)
+    chosen = torch.searchsorted(shares.cumsum(0), (rows + uniform) / count, right=True).clamp_max(count - 1)
+    copies = torch.zeros_like(rows).index_add(0, chosen, torch.ones_like(rows))
+    lives = copies > 0
+    surplus = (copies - 1).clamp_min(0).cumsum(0)
+    vacancy = (~lives).cumsum(0) - 1  # its number among the vacant rows
+    donor = torch.searchsorted(surplus, vacancy, right=True).clamp_max(count - 1)
+    return torch.where(lives, rows, donor)

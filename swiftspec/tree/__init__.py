@@ -1,0 +1,1 @@
+"""What is proposed, and what of it stands."""

@@ -1,1 +1,0 @@
-"""A model with its cache, and the drafter and verifier built on it."""

@@ -1,0 +1,301 @@
+"""The native operators at every level: equal to the reference, and no row depends on the others."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import swiftspec
+from swiftspec import _C
+from swiftspec.assemble import Options
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference
+from swiftspec.engine import LLM
+from swiftspec.model.batch import Batch
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.local_drafter import LocalDrafter
+from tests.support.tiny import make_checkpoint
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+DTYPES = [BF16, F32]
+SHAPE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
+DEMO = Path(swiftspec.__file__).parent / "demo"
+HEADS = [(4, 2, 64), (3, 3, 16), (5, 1, 32), (34, 2, 48), (4, 1, 128), (1, 1, 256)]
+
+
+def random(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    """Bfloat16 to a reference that rounds where we do, float32 to float64."""
+    assert ours.shape == theirs.shape
+    error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-9)
+    assert float(error) < (1.2e-2 if ours.dtype == BF16 else 2e-6)
+
+
+def dense(n: int, k: int, seed: int, dtype: torch.dtype = BF16, bias: bool = False) -> DenseWeight:
+    offset = random(n, seed=seed + 1, dtype=dtype) if bias else None
+    return DenseWeight(random(n, k, seed=seed, scale=k**-0.5, dtype=dtype), offset)
+
+
+def int4(n: int, k: int, group: int, seed: int, bias: bool = False) -> Int4Weight:
+    noise = torch.Generator().manual_seed(seed)
+    codes, zeros = (torch.randint(0, 16, (r, n), dtype=torch.uint8, generator=noise) for r in (k, k // group))
+    scales = (0.5 + torch.rand(k // group, n, generator=noise)) * k**-0.5 / 4
+    return Int4Weight(pack_int4(codes), scales.half(), pack_int4(zeros), group, random(n, seed=seed) if bias else None)
+
+
+class Both:
+    """A weight and a norm, as the native operators take them and as the reference does."""
+
+    def __init__(self, weight: Any, k: int, dtype: torch.dtype) -> None:
+        scale = random(k, seed=3, dtype=dtype) + 1
+        self.wide = F64 if dtype == F32 else dtype
+        self.weight, self.exact = host.pack(weight, dtype, "cpu"), reference.pack(weight, self.wide, "cpu")
+        self.norm = host.pack_norm(scale, 1e-5, dtype, "cpu")
+        self.exact_norm = reference.pack_norm(scale, 1e-5, self.wide, "cpu")
+
+
+def check_linear(both: Both, rows: int, k: int, n: int, dtype: torch.dtype) -> None:
+    x, residual = random(rows, k, seed=rows, scale=3.0, dtype=dtype), random(rows, n, seed=2, dtype=dtype)
+    wide = x.to(both.wide)
+    close(host.norm_linear(x, both.norm, both.weight), reference.norm_linear(wide, both.exact_norm, both.exact))
+    expected = reference.linear_residual(wide, both.exact, residual.to(both.wide))
+    close(host.linear_residual(x, both.weight, residual), expected)
+    doubled = reference.linear_residual(wide, both.exact, residual.to(both.wide), reduce=lambda product: product * 2)
+    close(host.linear_residual(x, both.weight, residual, reduce=lambda product: product * 2), doubled)
+    if n % 2 == 0:
+        close(host.norm_swiglu(x, both.norm, both.weight), reference.norm_swiglu(wide, both.exact_norm, both.exact))
+    logits = host.norm_head(x, both.norm, both.weight)
+    assert logits.dtype == F32
+    close(logits if dtype == F32 else logits.to(BF16), reference.norm_head(wide, both.exact_norm, both.exact))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (16, 16), (34, 7), (130, 33), (272, 200), (640, 384)])
+def test_dense(level: str, dtype: torch.dtype, n: int, k: int) -> None:
+    plain, biased = (Both(dense(n, k, 4, dtype, bias), k, dtype) for bias in (False, True))
+    for rows in (1, 2, 3, 5, 8, 9, 31):
+        check_linear(plain, rows, k, n, dtype)
+        check_linear(biased, rows, k, n, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k", "group"), [(8, 32, 32), (72, 128, 64), (160, 384, 128), (304, 96, 32)])
+def test_int4(level: str, dtype: torch.dtype, n: int, k: int, group: int) -> None:
+    plain, biased = (Both(int4(n, k, group, 4, bias), k, dtype) for bias in (False, True))
+    for rows in (1, 2, 4, 7, 8, 17):
+        check_linear(plain, rows, k, n, dtype)
+        check_linear(biased, rows, k, n, dtype)
+
+
+def test_two_hundred_rows(level: str) -> None:
+    check_linear(Both(dense(96, 80, 4), 80, BF16), 200, 80, 96, BF16)
+    check_linear(Both(int4(96, 128, 64, 4), 128, F32), 200, 128, 96, F32)
+
+
+def test_int4_is_as_close_as_the_exact_product_rounded(level: str) -> None:
+    """The scales are applied in float32: nothing but the result is rounded to bfloat16 (kernels.md, numerics gate)."""
+    weight, x = int4(128, 256, 128, 5), random(8, 256, seed=1)
+    got = host.linear_residual(x, host.pack(weight, BF16, "cpu"), torch.zeros(8, 128, dtype=BF16))
+    want = x.double() @ weight.dequantize(F64).T
+    assert float((got.double() - want).norm() / want.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_projection_does_not_depend_on_the_others(level: str, dtype: torch.dtype) -> None:
+    for weight, k, n in ((dense(208, 130, 3, dtype), 130, 208), (int4(208, 128, 64, 3), 128, 208)):
+        both = Both(weight, k, dtype)
+        x, residual = random(21, k, seed=1, dtype=dtype), random(21, n, seed=2, dtype=dtype)
+
+        def run(part: slice, both: Both = both, x: Tensor = x, residual: Tensor = residual) -> list[Tensor]:
+            mine = x[part].contiguous()
+            return [
+                host.norm_linear(mine, both.norm, both.weight),
+                host.norm_swiglu(mine, both.norm, both.weight),
+                host.norm_head(mine, both.norm, both.weight),
+                host.linear_residual(mine, both.weight, residual[part].contiguous()),
+            ]
+
+        alone = [torch.cat(rows) for rows in zip(*(run(slice(r, r + 1)) for r in range(21)), strict=True)]
+        for count in (2, 3, 5, 8, 13, 21):
+            for start in (0, 21 - count):
+                part = slice(start, start + count)
+                assert all(torch.equal(t, a[part]) for t, a in zip(run(part), alone, strict=True))
+
+
+class Cache:
+    def __init__(self, sequences: int, kv_heads: int, capacity: int, dim: int, dtype: torch.dtype) -> None:
+        self.k = random(2, sequences, kv_heads, capacity, dim, seed=8, dtype=dtype)
+        self.v = random(2, sequences, kv_heads, capacity, dim, seed=9, dtype=dtype)
+
+
+def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return reference.rope_tables(ModelConfig.from_dict(CONFIG).rope, dim, 200, dtype, "cpu")
+
+
+def check_attention(batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    ours, theirs = (Cache(sequences, kv_heads, 128, dim, dtype) for _ in range(2))
+    qkv, (cos, sin) = random(len(batch), (heads + 2 * kv_heads) * dim, seed=4, dtype=dtype), tables(dim, dtype)
+    got = host.tree_attention(qkv, host.prepare(batch, ours, cos, sin, heads), 1)
+    close(got, reference.tree_attention(qkv, reference.prepare(batch, theirs, cos, sin, heads), 1))
+    close(ours.k, theirs.k)
+    assert torch.equal(ours.v, theirs.v) and torch.equal(ours.k[0], theirs.k[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize(("rows", "length", "window"), [(1, 1, 8), (8, 8, 8), (5, 41, 16), (9, 100, 64), (20, 33, 32)])
+def test_attention(
+    level: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rows: int, length: int, window: int
+) -> None:
+    slots = torch.arange(length - rows, length)
+    columns = torch.arange(length - window, length)
+    mask = torch.rand(rows, window, generator=torch.Generator().manual_seed(length)) < 0.5
+    mask = mask & (columns < slots[:, None]) | (columns == slots[:, None])
+    batch = Batch(slots, slots + 3, slots, mask, torch.zeros_like(slots), torch.tensor([length]))
+    check_attention(batch, 1, heads, kv_heads, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype: torch.dtype) -> None:
+    sequence, slots = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([6, 9, 4, 8, 5])
+    mask = torch.ones(5, 8, dtype=torch.bool)
+    check_attention(Batch(slots, slots, slots, mask, sequence, torch.tensor([10, 7])), 2, 4, 2, 32, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
+    """Keys of one path, in a row or scattered over a tree among strangers, holes and any prefix: the same bits."""
+    noise = torch.Generator().manual_seed(seed)
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=noise))
+
+    heads, kv_heads, dim, count = 6, 2, (32, 48, 64)[seed % 3], pick(1, 70)
+    path_k, path_v = (random(kv_heads, count, dim, seed=seed + s, dtype=dtype) for s in (50, 60))
+    qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
+
+    def run(prefix: int, places: list[int], length: int, window: int, others: list[int]) -> Tensor:
+        """`count` keys in the first `prefix` slots and in `places`, the last the row's own; `others` see much."""
+        cache = Cache(1, kv_heads, 160, dim, dtype)
+        where = [*range(prefix), *places]
+        cache.k[1, 0][:, where], cache.v[1, 0][:, where] = path_k, path_v
+        mask = torch.rand(1 + len(others), window, generator=noise) < 0.6
+        mask[:, : max(prefix - (length - window), 0)] = True
+        mask[0] = torch.isin(torch.arange(length - window, length), torch.tensor(where))
+        slots = torch.tensor([where[-1], *others])
+        for row, slot in enumerate(slots.tolist()):
+            mask[row, slot - length] = True
+        rows = torch.randperm(len(slots), generator=noise)
+        positions = torch.full_like(slots, count - 1)
+        batch = Batch(slots, positions, slots[rows], mask[rows], torch.zeros_like(slots), torch.tensor([length]))
+        plan = host.prepare(batch, cache, cos, sin, heads)
+        return host.tree_attention(qkv[: len(slots)][rows].contiguous(), plan, 1)[rows == 0]
+
+    alone = run(count - 1, [count - 1], count, min(8, count), [])
+    for _ in range(6):
+        prefix = pick(0, count - 1)
+        free = prefix + torch.randperm(150 - prefix, generator=noise)[: count - prefix + 11].sort().values
+        chosen = torch.zeros(len(free), dtype=torch.bool)
+        chosen[torch.randperm(len(free), generator=noise)[: count - prefix]] = True
+        places, others = free[chosen].tolist(), free[~chosen].tolist()[: pick(0, 11)]
+        length = max(places[-1], *others, 0) + 1 + pick(0, 5)
+        assert torch.equal(run(prefix, places, length, min(length - prefix + pick(0, 9), length), others), alone)
+
+
+def test_sizes_that_the_registers_do_not_hold_take_the_reference() -> None:
+    for dtype in DTYPES:
+        assert host.fits(ModelConfig.from_dict(CONFIG), dtype, "cpu")
+        assert host.fits(ModelConfig.from_dict(CONFIG | {"hidden_size": 70, "head_dim": 16}), dtype, "cpu")
+        assert not host.fits(ModelConfig.from_dict(CONFIG | {"head_dim": 8}), dtype, "cpu")
+        assert not host.fits(ModelConfig.from_dict(CONFIG), dtype, "meta")
+    assert not host.fits(ModelConfig.from_dict(CONFIG), F64, "cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, level: str, family: str) -> None:
+    make_checkpoint(tmp_path, family=family, vocab=97, layers=3, dtype=F32, seed=6, **SHAPE)
+    tokens, mask = torch.arange(30), torch.ones(30, 30, dtype=torch.bool).tril()
+    batch = Batch(tokens, tokens, tokens, mask, torch.zeros_like(tokens), torch.tensor([30]))
+
+    def logits(ops: Any, dtype: torch.dtype) -> Tensor:
+        model = load_model(tmp_path, dtype=dtype, ops=ops, max_positions=64)
+        out = model.forward(batch, KVCache(3, 2, 32, 64, ops.mover, dtype=dtype))
+        assert out is not None
+        return out.double()
+
+    exact = logits(reference, F64)
+    for dtype, bound in ((BF16, 0.3), (F32, 1e-5)):
+        ours, theirs = ((logits(ops, dtype) - exact).norm() for ops in (host, reference))
+        assert float(ours) < 1.5 * float(theirs) + 1e-6 and float(ours) < bound * float(exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("options", "ops"),
+    [
+        ({"dtype": BF16}, host),
+        ({"dtype": F32}, host),
+        ({"dtype": F64}, reference),
+        ({"dtype": BF16, "ops": "reference"}, reference),
+    ],
+)
+def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: Options, ops: Any) -> None:
+    make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
+    llm = LLM(tmp_path, tmp_path, **options)
+    assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
+    answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, temperature: float) -> None:
+    """In bfloat16 too, where near-ties are many: a row's logits have the same bits in a tree and alone."""
+    sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
+    prompts = [list(range(40, 60)), [7, 300, 12]]
+    plain = LLM(DEMO / "target", None, EngineConfig(mode="ar"), dtype=dtype)
+    expected = [plain.generate(prompt, sampling).token_ids for prompt in prompts]
+    for plan in (EngineConfig(), EngineConfig(draft_steps=5, draft_leaves=3, verify_batch=12)):
+        llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=dtype)
+        assert [llm.generate(prompt, sampling).token_ids for prompt in prompts] == expected
+
+
+def test_threads_change_nothing() -> None:
+    """Nor does a second caller, nor a fork, whose child has one thread again."""
+    weight, x = host.pack(dense(640, 384, 4), BF16, "cpu"), random(40, 384, seed=1)
+    residual, alone = (
+        torch.zeros(40, 640, dtype=BF16),
+        host.linear_residual(x, weight, torch.zeros(40, 640, dtype=BF16)),
+    )
+
+    def same(_: int = 0) -> bool:
+        return torch.equal(host.linear_residual(x, weight, residual), alone)
+
+    host.set_threads(3)
+    try:
+        assert host.threads() == 3 and all(same() for _ in range(20))
+        with ThreadPoolExecutor(2) as callers:
+            assert all(callers.map(same, range(40)))
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if host.threads() == 1 and same() else 1)
+        assert os.waitpid(child, 0)[1] == 0 and same()
+    finally:
+        host.set_threads(1)
+    assert host.threads() == 1 and same()

@@ -1,0 +1,104 @@
+"""What backends/cuda/linear.py says where it cannot run. What it computes: native/test_cuda_tiles.py, gpu/."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cuda
+from swiftspec.backends.cuda import linear as cuda_linear
+from swiftspec.errors import UserError
+from swiftspec.model.linear import DenseWeight
+
+WEIGHT = DenseWeight(torch.ones(32, 64, dtype=torch.bfloat16))
+needs_cuda = pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
+
+
+def refusal(device: str, dtype: torch.dtype = torch.bfloat16) -> str:
+    with pytest.raises(UserError) as error:
+        cuda_linear.pack(WEIGHT, dtype, device)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_cpu_is_refused() -> None:
+    assert "need a GPU, not cpu" in refusal("cpu")
+
+
+def test_a_build_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cuda_built", False)
+    monkeypatch.setattr(_C, "build_info", "CUDA kernels left out: nvcc not found")
+    assert refusal("cuda").startswith("CUDA kernels left out: nvcc not found; install")
+
+
+def test_a_machine_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cuda_built", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "no NVIDIA GPU" in refusal("cuda:0")
+
+
+def test_other_gpus_and_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "cuda_built", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert "A100 has 8.0" in refusal("cuda:0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert "not float16" in refusal("cuda:0", torch.float16)
+
+
+def test_each_qkv_names_the_tiles_of_its_o() -> None:
+    named: list[tuple[int, int]] = []
+    native = SimpleNamespace(precede=lambda address, count: named.append((address, count)))
+    layers = [
+        SimpleNamespace(qkv=SimpleNamespace(native=native), o=SimpleNamespace(tiles=torch.ones(n))) for n in (2, 3)
+    ]
+    stack: Any = SimpleNamespace(layers=layers)
+    assert cuda.fuse(stack) is None
+    assert named == [(layer.o.tiles.data_ptr(), layer.o.tiles.nbytes) for layer in layers]
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("k", "n", "group", "cause"),
+    [(7, 32, 0, "k must be"), (12, 32, 0, "8"), (64, 32, 48, "group must be"), (96, 32, 64, "divide k"),
+     (64, 12, 32, "8 must divide n"), (64, 0, 0, "n must be")],
+)  # fmt: skip
+def test_shapes_that_have_no_tiles(k: int, n: int, group: int, cause: str) -> None:
+    with pytest.raises(ValueError, match=cause):
+        _C.cuda_tile_bytes(k, n, group)
+
+
+@needs_cuda
+def test_sizes_of_tiles() -> None:
+    """4.25 bits a weight in groups of 128; 16 in bf16."""
+    assert _C.cuda_tile_bytes(4096, 4096, 128) == 4096 * 4096 * 17 // 32
+    assert _C.cuda_tile_bytes(4096, 4096, 0) == 4096 * 4096 * 2
+
+
+@needs_cuda
+def test_channels_are_checked() -> None:
+    good = {"rank": 0, "inboxes": [64, 128], "lines": 4, "epoch": 8, "done": 8, "trouble": 8, "patience": 1.0}
+    _C.CudaChannel(**good)
+    wrong = [{"rank": 2}, {"inboxes": [64] * 9}, {"inboxes": [8, 16]}, {"lines": 0}, {"epoch": 0}, {"patience": 0.0}]
+    for change in wrong:
+        with pytest.raises(ValueError):
+            _C.CudaChannel(**(good | change))
+
+
+@needs_cuda
+def test_messages_are_checked() -> None:
+    channel = _C.CudaChannel(rank=0, inboxes=[64, 128], lines=4, epoch=8, done=8, trouble=8, patience=1.0)
+    for mine, out, count in ((0, 64, 1), (64, 0, 1), (64, 66, 1), (64, 64, 9), (64, 64, -1)):
+        with pytest.raises(ValueError):
+            _C.gather_cuda(channel, mine, out, count, 0)
+
+
+@needs_cuda
+def test_trouble_names_rank_slot_and_epoch() -> None:
+    assert _C.cuda_trouble(0) is None
+    assert _C.cuda_trouble(1 << 56 | 3 << 48 | 5 << 40 | 2 << 32 | 77) == (3, 5, 2, 77)

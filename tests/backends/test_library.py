@@ -1,0 +1,114 @@
+"""backends/library where it is not reference.py: torch's int4 product, and a plan that reads nothing on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.heldout import DEMO
+from swiftspec.backends import library as unfused
+from swiftspec.backends import reference
+from swiftspec.engine import LLM
+from swiftspec.model.batch import Batch
+from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, SamplingParams
+
+BF16 = torch.bfloat16
+
+
+@dataclass
+class Cache:
+    k: Tensor
+    v: Tensor
+
+
+class NoHost(TorchDispatchMode):
+    """Fails where a value is read, or a size depends on one: what a graph could not repeat."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"), func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def int4(outputs: int, inputs: int, group: int, bias: bool = False) -> Int4Weight:
+    noise = torch.Generator().manual_seed(outputs + inputs)
+    codes = torch.randint(0, 16, (inputs, outputs), generator=noise, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (inputs // group, outputs), generator=noise, dtype=torch.uint8)
+    scales = torch.rand(inputs // group, outputs, generator=noise).half()
+    shift = torch.randn(outputs, generator=noise) if bias else None
+    return Int4Weight(pack_int4(codes), scales, pack_int4(zeros), group, shift)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 33])
+def test_int4_products(group: int, bias: bool, rows: int) -> None:
+    weight, x = int4(96, 256, group, bias), torch.randn(rows, 256).to(BF16)
+    want = x.double() @ weight.dequantize(torch.float64).T + (0 if weight.bias is None else weight.bias.double())
+    got = unfused.pack(weight, BF16, "cpu")(x)
+    assert got.dtype == BF16 and (got.double() - want).norm() <= 1e-2 * want.norm()  # scales of 8 bits
+
+
+def test_other_weights_and_dtypes_are_the_references() -> None:
+    x = torch.randn(3, 256, dtype=torch.float64)
+    for weight in (int4(96, 256, 64), DenseWeight(torch.randn(40, 256))):
+        want = reference.pack(weight, torch.float64, "cpu")(x)
+        assert torch.equal(unfused.pack(weight, torch.float64, "cpu")(x), want)
+
+
+def batch_of(kv_len: int, width: int, slots: list[int]) -> Batch:
+    places, rows = torch.tensor(slots), len(slots)
+    mask = torch.rand(rows, width) < 0.5
+    for row, slot in enumerate(slots):
+        mask[row, slot - kv_len + width] = True
+    return Batch(places, places + 3, places, mask, torch.zeros(rows, dtype=torch.int64), torch.tensor([kv_len]))
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "width", "slots"),
+    [(7, 16, [4, 5, 6]), (20, 8, [12, 13, 17, 19]), (31, 8, [30]), (32, 32, [29, 30, 31]), (1, 8, [0])],
+)
+def test_attention_equals_the_references_without_a_look_at_a_value(kv_len: int, width: int, slots: list[int]) -> None:
+    heads, kv_heads, dim, capacity = 6, 2, 16, 32
+    tables = torch.randn(2, 64, dim, dtype=torch.float64)
+    batch, kept = batch_of(kv_len, width, slots), torch.randn(2, 3, 1, kv_heads, capacity, dim, dtype=torch.float64)
+    qkv = torch.randn(len(slots), (heads + 2 * kv_heads) * dim, dtype=torch.float64)
+    one, other = Cache(*kept.clone()), Cache(*kept.clone())
+    plan = reference.prepare(batch, one, tables[0], tables[1], heads)
+    want = [reference.tree_attention(qkv, plan, layer) for layer in range(3)]
+    with NoHost():
+        static = unfused.prepare(batch, other, tables[0], tables[1], heads)
+        got = [unfused.tree_attention(qkv, static, layer) for layer in range(3)]
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() < 1e-12
+    assert torch.equal(one.k, other.k) and torch.equal(one.v, other.v)
+
+
+def test_a_whole_forward_looks_at_no_value() -> None:
+    model = load_model(DEMO / "draft", dtype=torch.float32, ops=unfused, max_positions=64)
+    shape = (2, 1, 1, 32, 32)
+    with NoHost():
+        logits = model.forward(batch_of(20, 8, [12, 13, 17, 19]), Cache(torch.zeros(shape), torch.zeros(shape)))
+    assert logits is not None and logits.isfinite().all()
+
+
+def test_the_reference_does_look() -> None:
+    """Else NoHost would prove nothing."""
+    batch, cache = batch_of(7, 16, [4, 5, 6]), Cache(*torch.zeros(2, 1, 1, 1, 16, 16))
+    with NoHost(), pytest.raises(AssertionError):
+        reference.prepare(batch, cache, torch.zeros(64, 16), torch.zeros(64, 16), 1)
+
+
+def test_the_pair_decodes_alike() -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompt = list(range(50, 90))
+    plain = LLM(DEMO / "target", dtype=torch.float64, max_model_len=128).generate(prompt, sampling)
+    pair = (DEMO / "target", DEMO / "draft", EngineConfig())
+    tree = LLM(*pair, dtype=torch.float64, max_model_len=128, ops="unfused").generate(prompt, sampling)
+    assert tree.token_ids == plain.token_ids

@@ -1,0 +1,180 @@
+"""Noise, draws and children: the native operators against the reference, and both against float64."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference
+from swiftspec.backends.reference import Scores, noise
+
+U32 = 2**32 - 1
+
+
+def gumbel_of(bits: np.ndarray) -> np.ndarray:
+    bits, out = np.ascontiguousarray(bits), np.empty(len(bits), dtype=np.float32)
+    _C.gumbel_of(bits.ctypes.data, len(bits), out.ctypes.data)
+    return out
+
+
+def exact_gumbel(bits: np.ndarray) -> np.ndarray:
+    """Of the float32 uniform that noise.h defines, in float64."""
+    v = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
+    return -np.log(-np.log1p(-v.astype(np.float64)))
+
+
+def check_gumbel(bits: np.ndarray) -> None:
+    """Within 4e-7 of the size of the noise, or of 1 where it is smaller: an error of a few units in the last place."""
+    want = exact_gumbel(bits)
+    assert (np.abs(gumbel_of(bits) - want) <= 4e-7 * np.maximum(np.abs(want), 1)).all()
+
+
+def test_noise_is_accurate_everywhere(level: str) -> None:
+    ends = np.arange(70_001, dtype=np.uint32)
+    for bits in (ends, np.uint32(U32) - ends, np.arange(0, U32, 4099, dtype=np.uint32)):
+        check_gumbel(bits)
+    for power in range(1, 32):
+        around = np.arange(-300, 300, dtype=np.int64) + 2**power
+        check_gumbel(np.clip(around, 0, U32).astype(np.uint32))
+
+
+@pytest.mark.slow
+def test_noise_is_accurate_and_falls_for_every_float() -> None:
+    """All bits are walked in order: the noise never rises by more than the rounding of one of its values."""
+    last = math.inf
+    for start in range(0, 2**32, 2**24):
+        bits = np.arange(start, start + 2**24, dtype=np.int64).astype(np.uint32)
+        ours = gumbel_of(bits)
+        check_gumbel(bits[:: 7 if start else 1])
+        steps = np.diff(ours, prepend=np.float32(min(last, 3e38)))
+        assert (steps <= 2.5e-7 * np.maximum(np.abs(ours), 1)).all()
+        last = float(ours[-1])
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 4097])
+def test_noise_rows(level: str, vocab: int) -> None:
+    positions = torch.tensor([0, 1, 7, 2**31 - 1])
+    got = host.gumbel_rows(2**63 + 5, 3, positions, range(vocab))
+    bits = noise.noise_bits(2**63 + 5, 3, positions.tolist(), range(vocab)).numpy()
+    assert np.array_equal(got.numpy(), gumbel_of(bits.ravel()).reshape(bits.shape)), "the documented integers"
+    part = range(vocab // 3, vocab)
+    assert torch.equal(host.gumbel_rows(2**63 + 5, 3, positions, part), got[:, part.start :])
+    torch.testing.assert_close(got, reference.gumbel_rows(2**63 + 5, 3, positions, range(vocab)), rtol=1e-6, atol=1e-6)
+
+
+def test_levels_make_the_same_noise() -> None:
+    best, bits = _C.level(), np.random.default_rng(0).integers(0, 2**32, 100_003, dtype=np.uint32)
+    made = [gumbel_of(bits) for name in ("avx512", "avx2") if _C.use_level(name)]
+    assert _C.use_level(best)
+    assert all(np.array_equal(gumbel_of(bits), other) for other in made)
+
+
+def random_scores(rows: int, vocab: int, seed: int, noisy: bool, biased: bool) -> tuple[Tensor, Scores]:
+    """Logits [rows, vocab + 5], of which the last five columns are padding."""
+    dice = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab + 5, generator=dice) * 4
+    logits[:, vocab:] = 1e9
+    if vocab > 8:
+        logits[0, :vocab:2] = -torch.inf
+    bias = torch.randn(vocab, generator=dice) if biased else None
+    if not noisy:
+        return logits, Scores(0.7 if biased else 1.0, bias)
+    block = reference.gumbel_rows(seed, 0, torch.arange(3), range(vocab))
+    return logits, Scores(1.3, bias, block, torch.randint(0, 3, (rows,), generator=dice), 0.7)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("vocab", [1, 5, 16, 33, 4096, 5003])
+def test_draw_and_children(level: str, vocab: int, noisy: bool, biased: bool) -> None:
+    logits, scores = random_scores(9, vocab, vocab, noisy, biased)
+    assert torch.equal(host.draw(logits, vocab, scores), reference.draw(logits, vocab, scores))
+    for k in {1, min(8, vocab), min(40, vocab)}:
+        tokens, values = host.children(logits, vocab, k, scores)
+        want_tokens, want = reference.children(logits, vocab, k, scores)
+        torch.testing.assert_close(values, want, rtol=1e-5, atol=2e-5)
+        finite = want > -torch.inf
+        assert torch.equal(tokens[finite], want_tokens[finite])
+        one = host.children(logits[3:4], vocab, k, Scores(scores.temperature, scores.bias))
+        again = host.children(logits, vocab, k, Scores(scores.temperature, scores.bias))
+        assert all(torch.equal(a[0], b[3]) for a, b in zip(one, again, strict=True)), "a row depends on itself"
+
+
+def test_the_drawn_token_has_the_law_of_the_softmax(level: str) -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0, -torch.inf]]).repeat(40_000, 1)
+    block = host.gumbel_rows(7, 0, torch.arange(40_000), range(5))
+    drawn = host.draw(logits, 5, Scores(0.8, None, block, torch.arange(40_000)))
+    shares = torch.bincount(drawn, minlength=5) / 40_000
+    assert float((shares - (logits[0] / 0.8).softmax(0)).abs().max()) < 0.01
+
+
+def test_other_dtypes_take_the_reference() -> None:
+    logits, scores = random_scores(4, 50, 1, True, True)
+    assert torch.equal(host.draw(logits.double(), 50, scores), reference.draw(logits.double(), 50, scores))
+    values = host.children(logits.double(), 50, 4, scores)[1]
+    assert values.dtype == torch.float64
+
+
+@pytest.mark.parametrize(("vocab", "k"), [(1, 1), (5, 5), (16, 3), (33, 8), (4096, 8), (4096, 64)])
+def test_log_top_k(level: str, vocab: int, k: int) -> None:
+    scores = torch.randn(6, vocab, generator=torch.Generator().manual_seed(vocab)) * 4
+    if vocab > 8:
+        scores[1, ::2] = -torch.inf
+        scores[2, 3] = 1e9
+    tokens, values = host.log_top_k(scores, k)
+    torch.testing.assert_close(values, reference.log_top_k(scores, k)[1], rtol=1e-5, atol=1e-5)
+    assert torch.equal(scores.gather(1, tokens), scores.topk(k).values)
+
+
+def test_log_top_k_without_candidates(level: str) -> None:
+    scores = torch.full((2, 20), torch.nan)
+    scores[1] = -torch.inf
+    tokens, values = host.log_top_k(scores, 4)
+    assert not (values > -torch.inf).any() and ((tokens >= 0) & (tokens < 20)).all()
+    tied, _ = host.log_top_k(torch.zeros(1, 20), 4)
+    assert tied.tolist() == [[0, 1, 2, 3]], "of equal scores the earlier tokens"
+
+
+def test_nonsense_is_refused() -> None:
+    logits = torch.zeros(2, 6)
+    good = {"bias": 0, "noise": 0, "rows_of_noise": 0, "noise_rows": 0, "temperature": 1.0, "rows": 2, "vocab": 6}
+    good |= {"logits": logits.data_ptr(), "stride": 6, "tokens": torch.zeros(2, dtype=torch.int64).data_ptr()}
+    rows = torch.tensor([0, 1])
+    noisy = {"noise": logits.data_ptr(), "rows_of_noise": rows.data_ptr(), "noise_rows": 1}
+    for bad in ({"temperature": 0.0}, {"vocab": 0}, {"stride": 5}, {"logits": 0}, {"rows": -1}, noisy):
+        with pytest.raises(ValueError, match=r"must|null|not there"):
+            _C.draw(**(good | bad))  # pyright: ignore[reportArgumentType]
+    for k in (0, 7):
+        with pytest.raises(ValueError, match="k must"):
+            arguments = {**good, "tau": 1.0, "k": k, "values": logits.data_ptr()}
+            _C.children(**arguments)  # pyright: ignore[reportArgumentType]
+
+
+def test_keyed_noise_is_that_of_the_rows_with_these_keys(level: str) -> None:
+    positions = torch.tensor([0, 5, 2**31 - 1])
+    keys = torch.tensor([[noise.row_key(9, stream, p) for p in positions.tolist()] for stream in (0, 40)])
+    made = host.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40))
+    for stream, rows in zip((0, 40), made, strict=True):
+        assert torch.equal(rows, host.gumbel_rows(9, stream, positions, range(3, 40)))
+    torch.testing.assert_close(made, reference.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40)))
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
+def test_log_probs(level: str, vocab: int) -> None:
+    """Against float64, with and without bias; the noise that the same scores hold for a draw plays no part."""
+    for biased in (False, True):
+        logits, scores = random_scores(5, vocab, vocab, noisy=True, biased=biased)
+        tokens = torch.randint(vocab, (5,), generator=torch.Generator().manual_seed(3))
+        got = host.log_probs(logits, vocab, tokens, scores)
+        bias = 0 if scores.bias is None else scores.bias.double()
+        exact = ((logits[:, :vocab].double() + bias) / scores.temperature).log_softmax(-1).gather(1, tokens[:, None])
+        torch.testing.assert_close(got.double(), exact[:, 0], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(reference.log_probs(logits, vocab, tokens, scores), got, atol=2e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        host.log_probs(logits, vocab, tokens + vocab, scores)

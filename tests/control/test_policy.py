@@ -1,0 +1,156 @@
+"""The self-switch: what it decides for given times, and that no decision changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftspec.control.controller import Controller
+from swiftspec.control.policy import PATIENCE, PROBE, REFRESH, SKIP, WINDOW, Decision, Pace, decide
+from swiftspec.engine import LLM
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from tests.support.jobs import switched_by_dice
+from tests.support.tiny import make_checkpoint
+from tests.test_decode import GREEDY, PROMPT, SAMPLED
+
+TRIAL, GLANCE = SKIP + WINDOW, SKIP + PROBE
+
+
+class FakeDrafter:
+    """Proposes three nodes, and insists on hearing of every token."""
+
+    busy, steps = 0.0, 3
+
+    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+        self.round, self.at, self.grown = 0, len(tokens) - 1, 0
+
+    def propose(self) -> Proposal:
+        return Proposal(1, self.round, self.at, (0, 0, 0), (-1, 0, 1))
+
+    def grow(self) -> None:
+        self.grown += 1
+
+    def observe(self, result: VerifyResult) -> None:
+        assert result.prefix_len == self.at and result.tokens == tuple(range(self.at, self.at + len(result.tokens)))
+        assert VerifyResult.unpack(result.pack()) == result
+        self.round, self.at = result.round + 1, result.prefix_len + len(result.tokens)
+
+    def close(self) -> None:
+        pass
+
+
+class Room:
+    """A switch whose rounds take what `times` says: (seconds of a speculative round, its tokens, of a plain round)."""
+
+    def __init__(self, times: Callable[[int], tuple[float, int, float]], pace: Pace | None = None) -> None:
+        self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
+        self.switch = Controller(self.drafter, pace or Pace(3, 8), clock=lambda: self.now)
+        self.switch.open(1, [0], GREEDY, 1)
+        self.kinds = ""
+
+    def run(self, rounds: int) -> str:
+        """s for a speculative round, p for a plain one."""
+        for number in range(rounds):
+            proposal = self.switch.propose()
+            assert proposal.round == number
+            tree, tokens, plain = self.times(number)
+            speculative = len(proposal.tokens) > 1
+            count = tokens if speculative else 1
+            self.switch.grow()
+            self.now += tree if speculative else plain
+            first = proposal.prefix_len
+            tokens = tuple(range(first, first + count))
+            self.switch.observe(VerifyResult(1, number, first, tuple(range(count)), tokens))
+            self.kinds += "s" if speculative else "p"
+            self.now += 100.0  # the consumer's time counts for nothing
+        return self.kinds
+
+
+def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
+    room = Room(lambda _: (1.5, 3, 1.0))
+    assert room.run(600) == TRIAL * "s" + GLANCE * "p" + (REFRESH + 2) * "s" + GLANCE * "p" + 56 * "s"
+    report = room.switch.report()
+    assert (report.break_even, report.speedup, report.plain_rounds) == (1.5, 2.0, 2 * GLANCE)
+    assert report.changes[:2] == ((TRIAL, Decision(0, 1, False)), (TRIAL + GLANCE, Decision(3, 8, True)))
+    assert room.drafter.grown == 600 - 2 * GLANCE
+
+
+def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() -> None:
+    room = Room(lambda _: (4.0, 2, 1.0))
+    waits = [PATIENCE << doublings for doublings in (0, 1, 2, 3, 4, 4)]
+    want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
+    assert room.run(len(want)) == want
+    assert room.switch.report().speedup == 0.5
+
+
+def test_times_that_change_bring_speculation_back() -> None:
+    """Slow until round 200; after the next trial it stays, and what was refused before is forgotten."""
+    room = Room(lambda number: (4.0 if number < 200 else 1.0, 2, 1.0))
+    kinds = room.run(500)
+    back = kinds.index("s", 200)
+    assert kinds[back:] == "s" * (500 - back)
+    assert room.switch.pace.refusals > 0
+    room.switch.pace.turn(Decision(0, 1, False))
+    assert room.switch.pace.refusals == 0
+
+
+def test_a_hiccup_is_no_reason() -> None:
+    room = Room(lambda number: (500.0 if number % 7 == 3 else 1.5, 3, 1.0))
+    assert "p" not in room.run(400)[TRIAL + GLANCE :]
+
+
+def test_a_request_begins_with_speculation_and_keeps_what_plain_rounds_take() -> None:
+    first = Room(lambda _: (4.0, 2, 1.0))
+    assert first.run(30)[-1] == "p"
+    second = Room(lambda _: (1.5, 2, 1.0), first.switch.pace)
+    assert second.run(100) == "s" * 100, "no need to look again"
+    third = Room(lambda _: (4.0, 2, 1.0), first.switch.pace)
+    assert third.run(96) == 14 * "s" + PATIENCE * "p" + 18 * "s", "what the second one saw is outweighed"
+
+
+def test_decide_is_a_function_of_what_was_seen() -> None:
+    pace = Pace(5, 6)
+    assert decide(pace) == decide(pace) == Decision(5, 6, True)
+    assert pace == Pace(5, 6)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    model = make_checkpoint(target, vocab=64, layers=2, dtype=torch.float64, seed=1)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    model.save_pretrained(draft)
+    return target, draft
+
+
+@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_no_decision_changes_a_token(
+    pair: tuple[Path, Path], kind: type[LocalDrafter], sampling: SamplingParams
+) -> None:
+    """Decided by dice, in stretches short and long: the draft sleeps, catches up by more than w tokens, and goes on,
+    with another d and another bs."""
+    plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
+    assert isinstance(llm.drafter, LocalDrafter)
+    llm.drafter = kind(llm.drafter.runner, llm.plan, llm.vocab_size)
+    for chance in (0.5, 0.1):
+        with switched_by_dice(chance):
+            answer = llm.generate(PROMPT, sampling)
+        assert answer.token_ids == plain and answer.stats.drafter_lost is None
+        steering = answer.stats.steering
+        assert steering is not None and 10 < steering.plain_rounds < answer.stats.rounds - 10
+        assert len(steering.changes) > 5
+
+
+def test_the_switch_can_be_left_out(pair: tuple[Path, Path]) -> None:
+    assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.steering is None
+    assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.steering is None

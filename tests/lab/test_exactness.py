@@ -1,0 +1,170 @@
+"""The exactness command: its statistics, and that it passes what is exact and catches what is not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swiftspec.engine import LLM
+from swiftspec.errors import DrafterLost
+from swiftspec.lab.exactness import trial
+from swiftspec.lab.exactness.biased import BiasedVerifier
+from swiftspec.lab.exactness.command import main
+from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
+from swiftspec.messages import VerifyResult
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.verifier import LocalVerifier
+from tests.serve.test_serve import bare_environment, pair
+
+__all__ = ["bare_environment", "pair"]  # fixtures
+
+TABLE = [(3.841, 1, 0.05), (18.307, 10, 0.05), (10.828, 1, 0.001), (29.588, 10, 0.001), (149.449, 100, 0.001)]
+
+
+@pytest.mark.parametrize(("square", "freedom", "p"), TABLE)
+def test_survival_is_that_of_the_tables(square: float, freedom: int, p: float) -> None:
+    assert survival(square, freedom) == pytest.approx(p, rel=2e-3)
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_rare_cells_are_pooled() -> None:
+    a, b = pooled("x" * 20 + "y" * 3 + "z", "x" * 11 + "y" * 12 + "w" * 2)
+    assert (a.tolist(), b.tolist()) == ([20, 3, 1], [11, 12, 2])
+    assert chi_square(*pooled("x" * 9, "x" * 30)) == (0.0, 1.0)
+
+
+def test_p_values_are_uniform_where_nothing_differs() -> None:
+    noise = np.random.default_rng(3)
+    law = noise.dirichlet(np.ones(12))
+    found = [chi_square(noise.multinomial(900, law), noise.multinomial(400, law))[1] for _ in range(1500)]
+    for level in (0.01, 0.05, 0.5):
+        assert np.mean(np.array(found) < level) == pytest.approx(level, abs=4 * (level / 1500) ** 0.5)
+
+
+def test_the_interval_of_the_total_variation_holds_the_truth() -> None:
+    noise = np.random.default_rng(5)
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.3, 0.3, 0.4])
+    held = 0
+    for seed in range(60):
+        apart, low, high = total_variation(noise.multinomial(800, p), noise.multinomial(800, q), seed)
+        assert low <= apart <= high
+        held += low <= 0.2 <= high
+    assert held >= 57
+    assert compare("x", [1] * 90 + [2] * 90, [1] * 90 + [2] * 90).low == 0
+
+
+def test_the_interval_does_not_see_a_difference_where_there_is_none() -> None:
+    """However many cells: the more there are, the further two samples of one law are apart."""
+    noise = np.random.default_rng(6)
+    for cells in (2, 20, 100):
+        law = noise.dirichlet(np.ones(cells))
+        pairs = [noise.multinomial(1000, law, 2) for _ in range(30)]
+        held = [total_variation(one, other)[1] == 0 for one, other in pairs]
+        assert sum(held) >= 26
+
+
+def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str]) -> None:
+    target, draft = Path(pair[1]), Path(pair[3])
+    sampling = SamplingParams(temperature=0.7, top_k=3, max_tokens=3)
+    plain = LLM(target)
+    tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
+    assert trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
+    assert isinstance(tree.verifier, LocalVerifier)
+    tree.verifier = BiasedVerifier(tree.verifier.runner, tree.vocab_size, "reject")
+    assert not trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
+
+
+def test_the_command(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*pair, "--raw", "--temperature", "0.7", "--top-k", "4", "--samples", "40", "--greedy-tokens", "20"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "greedy: 8 of 8 answers are the same" in out and "sampled, same seed: 8 of 8" in out
+    assert "tokens 3, 4" in out and "no difference found" in out
+    assert int(re.findall(r"(\d+) draft tokens were accepted", out)[0]) > 40
+    assert main([*flags, "--temperature", "0"]) == 0
+
+
+def test_guided_requests_are_guided_by_the_negative_prompt(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    whole = trial.draw
+
+    def noted(plain: LLM, tree: trial.Watched, prompt: Any, sampling: SamplingParams, *more: Any) -> trial.Verdict:
+        asked.append(sampling)
+        assert isinstance(tree.engine, LLM) and not tree.engine.plan.self_switch
+        return whole(plain, tree, prompt, sampling, *more)
+
+    monkeypatch.setattr(trial, "draw", noted)
+    flags = [*pair, "--raw", "--temperature", "0.7", "--samples", "20", "--greedy-tokens", "20"]
+    assert main([*flags, "--guidance-scale", "2", "--negative-prompt", "class", "--prompt", "a"]) == 0
+    assert asked[0].guidance_scale == 2 and len(asked[0].negative_prompt_ids) > 0
+
+
+def test_a_draft_without_use_is_no_proof(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(drafter: LocalDrafter, result: VerifyResult) -> None:
+        raise DrafterLost("it left")
+
+    monkeypatch.setattr(LocalDrafter, "observe", fails)
+    assert main([*pair, "--raw", "--temperature", "0", "--greedy-tokens", "9"]) == 1
+    assert "NOT TESTED: the drafter was lost (it left)" in capsys.readouterr().out
+    idle = trial.Watched(LLM(Path(pair[1])))
+    idle.generate([5, 17, 40], SamplingParams(max_tokens=3))
+    assert idle.idle == "no draft token was accepted"
+
+
+def test_rounding_is_named_where_only_single_answers_part(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "same_texts", lambda name, *_: trial.Texts(name, 8, [3]))
+    flags = [*pair, "--raw", "--temperature", "0", "--prompt", "a"]
+    assert main(flags) == 1
+    out = capsys.readouterr().out
+    assert "7 of 8 answers are the same, the first difference at token 4" in out and "DIFFERENT" in out
+    assert "--dtype float64 tells" in out
+    assert main([*flags, "--dtype", "float64"]) == 1 and "--dtype float64" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_embedded_pair_passes_and_the_biased_verifier_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--raw", "--temperature", "1", "--samples", "600"]
+    assert main(flags) == 0
+    assert main([*flags, "--verify", "reject"]) == 0
+    assert main([*flags, "--verify", "reject", "--biased"]) == 1
+    assert "DIFFERENT" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mode", "ar"], "mode ar draws without speculation already"),
+        (["--mode", "smc"], "mode smc is approximate by design"),
+        (["--samples", "0"], "--samples must be at least 1"),
+        (["--samples", "many"], "--samples: invalid int value"),
+        (["--json"], "--json has no use here"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
+        (["--biased"], "--biased stands in for --verify reject on one rank"),
+        (["--verify", "reject", "--proposal", "top"], "proposal top carries none: take proposal sample"),
+        (["--verify", "reject", "--temperature", "0"], "temperature 0 leaves nothing to draw"),
+        (["--top-k", "5000"], "top_k 5000 is above the vocabulary"),
+    ],
+)
+def test_what_makes_no_sense_is_told_in_a_line(
+    pair: list[str], capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main([*pair, "--raw", *flags]) in (1, 2)
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("swiftspec: error: ") and message in told

@@ -1,0 +1,188 @@
+"""The predictor: rounds by hand, the latency model against the table it comes from, and its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.lab import latency, predict, simulate
+from swiftspec.lab.profile import main
+from swiftspec.lab.simulate import Acceptance, Times
+from swiftspec.model.config import ModelConfig
+from swiftspec.profiles import emulation
+from swiftspec.serve.text import TextCodec
+from tests.support.profiles import KEY, profile, run
+from tests.support.ranks import Pool
+
+ROUNDS = [(1, 0), (2, 1), (0, 0)]  # accepted, expansions on the critical path
+
+
+def llama(layers: int, hidden: int, heads: int, kv: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": hidden,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "intermediate_size": inner, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+        **more,
+    }  # fmt: skip
+
+
+LLAMA_70B = llama(80, 8192, 64, 8, 28672)
+LLAMA_3B = llama(28, 3072, 24, 8, 8192, head_dim=128)
+
+
+def test_a_round_in_which_the_draft_has_time() -> None:
+    found = simulate.asynchronous([(1, 0)] * 4, 2, Times(10, 3))
+    assert (found.round, found.waiting, found.tokens_per_round) == (10, 0, 2)
+    assert found.speed == pytest.approx(0.2)
+
+
+def test_a_draft_that_is_late_or_must_expand_first() -> None:
+    late = simulate.asynchronous([(1, 0)] * 4, 4, Times(10, 3))
+    assert (late.round, late.waiting) == (12, 2)
+    short = simulate.asynchronous([(0, 1)] * 4, 2, Times(10, 3))
+    assert (short.round, short.waiting) == (13, 3)
+
+
+def test_what_surrounds_the_models_counts_where_it_lies() -> None:
+    times = Times(10, 3, verify=0.5, settle=0.4, expand=0.25, answer=0.3, link=0.1)
+    assert simulate.asynchronous(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.3 + 0.2 + 3.25 / 3)
+    assert simulate.serial(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.4 + 0.3 + 2 * 3.25)
+    assert simulate.plain(times).round == pytest.approx(10.9)
+
+
+def test_growing_that_outlasts_a_round_delays_the_next_one() -> None:
+    """An expansion in the answer gives the target a late start, which lets the draft catch up."""
+    found = simulate.asynchronous([(0, 0), (0, 1), (0, 0)], 4, Times(10, 3))
+    assert found.round * 3 == pytest.approx(12 + 15 + 12)
+
+
+def test_the_advice_names_the_side_that_limits() -> None:
+    assert simulate.help_most("async", [(1, 0)] * 9, 2, Times(10, 3))[0] == "a target step shorter by a tenth"
+    assert simulate.help_most("async", [(1, 0)] * 9, 4, Times(10, 3))[0] == "a draft step shorter by a tenth"
+    assert simulate.help_most("ar", [(0, 0)], 1, Times(1, 1, verify=9))[0] == "no time outside the two models"
+
+
+def test_the_interval_holds_the_middle() -> None:
+    rounds = [(i % 5, i % 3 == 0) for i in range(200)]
+    low, middle, high = simulate.interval("async", rounds, 3, Times(11, 3.3), Times(9, 2.7))
+    assert low < middle < high
+
+
+@pytest.mark.parametrize(
+    ("config", "tp", "slow", "fast"),
+    [(LLAMA_70B, 1, 13.32, 11.41), (LLAMA_70B, 4, 5.21, 4.19), (LLAMA_3B, 1, 1.24, 1.04), (LLAMA_3B, 4, 0.98, 0.73)],
+)
+def test_the_latency_model_gives_the_targets_it_was_made_from(
+    config: dict[str, Any], tp: int, slow: float, fast: float
+) -> None:
+    made = [
+        latency.forward(ModelConfig.from_dict(config), tp, 8, c, True) for c in latency.constants(latency.GPUS["h200"])
+    ]
+    assert [1e3 * t for t in made] == pytest.approx([slow, fast], rel=0.08)
+
+
+def test_measured_operators_take_the_place_of_targets(tmp_path: Path) -> None:
+    file = tmp_path / "h200-kernels.json"
+    points = [{"op": "linear", "bytes": size, "us": 4.0 + size / 2e6} for size in (1e6, 5e6, 50e6)]
+    file.write_text(json.dumps({"points": points}))
+    slow, fast = latency.fitted(file, latency.GPUS["h200"])
+    assert slow.origin == "measured"
+    assert (slow.linear.fixed, slow.linear.bandwidth) == (pytest.approx(4e-6), pytest.approx(2e12))
+    assert fast.attention == latency.constants(latency.GPUS["h200"])[1].attention
+    file.write_text("{}")
+    with pytest.raises(UserError, match="does not hold measured operators"):
+        latency.fitted(file, latency.GPUS["h200"])
+
+
+def test_the_command_predicts_a_node_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config in (("target", LLAMA_70B), ("draft", LLAMA_3B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    models = ["--model", str(tmp_path / "target" / "config.json"), "--draft-model", str(tmp_path / "draft")]
+    assert main(["predict", "--hardware", "h200x8", "--int4", *models]) == 0
+    out = capsys.readouterr().out
+    assert len([line for line in out.splitlines() if line.startswith("async")]) == 7
+    assert "operators: predicted, link: predicted; acceptance: measured on the embedded pair" in out
+
+
+def test_prediction_beside_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = [{"plan": {"mode": mode, "verify_batch": 8, "draft_leaves": 8, "draft_steps": d}, "rounds": [[d, 0]] * 20}
+              for mode in ("serial", "async") for d in (1, 2)]  # fmt: skip
+    around = dict.fromkeys(("verify", "settle", "expand", "answer", "link"), 0.0)
+    whole = profile(run("async", 1, 1, 250.0, d=2), run("serial", 2, 2, 187.5, d=2), rounds=rounds, around=around)
+    whole["key"]["ranks"] = 2
+    (tmp_path / "p.json").write_text(json.dumps(whole))
+    spec = ["--emulate", "target=10ms,draft=5ms", "--ranks", "2", "--against", str(tmp_path / "p.json")]
+    assert main(["predict", *spec]) == 0
+    out = capsys.readouterr().out
+    assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in out
+    assert "serial 2     predicted   150.0  measured   187.5 (d 2)  -20.0%" in out
+    assert "the predicted best, async 1+1, is measured at 100.0% of the measured best" in out
+    whole["runs"].append(run("async", 1, 1, 900.0, d=2, draft_leaves=32))
+    whole["key"]["emulate"] = {side: {"points": [[1, 8, t]]} for side, t in (("target", 10e-3), ("draft", 5e-3))}
+    (tmp_path / "p.json").write_text(json.dumps(whole))
+    assert main(["predict", "--against", str(tmp_path / "p.json")]) == 0
+    assert "async 1+1    predicted   300.0  measured   250.0 (d 2)  +20.0%" in capsys.readouterr().out, "w = 8 as w = 8"
+
+
+def test_plain_decoding_verifies_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.json").write_text(json.dumps({"target": {"1": {"1": 4, "8": 10}}, "draft": {"1": {"8": 2}}}))
+    profile_ = profile(run("ar", 2, 0, 250.0), key={**KEY, "ranks": 2}, around={"verify": 0.0})
+    (tmp_path / "p.json").write_text(json.dumps(profile_))
+    spec = ["--emulate", str(tmp_path / "t.json"), "--ranks", "2", "--against", str(tmp_path / "p.json")]
+    assert main(["predict", *spec]) == 0
+    assert "ar 2         predicted   250.0  measured   250.0  +0.0%" in capsys.readouterr().out
+
+
+TABLE = {"target": {"1": {"8": 160}, "2": {"8": 100}, "3": {"8": 80}},
+         "draft": {"1": {"8": 26}, "2": {"8": 22}, "3": {"8": 20}}}  # fmt: skip
+PLANS = [
+    {"mode": "ar", "target_tp": 3},
+    {"mode": "serial", "target_tp": 3, "draft_tp": 3, "draft_steps": 2},
+    {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 3},
+    {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 6},
+]
+
+
+@pytest.mark.slow
+def test_every_split_is_as_fast_as_predicted(tmp_path: Path) -> None:
+    """The real runtime on three ranks, at step times so long that it hardly matters what else the machine does."""
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(TABLE))
+    prompt = TextCodec(Path(__file__).parents[2] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
+    pool = Pool(3)
+    try:
+        found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
+    finally:
+        pool.close()
+    given = emulation.parse(str(file))
+    assert given.target is not None and given.draft is not None
+    speeds = {}
+    for plan, run_ in zip(PLANS, found, strict=True):
+        times = Times(given.target.at(plan["target_tp"], 8), given.draft.at(plan.get("draft_tp", 1), 8))
+        rounds = [tuple(round_) for round_ in run_["rounds"]] or [(0, 0)]
+        predicted = simulate.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
+        assert predicted == pytest.approx(run_["speed"], rel=0.1), plan
+        speeds[predicted] = run_["speed"]
+    assert speeds[max(speeds)] >= 0.97 * max(speeds.values())
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--hardware", "h200"], ["--hardware", "tpux8", "--model", "x"], ["--hardware", "h200x8"],
+             ["--emulate", "target=3ms"], ["--emulate", "target=3ms,draft=1ms", "--ranks", "1"],
+             ["--emulate", "target=3ms,draft=1ms", "--verify-batch", "5"], ["--against", "nowhere.json"]],
+)  # fmt: skip
+def test_what_cannot_be_predicted(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *argv]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_recorded_rounds_of_the_embedded_pair_are_there() -> None:
+    known = Acceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
+    assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
+    means = [simulate.serial(known.rounds("serial", 8, 8, d), d, Times(1, 1)).tokens_per_round for d in (1, 2, 4)]
+    assert 1 < means[0] < means[1] < means[2] < 8

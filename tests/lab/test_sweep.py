@@ -1,0 +1,219 @@
+"""The profile phase as a whole, on a pair that speaks gibberish: alone, on two ranks, interrupted, and what serve makes
+of its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.lab import measure
+from swiftspec.lab.measure import Books
+from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.lab.profile import main
+from swiftspec.serve import session
+from swiftspec.serve.cli import parse
+from swiftspec.serve.terminal import Phases
+from tests.support.ranks import Pool
+from tests.support.toy_pair import make_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a pair."""
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft-model", str(draft), "--dtype", "float32", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Flags of a sweep that takes no time, and a working folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
+    prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "profiles")]
+    return [*prompts, "--max-tokens", "8", "--repeats", "2", "--budget", "1m"]
+
+
+def read(folder: Path, ending: str = "[!l].json") -> dict[str, Any]:
+    (file,) = folder.glob(f"profiles/*{ending}")
+    return json.loads(file.read_text())
+
+
+def test_alone(pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *short]) == 0
+    found = read(tmp_path)
+    modes = {run["plan"]["mode"]: run for run in found["runs"]}
+    assert set(modes) == {"ar", "serial", "smc"}
+    assert all(run["speeds"] for run in found["runs"])
+    assert modes["ar"]["tokens_per_round"] == 1
+    assert {(step["side"], step["tp"]) for step in found["steps"]} == {("target", 1), ("draft", 1)}
+    deep = {r["plan"]["draft_steps"]: r["rounds"] for r in found["rounds"] if r["plan"]["verify_batch"] == 8}
+    assert set(deep) >= {1, 2, 3, 4, 6}
+    assert all(critical == d for d, rounds in deep.items() for _, critical in rounds)
+    assert found["stopped"] is None
+    assert {path.suffix for path in (tmp_path / "profiles").iterdir()} == {".json", ".csv", ".yaml", ".html"}
+    assert "tok/round" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_on_two_ranks_which_form_groups_again_and_again(
+    pair: list[str], short: list[str], tmp_path: Path, pool: Pool
+) -> None:
+    slow = ["--emulate", "target=6ms,draft=2ms", "--limit", "1", "--modes", "serial,async,ar", "--repeats", "1"]
+    assert pool.run(2, "profile", argv=[*pair, *short, *slow]) == [0, 0]
+    found = read(tmp_path)
+    places = {(r["plan"]["mode"], r["plan"]["target_tp"]) for r in found["runs"] if r["speeds"]}
+    assert places >= {("ar", 1), ("ar", 2), ("serial", 1), ("serial", 2), ("async", 1)}
+    assert {(step["side"], step["tp"]) for step in found["steps"]} == {
+        (s, x) for s in ("target", "draft") for x in (1, 2)
+    }
+    assert all(second >= 6e-3 for step in found["steps"] if step["side"] == "target" for second in step["seconds"])
+    ahead = next(run for run in found["runs"] if run["plan"]["mode"] == "async")
+    assert ahead["steps"][0] >= 6e-3 and ahead["steps"][1] >= 2e-3
+    assert {line["round"] for line in found["lanes"]} and set(found["around"]) == {
+        "verify", "settle", "expand", "answer", "link",
+    }  # fmt: skip
+    assert 0 < found["orchestration"]["share"] < 1
+    assert pool.run(2, "profile", argv=[*pair, *short, "--dry-run"]) == [0, 0]
+
+
+def test_what_was_interrupted_goes_on_and_repeats_nothing(
+    pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[str, int, str]] = []
+    engine, decode_all = WorkerPool.engine, measure.decode_all
+
+    def counting(self: WorkerPool, order: Order) -> Any:
+        if len(built) == stop_at:
+            raise KeyboardInterrupt
+        built.append((order.plan.mode, order.plan.steps, str(order.alone)))
+        return engine(self, order)
+
+    def by_rounds(llm: LLM, *args: Any) -> measure.Run:
+        """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
+        run = decode_all(llm, *args)
+        run.seconds = run.rounds * (1 + llm.plan.steps * 0.1 * (llm.plan.mode == "serial"))
+        return run
+
+    monkeypatch.setattr(WorkerPool, "engine", counting)
+    monkeypatch.setattr(measure, "decode_all", by_rounds)
+    args = [*pair, *short, "--modes", "ar,serial"]
+    stop_at = -1
+    assert main(args) == 0
+    whole, built[:] = list(built), []
+    (tmp_path / "profiles" / next((tmp_path / "profiles").glob("*[!l].json")).name).unlink()
+    stop_at = 4
+    assert main(args) == 130
+    first, built[:] = list(built), []
+    assert len(first) == 4
+    assert not list((tmp_path / "profiles").glob("*[!l].json"))
+    stop_at = -1
+    assert main([*args, "--resume"]) == 0
+    assert first == whole[:4]
+    assert built == whole[4:]  # the fifth was interrupted before it began
+    assert all(len(run["speeds"]) <= 2 for run in read(tmp_path)["runs"])
+    assert not list((tmp_path / "profiles").glob("*.partial.json"))
+    assert main([*args, "--resume"]) == 1  # nothing left to resume
+
+
+def test_what_was_killed_between_two_d_goes_on_with_the_next(
+    pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is tidied up: what is on disk is what was finished."""
+    decoded: list[int] = []
+    decode_all = measure.decode_all
+
+    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float) -> measure.Run:
+        if max_tokens == 8:
+            if len(decoded) == killed_at:
+                raise KeyboardInterrupt
+            decoded.append(llm.drafter.steps)
+        return decode_all(llm, prompts, max_tokens, deadline)
+
+    monkeypatch.setattr(measure, "decode_all", counting)
+    args = [*pair, *short, "--modes", "serial", "--repeats", "1"]
+    killed_at = 2
+    assert main(args) == 130
+    killed_at = -1
+    monkeypatch.setattr("swiftspec.lab.sweep.Sweep._lanes", interrupted)
+    assert main([*args, "--resume"]) == 130
+    assert decoded == [1, 2, 3, 4, 6]
+
+
+def interrupted(*args: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_request_counts_from_its_second_round_on() -> None:
+    run = measure.Run()
+    run.add(Books(3, 1, 0.5, 0.4), Books(9, 4, 2.0, 1.3))
+    assert (run.tokens, run.rounds, run.speed, run.busy) == (6, 3, 4.0, pytest.approx(0.9))
+    run.add(Books(2, 1, 0.5, 0.4), Books(2, 1, 0.5, 0.4))
+    assert (run.tokens, run.rounds) == (8, 4), "unless there is no other"
+
+
+def test_another_sweep_is_not_resumed(
+    pair: list[str], short: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("swiftspec.lab.sweep.Sweep._step_times", interrupted)
+    assert main([*pair, *short, "--modes", "ar"]) == 130
+    assert main([*pair, *short, "--modes", "ar", "--resume", "--max-tokens", "9"]) == 1
+    assert "its settings differ" in capsys.readouterr().err
+
+
+def test_a_budget_too_small_for_one_measurement(
+    pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *short, "--budget", "0.01s"]) == 1
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    spent = "the budget of 0.01 s was spent (--budget gives more)"
+    assert err == f"swiftspec: error: nothing could be measured: {spent}"
+    assert main([*pair, *short, "--splits", "3+1"]) == 1
+    assert "--splits needs several ranks" in capsys.readouterr().err
+    assert not list((tmp_path / "profiles").glob("*[!l].json"))
+
+
+def test_serve_takes_the_plan_and_says_so(
+    pair: list[str], short: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*pair, *short, "--modes", "serial", "--budget", "10s"]) == 0
+    capsys.readouterr()
+    phases = Phases()
+    found = session.Found.of(parse(pair).settings, 1, phases)
+    assert found.plan.mode == "serial" and found.plan.draft_steps is not None
+    assert "plan: serial 1" in capsys.readouterr().err
+    fixed = session.Found.of(parse([*pair, "--draft-steps", "6"]).settings, 1, phases)
+    assert fixed.plan.draft_steps == 6
+    assert session.Found.of(parse([*pair, "--plan", "none"]).settings, 1, phases).plan.draft_steps is None
+    (file,) = (tmp_path / "profiles").glob("*[!l].json")
+    other = [*pair, "--plan", str(file), "--dtype", "float64"]
+    with pytest.raises(UserError, match="is refused: it was measured with other dtype float32, not float64"):
+        session.Found.of(parse(other).settings, 1, phases)
+    data = json.loads(file.read_text())
+    data["key"]["hardware"]["name"] = "a faster one"
+    file.write_text(json.dumps(data))
+    assert session.Found.of(parse(pair).settings, 1, phases).plan.draft_steps is None
+    assert "is not used: it is of another machine" in capsys.readouterr().err
+
+
+def test_a_deadline_ends_a_run(pair: list[str]) -> None:
+    crew = WorkerPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
+    from swiftspec.params import EngineConfig
+
+    with crew.engine(Order(EngineConfig("serial"))) as llm, pytest.raises(measure.OutOfTime):
+        measure.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
+    order = Order(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
+    assert Order.unpack(order.pack()) == order

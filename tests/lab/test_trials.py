@@ -1,0 +1,86 @@
+"""What a sweep tries: splits, depths, and who is dropped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.lab import trials
+from swiftspec.lab.profile import read_prompts, seconds
+from swiftspec.model.config import ModelConfig
+from tests.support.profiles import run
+from tests.support.toy_pair import make_pair
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, ModelConfig]:
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))  # four heads each
+    return ModelConfig.from_dir(target), ModelConfig.from_dir(draft)
+
+
+def test_all_splits_and_those_that_nobody_can_cut(configs: tuple[ModelConfig, ModelConfig]) -> None:
+    assert trials.splits("all", 4, *configs) == ([(3, 1), (2, 2), (1, 3)], [])
+    kept, reasons = trials.splits("all", 6, *configs)
+    assert kept == [(4, 2), (3, 3), (2, 4)]
+    assert len(reasons) == 2 and "5+1: a model of 4 query heads cannot be cut for 5 ranks" in reasons[0]
+    assert trials.splits("2+2, 3+1", 4, *configs)[0] == [(2, 2), (3, 1)]
+
+
+@pytest.mark.parametrize("text", ["", "3", "3+1+1", "4+0", "2+1", "a+b", "3+1,", "5+1"])
+def test_splits_that_make_no_sense(text: str, configs: tuple[ModelConfig, ModelConfig]) -> None:
+    with pytest.raises(UserError, match="--splits"):
+        trials.splits(text, 6 if text == "5+1" else 4, *configs)
+
+
+def test_depths_are_floor_and_ceiling() -> None:
+    assert trials.depths(10.48, 3.25) == (3, 4)
+    assert trials.depths(9.0, 3.0) == (3,)
+    assert trials.depths(1.0, 3.0) == (1,)
+    assert trials.depths(100.0, 1.0) == (16,)
+
+
+def test_losers_are_dropped_but_every_mode_keeps_its_best() -> None:
+    runs = [
+        run("async", 3, 1, 100, 110, d=4), run("async", 2, 2, 80, 96, d=4), run("async", 1, 3, 50, 60, d=4),
+        run("serial", 4, 4, 40, d=2), run("serial", 4, 4, 30, d=3), run("smc", 1, 1, 5), run("serial", 1, 1, 900, d=2),
+    ]  # fmt: skip
+    assert trials.losers(runs) == [2, 4]
+    assert trials.losers([]) == []
+
+
+def test_variations_change_one_thing_at_a_time() -> None:
+    made = trials.variations(run("async", 3, 1, 100, d=5)["plan"])
+    assert {(t.verify_batch, t.draft_leaves) for t in made} == {
+        (2, 8), (4, 8), (16, 8), (32, 8), (8, 2), (8, 4), (8, 16), (8, 32),
+    }  # fmt: skip
+    assert all((t.target_tp, t.draft_tp, t.steps) == (3, 1, (5,)) for t in made)
+    assert trials.variations(run("ar", 4, 0, 100)["plan"]) == []
+
+
+def test_the_ablation_takes_the_best_of_both_modes() -> None:
+    runs = [run("async", 3, 1, 90, d=4), run("async", 2, 2, 95, d=6), run("serial", 4, 4, 40, d=2), run("ar", 4, 0, 9),
+            run("async", 2, 2, 99, d=6, draft_leaves=32, variation=True)]  # fmt: skip
+    made = trials.ablation(runs)
+    assert [(t.mode, t.target_tp, t.steps, t.ops) for t in made] == [
+        ("serial", 4, (2,), "reference"), ("async", 2, (6,), "reference"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("90s", 90), ("10m", 600), ("1.5h", 5400)])
+def test_budgets(text: str, wanted: float) -> None:
+    assert seconds(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "10", "m", "-1m", "0s", "1d"])
+def test_budgets_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UserError, match="--budget"):
+        seconds(text)
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "{}", '{"prompt": ""}', "[1]"])
+def test_prompts_that_make_no_sense(text: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text(text)
+    with pytest.raises(UserError, match="--prompts"):
+        read_prompts(tmp_path / "p.jsonl")

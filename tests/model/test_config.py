@@ -1,0 +1,206 @@
+"""config.json as transformers 4 and 5 write it, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig, QuantConfig, RopeConfig
+from tests.support.tiny import ROPES, make_model
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 128,
+    "version": "gemm",
+    "zero_point": True,
+    "modules_to_not_convert": ["lm_head"],
+}
+PACKED_WEIGHTS: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": 32,
+    "actorder": None,
+    "dynamic": False,
+}
+
+
+def packed(weights: dict[str, Any] | None = None, **group: Any) -> dict[str, Any]:
+    """A compressed-tensors config with some of its fields changed."""
+    only = {"targets": ["Linear"], "weights": PACKED_WEIGHTS | (weights or {}), "input_activations": None} | group
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": only},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def read(**changes: Any) -> ModelConfig:
+    """LLAMA with fields changed, or taken out where the change is `...`."""
+    return ModelConfig.from_dict({k: v for k, v in (LLAMA | changes).items() if v is not ...})
+
+
+def test_a_version_4_config() -> None:
+    config = read()
+    assert (config.family, config.vocab_size, config.hidden_size, config.num_layers) == ("llama", 128, 64, 2)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
+    assert config.rope == RopeConfig(500000.0) and config.rms_norm_eps == 1e-5
+    assert config.eos_token_ids == (2, 3)
+    assert config.dtype == "bfloat16" and config.quant is None and not config.tie_word_embeddings
+    assert not (config.qkv_bias or config.o_bias or config.mlp_bias)
+
+
+def test_defaults_and_either_spelling() -> None:
+    assert read(num_key_value_heads=...).num_kv_heads == 4
+    assert read(head_dim=None).head_dim == 16 and read(head_dim=32).head_dim == 32
+    assert read(eos_token_id=7).eos_token_ids == (7,) and read(eos_token_id=None).eos_token_ids == ()
+    assert read(torch_dtype=..., dtype="float16").dtype == "float16"
+    assert read(torch_dtype=...).dtype == "float32"
+    assert read(architectures=...).family == "llama"
+
+
+def test_biases() -> None:
+    qwen = read(architectures=["Qwen2ForCausalLM"], model_type="qwen2", use_sliding_window=False)
+    assert (qwen.family, qwen.qkv_bias, qwen.o_bias, qwen.mlp_bias) == ("qwen2", True, False, False)
+    llama = read(attention_bias=True, mlp_bias=True)
+    assert llama.qkv_bias and llama.o_bias and llama.mlp_bias
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"rope_scaling": None}, RopeConfig(500000.0)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, RopeConfig(500000.0, "linear", 2.0)),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3}}, RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 64)),
+        ({"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, RopeConfig(5.0)),
+        (
+            {"rope_theta": ..., "rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 4}},
+            RopeConfig(5.0, "linear", 4.0),
+        ),
+    ],
+)
+def test_rope(fields: dict[str, Any], want: RopeConfig) -> None:
+    assert read(**fields).rope == want
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_what_transformers_writes(tmp_path: Path, family: str, rope: str) -> None:
+    make_model(family=family, rope=ROPES[rope]).config.save_pretrained(tmp_path)
+    config = ModelConfig.from_dir(tmp_path)
+    assert (config.family, config.rope.kind, config.rope.theta) == (family, rope, ROPES[rope]["rope_theta"])
+    assert config.rope.factor == ROPES[rope].get("factor", 1.0) and config.head_dim == 8
+
+
+def test_quantisation() -> None:
+    quant = read(quantization_config=AWQ).quant
+    assert quant == QuantConfig("awq-gemm", 4, 128, True)
+    assert read(quantization_config=packed()).quant == QuantConfig("pack-quantized", 4, 32, False)
+    asymmetric = read(quantization_config=packed({"symmetric": False})).quant
+    assert asymmetric is not None and asymmetric.zero_point
+
+
+SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "MistralForCausalLM"),
+        ({"architectures": ..., "model_type": "gpt2"}, "gpt2"),
+        ({"architectures": ..., "model_type": ...}, "architecture None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        ({"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
+        ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0}}, "low_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_theta": -1}, "rope_theta"),
+        (SLIDING | {"use_sliding_window": True}, "sliding window"),
+        (SLIDING | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"torch_dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps"),
+        ({"eos_token_id": "</s>"}, "eos_token_id"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": AWQ | {"version": "gemv"}}, "gemv"),
+        ({"quantization_config": AWQ | {"version": "GEMV_fast"}}, "gemv_fast"),
+        ({"quantization_config": AWQ | {"bits": 8}}, "8 bits"),
+        ({"quantization_config": AWQ | {"group_size": -1}}, "group size -1"),
+        ({"quantization_config": AWQ | {"zero_point": False}}, "zero points"),
+        ({"quantization_config": packed({"num_bits": 8})}, "8 bits"),
+        ({"quantization_config": packed({"actorder": "weight"})}, "activation order 'weight'"),
+        ({"quantization_config": packed({"strategy": "channel"})}, "strategy 'channel'"),
+        ({"quantization_config": packed({"type": "float"})}, "weight type 'float'"),
+        ({"quantization_config": packed(input_activations={"num_bits": 8})}, "quantised activations"),
+        ({"quantization_config": packed() | {"kv_cache_scheme": {"num_bits": 8}}}, "KV cache"),
+        ({"quantization_config": packed() | {"format": "marlin-24"}}, "marlin-24"),
+        ({"quantization_config": packed() | {"config_groups": {}}}, "config group"),
+        ({"quantization_config": packed() | {"sparsity_config": {"format": "sparse-24"}}}, "sparse-24"),
+        ({"quantization_config": "awq"}, "quantization_config"),
+    ],
+)
+def test_refused_by_name(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(**changes)
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_directories(tmp_path: Path) -> None:
+    def message(path: Path) -> str:
+        with pytest.raises(UserError) as caught:
+            ModelConfig.from_dir(path)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "no such directory" in message(tmp_path / "none")
+    assert "no config.json" in message(tmp_path)
+    file = tmp_path / "config.json"
+    for text, names in (("{", "JSON"), ("[]", "JSON object"), (json.dumps({**LLAMA, "hidden_size": 0}), "hidden_size")):
+        file.write_text(text)
+        assert names in message(tmp_path) and "config.json" in message(tmp_path)
+    file.write_bytes(b"\xff\xfe")
+    assert "JSON" in message(tmp_path)
+
+
+def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 3)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 3)

@@ -1,0 +1,108 @@
+"""Who holds which rows: every one of them exactly once, each query head with its own keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.shard import HeadCut, Shard
+
+
+def config(
+    heads: int, kv_heads: int, *, width: int = 8, inner: int = 48, vocab: int = 64, group: int = 0
+) -> ModelConfig:
+    quant = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"} if group else None
+    return ModelConfig.from_dict(
+        {
+            "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width,
+            "intermediate_size": inner, "quantization_config": quant,
+        }
+    )  # fmt: skip
+
+
+def held(index: Tensor) -> list[int]:
+    return index[index >= 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "width", "per_rank"),
+    [
+        (64, 8, 6, 4, 3),  # the paper's: 12 query heads on 3 key-value heads a rank, not 16 on 2
+        (64, 8, 8, 8, 1),
+        (64, 8, 4, 8, 2),
+        (64, 8, 7, 4, 3),
+        (28, 4, 6, 7, 1),
+        (14, 2, 4, 4, 1),
+        (7, 1, 3, 3, 1),
+        (12, 4, 5, 3, 1),
+        (32, 32, 6, 1, 6),
+    ],
+)
+def test_the_lightest_cut(heads: int, kv_heads: int, size: int, width: int, per_rank: int) -> None:
+    assert HeadCut.of(heads, kv_heads, size) == HeadCut(width, per_rank)
+
+
+models = st.tuples(st.integers(1, 8), st.integers(1, 9)).map(lambda shape: (shape[0] * shape[1], shape[0]))
+
+
+@given(models, st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_heads_by_brute_force(model: tuple[int, int], size: int) -> None:
+    """Each query head once, and its local key-value head is the one that the model gives it."""
+    heads, kv_heads = model
+    cut, found = HeadCut.of(heads, kv_heads, size), []
+    for rank in range(size):
+        q, kv = cut.heads_of(rank, heads, kv_heads)
+        assert len(q) == cut.width * cut.per_rank and len(kv) == cut.per_rank
+        for place, head in enumerate(q):
+            if head >= 0:
+                found.append(head)
+                assert kv[place // cut.width] == head // (heads // kv_heads)
+    assert found == list(range(heads))
+    weight = (2 * cut.width + 2) * cut.per_rank
+    group = heads // kv_heads
+    for width in range(1, group + 1):
+        units = kv_heads * math.ceil(group / width)
+        assert weight <= (2 * width + 2) * math.ceil(units / size)
+
+
+@given(models, st.integers(1, 8), st.integers(1, 300), st.integers(1, 300), st.sampled_from([0, 32, 128]))
+@settings(max_examples=200, deadline=None)
+def test_every_row_and_column_is_held(model: tuple[int, int], size: int, inner: int, vocab: int, group: int) -> None:
+    heads, kv_heads = model
+    size, width = min(size, heads), 8
+    c = config(heads, kv_heads, width=width, inner=inner, vocab=vocab, group=group)
+    shards = [Shard.of(c, rank, size) for rank in range(size)]
+    for name in ("qkv", "o", "gate_up", "down", "vocab"):
+        assert len({getattr(shard, name).shape for shard in shards}) == 1, "the ranks have one shape"
+    q, kv = heads * width, kv_heads * width
+    for shard in shards:
+        own_q, own_k, own_v = shard.qkv.split([n * width for n in (shard.num_heads, shard.kv_heads, shard.kv_heads)])
+        assert torch.equal(own_q, shard.o)
+        assert torch.equal(own_k >= 0, own_v >= 0) and held(own_v) == [row + kv for row in held(own_k)]
+        gate, up = shard.gate_up.chunk(2)
+        assert torch.equal(gate, shard.down) and held(up) == [row + inner for row in held(gate)]
+        assert shard.down.numel() % shard.inner_unit == 0 and shard.inner_unit == (group or 16)
+    assert [row for shard in shards for row in held(shard.o)] == list(range(q))
+    assert {row for shard in shards for row in held(shard.qkv)} == set(range(q + 2 * kv))
+    assert [row for shard in shards for row in held(shard.down)] == list(range(inner))
+    whole = torch.cat([shard.vocab for shard in shards])
+    assert whole[:vocab].tolist() == list(range(vocab)) and held(whole) == list(range(vocab)), "padding comes last"
+    assert len(whole) < vocab + 8 * size
+
+
+def test_what_cannot_be_cut() -> None:
+    with pytest.raises(UserError, match="4 query heads cannot be cut for 5 ranks: take 4 at most"):
+        Shard.of(config(4, 2), 0, 5)
+    with pytest.raises(UserError, match="heads of 12 are not"):
+        Shard.of(config(4, 2, width=12, group=32), 0, 2)
+    assert Shard.of(config(4, 2, width=12), 0, 2).head_dim == 12
+    assert Shard.of(config(4, 2, width=12, group=32), 0, 1).num_heads == 4

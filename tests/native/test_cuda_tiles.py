@@ -1,0 +1,144 @@
+"""The arithmetic of csrc/cuda/tiles.h: the CUDA projections, run lane by lane on the CPU under sanitizers."""
+
+from __future__ import annotations
+
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from tests.native.test_ll import build
+
+Array = np.ndarray
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
+    flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+    return build(tmp_path_factory.mktemp("tiles") / "tiles", ["tests/csrc/cuda_tiles.cpp"], *flags)
+
+
+def bf16(x: Array) -> Array:
+    """float32 to bfloat16 bits, by cutting: any value will do."""
+    return (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def wide(bits: Array) -> Array:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def packed(codes: Array) -> Array:
+    """[R, C] of 0..15 -> uint32 [R, C / 8], nibble i of word c is column 8c + i."""
+    nibbles = codes.reshape(codes.shape[0], -1, 8).astype(np.uint32) << np.arange(0, 32, 4, dtype=np.uint32)
+    return np.bitwise_or.reduce(nibbles, 2)
+
+
+class Case:
+    """A random weight, its dequantised matrix in float64, and 32 rows of x."""
+
+    def __init__(self, k: int, n: int, group: int, *, exact: bool = False, seed: int = 0) -> None:
+        rng = np.random.default_rng(seed)
+        self.k, self.n, self.group = k, n, group
+        self.x = bf16(rng.integers(-4, 5, (32, k)) if exact else rng.standard_normal((32, k)))
+        if group == 0:
+            matrix = bf16(rng.integers(-8, 9, (n, k)) if exact else rng.standard_normal((n, k)))
+            self.weight, self.bytes = wide(matrix), matrix.tobytes()
+            return
+        codes, zeros = rng.integers(0, 16, (k, n)), rng.integers(0, 16, (k // group, n))
+        scales = 2.0 ** rng.integers(-2, 2, zeros.shape) if exact else rng.uniform(0.01, 0.02, zeros.shape)
+        scales = scales.astype(np.float16).astype(np.float32)
+        self.weight = ((codes - zeros.repeat(group, 0)) * scales.repeat(group, 0).astype(np.float64)).T
+        self.bytes = packed(codes).tobytes() + scales.tobytes() + packed(zeros).tobytes()
+
+    def run(
+        self,
+        emulator: str,
+        rows: int,
+        clusters: int = 3,
+        n_log: int = -1,
+        cluster_log: int = -1,
+        mode: str = "logits",
+        rest: bytes = b"",
+    ) -> Array:
+        numbers = (self.k, self.n, self.group, rows, clusters, n_log, cluster_log)
+        fed = self.bytes + self.x[:rows].tobytes() + rest
+        run = subprocess.run([emulator, *map(str, numbers), mode], input=fed, capture_output=True, check=False)
+        assert run.returncode == 0, run.stderr.decode()[-2000:]
+        return np.frombuffer(run.stdout, np.float32 if mode == "logits" else np.uint16).reshape(rows, -1)
+
+    def truth(self, rows: int) -> Array:
+        return wide(self.x[:rows]) @ self.weight.T
+
+
+@pytest.mark.parametrize("cluster_log", [0, 1, 2, 3])
+@pytest.mark.parametrize("n_log", [0, 1, 2, 3])
+def test_every_cut_is_the_product(emulator: str, n_log: int, cluster_log: int) -> None:
+    """Of small integers, which no order of sums rounds: bit for bit. 640 inputs are 5 tiles, fewer than some cuts have
+    warps; 72 outputs are a strip and a quarter, and the padding of the last is not written."""
+    for group in (128, 0):
+        case = Case(640, 72, group, exact=True)
+        assert np.array_equal(case.run(emulator, 5, 2, n_log, cluster_log), case.truth(5))
+
+
+@pytest.mark.parametrize("group", [128, 64, 32, 0])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
+def test_rows_and_groups(emulator: str, rows: int, group: int) -> None:
+    case = Case(256, 40, group, exact=True, seed=rows)
+    assert np.array_equal(case.run(emulator, rows), case.truth(rows))
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (40, 7), (64, 33), (72, 1), (2056, 34)])
+def test_odd_sizes(emulator: str, shape: tuple[int, int]) -> None:
+    """Any number of outputs, and inputs that end inside a tile (multiples of 8)."""
+    case = Case(*shape, 0, exact=True)
+    assert np.array_equal(case.run(emulator, 3), case.truth(3))
+
+
+def nearest(x: Array) -> Array:
+    """float64 that is exact in float32, rounded to bfloat16."""
+    return torch.from_numpy(x.astype(np.float32)).bfloat16().double().numpy()
+
+
+@pytest.mark.parametrize("group", [128, 0])
+@pytest.mark.parametrize("n", [72, 80])
+@pytest.mark.parametrize("mode", ["plain", "sum", "swiglu"])
+def test_what_follows_the_product(emulator: str, mode: str, n: int, group: int) -> None:
+    """Bias, residual, LL lines and SwiGLU, with the roundings of backends/reference: bit for bit, but for SiLU."""
+    case, rows = Case(256, n, group, exact=True), 11
+    dice = np.random.default_rng(5)
+    bias = dice.integers(-9, 9, n).astype(np.float32)
+    residual = bf16(dice.integers(-300, 300, (rows, n)))
+    got = case.run(emulator, rows, mode=mode, rest=bias.tobytes() + residual.tobytes())
+    product = nearest(case.truth(rows) + bias)
+    if mode != "swiglu":
+        assert np.array_equal(wide(got), nearest(product + wide(residual)))
+        return
+    gate, up = product[:, : n // 2], product[:, n // 2 :]
+    with np.errstate(over="ignore"):
+        want = nearest(gate / (1 + np.exp(-gate))) * up
+    assert np.allclose(wide(got), want, rtol=2**-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
+def test_inputs_in_several_chunks(emulator: str, group: int) -> None:
+    """5,120 inputs do not fit the shared memory at once: x comes in chunks, more of them for more rows."""
+    case = Case(5120, 64, group)
+    few, many = case.run(emulator, 8, 2, 1, 0), case.run(emulator, 32, 2, 1, 0)
+    assert np.array_equal(few, many[:8])  # a row's result depends on nothing but the row
+    assert np.array_equal(few[:1], case.run(emulator, 1, 1, 1, 0))
+    error = np.linalg.norm(many - case.truth(32)) / np.linalg.norm(case.truth(32))
+    assert error < 1e-5
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
+@pytest.mark.parametrize(
+    "shape", [(2048, 768), (4096, 6144), (14336, 4096), (8192, 57344), (28672, 8192), (2048, 128256)]
+)
+def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int) -> None:
+    """Of Llama-3 shards: most of 132 SMs have work, and every warp has two tiles or more under way."""
+    numbers = map(str, (*shape, group))
+    text = subprocess.run([emulator, *numbers], capture_output=True, text=True, check=True).stdout
+    strips, cluster, turns, *stages = map(int, text.split())
+    assert min(strips * turns * cluster, turns * cluster) >= 96
+    assert min(stages) >= 2

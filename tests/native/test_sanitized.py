@@ -1,0 +1,35 @@
+"""The native operators under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, without Python."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+
+
+def build(folder: Path, sanitizer: str) -> Path:
+    """The driver with all of csrc/host; skips where the compiler has no such sanitizer."""
+    probe, out = folder / "probe.cpp", folder / "driver"
+    probe.write_text("int main() { return 0; }\n")
+    flags = [str(COMPILER), "-std=c++20", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
+    linked = subprocess.run([*flags, str(probe), "-o", str(out)], capture_output=True, check=False)
+    if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"no working -fsanitize={sanitizer} here")
+    sources = [str(ROOT / "tests/host_driver.cpp"), *map(str, sorted((ROOT / "csrc/host").glob("*.cpp")))]
+    subprocess.run([*flags, "-O1", "-g", f"-I{ROOT / 'csrc'}", *sources, "-o", str(out)], check=True)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_native_operators(tmp_path: Path, sanitizer: str) -> None:
+    run = subprocess.run([build(tmp_path, sanitizer)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "Sanitizer" not in run.stderr

@@ -1,0 +1,186 @@
+"""Traces: a line a round from both lanes, the timeline and the summary made of it, and no trace of tracing without."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.lab import timeline
+from swiftspec.lab.measure import rounds_of
+from swiftspec.lab.profile import main
+from swiftspec.lab.timeline import Trace
+from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from tests.support.ranks import Pool
+from tests.support.tiny import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9]
+
+
+DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder / "target", seed=1)
+    make_checkpoint(folder / "draft", layers=1, seed=1)
+    return folder / "target", folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def traced(
+    pair: tuple[Path, Path], plan: EngineConfig, file: Path, requests: int = 1, dtype: torch.dtype = torch.float64
+) -> list[list[int]]:
+    draft = None if plan.mode == "ar" else pair[1]
+    llm = LLM(pair[0], draft, plan, dtype=dtype, trace=file)
+    sampling = GREEDY if plan.mode != "smc" else SamplingParams(max_tokens=24, ignore_eos=True)
+    answers = [llm.generate(PROMPT, sampling).token_ids for _ in range(requests)]
+    llm.close()
+    return answers
+
+
+@pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
+def test_every_round_of_one_process_is_a_line(mode: str, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    plan = EngineConfig(mode, population=PopulationConfig(particles=2, smc_draft_tokens=2))
+    answers = traced(pair, plan, tmp_path / "t.jsonl", requests=2)
+    trace = Trace.read(tmp_path / "t.jsonl")
+    assert trace.head["mode"] == mode
+    for request, answer in enumerate(answers, 1):
+        lines = [line for line in trace.rounds if line["request"] == request]
+        assert [line["round"] for line in lines] == list(range(len(lines)))
+        told = [token for line in lines for token in line["tokens"]]
+        assert told[: len(answer)] == answer
+
+
+def check_lanes(trace: Trace, steps: int) -> None:
+    """Both lanes are there, in order, and the books of the draft's KV are right."""
+    for line in trace.rounds:
+        assert line["target"]["verify"][0] <= line["target"]["verify"][1]
+        assert 0 < line["target"]["forward"] <= line["target"]["verify"][1] - line["target"]["verify"][0]
+        assert 1 <= len(line["draft"]["forwards"]) <= steps + 2
+        assert line["draft"]["reused"] >= 0
+        accepted = [line["proposal"]["tokens"][node] for node in line["path"][1:]]
+        assert accepted == line["tokens"][:-1]
+    for this, after in trace.successive():
+        assert after["draft"]["reused"] + after["draft"]["wasted"] == this["draft"]["expanded"]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_lane_of_a_draft_in_turn(native: bool, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    pair, dtype = ((DEMO / "target", DEMO / "draft"), torch.bfloat16) if native else (pair, torch.float64)
+    traced(pair, EngineConfig("serial", draft_steps=2), tmp_path / "t.jsonl", dtype=dtype)
+    trace = Trace.read(tmp_path / "t.jsonl")
+    check_lanes(trace, 2)
+    assert rounds_of(trace) == [(len(line["path"]) - 1, 2) for line in trace.rounds if line["round"] > 0]
+    assert all(cost.critical == 2 and cost.expansions == 0 for cost in timeline.costs(trace))
+
+
+def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "t.jsonl"
+    requests = [(PROMPT, {"temperature": 0, "max_tokens": 24, "ignore_eos": True})] * 2
+    job = {"target": str(pair[0]), "draft": str(pair[1]), "requests": requests}
+    plan = {"mode": "async", "draft_steps": 2, "verify_batch": 4, "draft_leaves": 2}
+    answers = pool.run(2, "decode", plan=plan, trace=str(file), **job)[0]
+    trace = Trace.read(file)
+    check_lanes(trace, 2)
+    assert {line["request"] for line in trace.rounds} == {1, 2}
+    assert len(trace.rounds) == sum(answer["rounds"] for answer in answers)
+    plain = pool.run(2, "decode", plan=plan, **job)[0]
+    assert [a["tokens"] for a in plain] == [a["tokens"] for a in answers]
+
+
+def test_without_a_trace_nothing_is_wrapped(pair: tuple[Path, Path]) -> None:
+    llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
+    assert type(llm.drafter) is LocalDrafter
+    assert type(llm.drafter.runner.model).__name__ == "Transformer"
+
+
+def lines(*costs: tuple[float, float, float]) -> list[dict[str, Any]]:
+    """Asynchronous rounds by hand: a verification of 10 s each, growing of `late` seconds beyond it, an expansion of
+    `short` seconds in the answer, `rest` seconds for everything else."""
+    now, made = 0.0, []
+    wait, propose, forwards = (0.0, 0.0), (0.0, 0.0), []
+    for number, (late, short, rest) in enumerate([*costs, (0.0, 0.0, 0.0)]):
+        grow = [now, now + 10 + late]
+        draft = {"propose": propose, "grow": grow, "nodes": 9, "expanded": 4, "reused": 1, "wasted": 3}
+        draft["forwards"] = [*forwards, [now, now + 5, 8], [now + 5, now + 10, 8]]
+        made.append(
+            {
+                "request": 1, "round": number, "wait": wait, "tokens": [1, 2], "path": [0, 1], "draft": draft,
+                "target": {"verify": [now, now + 10], "forward": 9.0},
+                "proposal": {"tokens": [5, 1], "parents": [-1, 0]},
+            }
+        )  # fmt: skip
+        asked = now + 10
+        propose = (asked + late, asked + late + short)
+        forwards = [[asked + late, asked + late + short, 8]] if short else []
+        now = asked + late + short + rest
+        wait = (asked, now)
+    return made
+
+
+HEAD = {
+    "swiftspec_trace": 1, "mode": "async", "target_tp": 1, "draft_tp": 1, "verify_batch": 8, "draft_leaves": 8,
+    "draft_steps": 2, "emulate": {"target": None, "draft": None},
+}  # fmt: skip
+
+
+def test_the_summary_says_who_waited_and_why() -> None:
+    trace = Trace(HEAD, lines((0, 0, 0.5), (2, 0, 0.5), (0, 3, 0.5)))
+    found = timeline.costs(trace)  # the first round of a request is left out
+    assert [(c.length, c.late, c.short, c.critical, c.expansions) for c in found] == [
+        (pytest.approx(12.5), pytest.approx(2), 0, 0, 2),
+        (pytest.approx(13.5), 0, pytest.approx(3), 1, 2),
+    ]
+    assert timeline.orchestration(found, 10, 5) == [pytest.approx(2.5), pytest.approx(-1.5)]
+    assert timeline.orchestration(found, 10, 3) == [pytest.approx(2.5), pytest.approx(0.5)]
+    text = timeline.summary(trace)
+    assert "a round lasts 13000.000 ms" in text
+    assert "still growing   1000.000 ms, in 1 rounds" in text
+    assert "expanded first      1500.000 ms, in 1 rounds, 1 expansions" in text
+    assert "4 nodes reused, 12 wasted (75%)" in text
+    assert text.startswith("mode async, split 1+1, bs 8, w 8, d 2: 4 rounds, 8 tokens\n")
+    assert timeline.summary(Trace({**HEAD, "mode": "ar"}, [])).startswith("mode ar, split 1: 0 rounds, 0 tokens\n")
+    plain = lines((0, 0, 0.5), (0, 0, 0.5))
+    del plain[1]["wait"], plain[1]["draft"]
+    assert "3 rounds (1 of them plain), 6 tokens" in timeline.summary(Trace(HEAD, plain))
+    assert rounds_of(trace) == [(1, 0), (1, 0), (1, 1)]  # the first round has the prompt in it
+
+
+def test_the_timeline_is_in_chromes_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in [HEAD, *lines((0, 0, 1))]) + '\n{"cut off')
+    assert main(["trace", str(file)]) == 0
+    events = json.loads((tmp_path / "t.trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["tid"] for event in spans} == {1, 2}
+    assert min(event["ts"] for event in spans) == 0
+    assert any(event["name"] == "verify 2, accept 1" and event["dur"] == 10e6 for event in spans)
+    assert "2 rounds, 4 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "nonsense", '{"swiftspec_trace": 99}'])
+def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jsonl").write_text(text)
+    assert main(["trace", str(tmp_path / "t.jsonl")]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_trace_that_cannot_be_written(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        traced(pair, EngineConfig("ar"), tmp_path / "nowhere" / "t.jsonl")

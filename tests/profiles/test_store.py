@@ -1,0 +1,160 @@
+"""Profiles on disk: whole or not at all, refused with the reason, and what they recommend."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from swiftspec.errors import UserError
+from swiftspec.lab import results
+from swiftspec.profiles import store
+from swiftspec.serve.layers import load as load_settings
+from tests.support.profiles import KEY, profile, run
+
+
+def test_an_interrupted_write_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "p.json"
+    store.save(file, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match="cannot be written: No space left"):
+        store.save(file, "new")
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"swiftspec_profile": 1, "ru', "is damaged"),
+        ("[]", "is no profile"),
+        ('{"rounds": []}', "is no profile"),
+        ('{"swiftspec_profile": 0}', "has version 0, this program reads 1"),
+        ('{"swiftspec_profile": 1}', "is damaged"),
+        (json.dumps(profile({"plan": {}})), "is damaged"),
+        (json.dumps(profile(key={})), "is damaged"),
+        (json.dumps(profile(key={"emulate": {"target": {"points": [[1]]}}})), "is damaged"),
+        (json.dumps(profile(run("ar", 4, 0, -3.0))), "is damaged"),
+        (json.dumps(profile(run("ar", 4, 0))), "is damaged"),
+        (json.dumps(profile(steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": []}])), "is damaged"),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        store.load(tmp_path / "p.json")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"draft": "cc"}, "another pair"),
+        ({"hardware": {"kind": "cpu", "name": "else", "count": 64}}, "another machine (64 x else; this is 2 x test)"),
+        ({"ranks": 8}, "other ranks 8, not 4"),
+        ({"dtype": "float32"}, "other dtype float32, not bfloat16"),
+        ({"emulate": {"target": {"points": []}, "draft": None}}, "other emulate"),
+        ({"hardware": None}, "another machine"),
+    ],
+)
+def test_a_profile_of_something_else_says_why(change: dict[str, object], reason: str | None) -> None:
+    found = store.Key(**KEY).difference({**KEY, **change})
+    assert found is None if reason is None else found is not None and reason in found
+
+
+def test_the_best_run_is_exact_and_takes_all_ranks() -> None:
+    runs = [
+        run("smc", 1, 1, 900), run("serial", 1, 1, 800, d=3), run("async", 3, 1, 300, 500, 400, d=4),
+        run("async", 2, 2, 390, d=5), run("ar", 4, 0, 200), run("async", 3, 1, 999, d=4, ops="reference"),
+        run("serial", 4, 4, dropped="cannot be cut", d=2),
+    ]  # fmt: skip
+    whole = profile(*runs)
+    assert store.best(whole) is runs[2]
+    assert store.best(whole, {"mode": "async", "target_tp": 2}) is runs[3]
+    assert store.best(whole, {"mode": "ar"}) is runs[4]
+    assert store.best(whole, {"mode": "serial"}) is None
+    assert store.best(profile()) is None
+
+
+def test_a_folder_gives_the_fitting_profile(tmp_path: Path) -> None:
+    key = store.Key(**KEY)
+    store.save(tmp_path / "a.json", json.dumps(profile(key={**KEY, "ranks": 2})))
+    store.save(tmp_path / "b.json", json.dumps(profile(key={**KEY, "target": "other"})))
+    store.save(tmp_path / "kernels.json", "{}")
+    store.save(tmp_path / "x.partial.json", json.dumps(profile()))
+    found, _, reasons = store.find(tmp_path, key)
+    assert found is None
+    assert len(reasons) == 1 and "other ranks 2" in reasons[0]
+    store.save(tmp_path / "c.json", json.dumps(profile()))
+    assert store.find(tmp_path, key) == (profile(), tmp_path / "c.json", [])
+
+
+def test_a_profile_of_emulated_times_is_no_news_to_others(tmp_path: Path) -> None:
+    """It lies in every checkout, and says nothing about a run at the machine's own pace."""
+    emulated = {**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}}
+    elsewhere = {**emulated, "hardware": {"kind": "cpu", "name": "else", "count": 64}}
+    store.save(tmp_path / "a.json", json.dumps(profile(key=elsewhere)))
+    assert store.find(tmp_path, store.Key(**KEY)) == (None, None, [])
+    _, _, reasons = store.find(tmp_path, store.Key(**emulated))
+    assert len(reasons) == 1 and "another machine (64 x else" in reasons[0]
+
+
+def test_titles_name_what_is_fixed() -> None:
+    assert store.title(run("async", 3, 1, d=4)["plan"]) == "async 3+1 bs 8 w 8 d 4"
+    assert store.title(run("serial", 1, 1)["plan"]) == "serial 1 bs 8 w 8"
+    assert store.title(run("ar", 4, 0)["plan"]) == "ar 4"
+
+
+def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:
+    best = run("async", 3, 1, 300, 500, d=4)
+    whole = profile(run("ar", 4, 0, 200), best, run("async", 1, 3, dropped="too slow"))
+    settings = tmp_path / "best.yaml"
+    settings.write_text(results.as_yaml(best, "p.json"))
+    plan = load_settings({}, settings).make_plan(has_draft=True, ranks=4)
+    assert (plan.mode, plan.target_tp, plan.draft_tp, plan.draft_steps) == ("async", 3, 1, 4)
+    assert yaml.safe_load(results.as_yaml(whole["runs"][0], "p")) == {"mode": "ar", "target-tp": 4}
+    assert results.table(whole).splitlines()[1].split()[:9] == ["*", "async", "3+1", "bs", "8", "w", "8", "d", "4"]
+    rows = list(csv.DictReader(io.StringIO(results.as_csv(whole))))
+    assert [(row["mode"], row["tokens_per_second"]) for row in rows] == [
+        ("ar", "200"),
+        ("async", "400.0"),
+        ("async", ""),
+    ]
+
+
+def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from swiftspec.lab import report
+
+    lane = {
+        "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0], "draft": {"forwards": [[0.2, 0.6, 8]]},
+    }  # fmt: skip
+    whole = profile(
+        run("async", 3, 1, 300, 500, d=4), run("async", 3, 1, 310, d=4, verify_batch=16, variation=True),
+        run("serial", 4, 4, 100, d=2, ops="reference"), lanes=[lane],
+        steps=[{"side": "target", "tp": tp, "rows": 8, "seconds": [1 / tp, 2 / tp]} for tp in (1, 2)],
+    )  # fmt: skip
+    page = report.html(whole)
+    assert page.count("<svg") == len(report.FIGURES) == 5
+    assert "async 3+1 bs 8 w 8 d 4" in page
+    assert "src=" not in page and "@import" not in page
+    nothing = report.html(profile(run("ar", 4, 0, 1.0)))
+    assert nothing.count("<svg") == 1
+
+
+def test_without_matplotlib_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    written = results.write(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
+    with pytest.raises(UserError, match=r"needs matplotlib: pip install 'swiftspec\[report\]'"):
+        list(written)
+    assert (tmp_path / "p.csv").exists()

@@ -1,0 +1,190 @@
+"""A draft's rounds on the device, against the same rounds with the host in between; on a CPU.
+
+Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/tree.h in Python on the addresses that
+they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from swiftspec.backends import library as unfused
+from swiftspec.backends.cuda import tree as cuda_tree
+from swiftspec.distributed.groups.peers import PeerParallel
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.runner import Runner
+from tests.support.recording import Rerun
+from tests.support.same_rounds import as_paths, same_rounds
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.tiny import make_checkpoint
+
+W, K, D = 3, 4, 3
+
+
+def at(address: int, dtype: Any, *shape: int) -> NDArray[Any]:
+    size = np.dtype(dtype).itemsize * int(np.prod(shape))
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+class CudaTree:
+    """As csrc/tree.h says."""
+
+    def __init__(self, *, nodes: int, slots: int, **addresses: int) -> None:
+        kinds = {"token": np.int64, "parent": np.int32, "slot": np.int32, "weight": np.float64}
+        self.token, self.parent, self.slot, self.weight = (at(addresses[n], kinds[n], nodes) for n in kinds)
+        self.visible, self.used = at(addresses["visible"], np.bool_, slots, slots), at(addresses["used"], np.int32, 2)
+        self.slots = slots
+
+    def leaves(
+        self, w: int, prefix: int, node: int, tokens: int, positions: int, places: int, mask: int, _: int
+    ) -> None:
+        start, (count, first) = int(at(prefix, np.int64, 1)[0]), self.used.tolist()
+        leaves = [i for i in range(count) if self.slot[i] < 0 and self.weight[i] > -np.inf]
+        chosen = sorted(leaves, key=lambda i: (-self.weight[i], i))[:w]
+        for row in range(w):
+            mine, seen = first + row, np.zeros(self.slots, np.bool_)
+            i = chosen[row] if row < len(chosen) else -1
+            if i > 0:
+                seen |= self.visible[self.slot[self.parent[i]]]
+            at(positions, np.int64, w)[row] = start + int(seen.sum())
+            seen[mine] = True
+            self.visible[mine] = at(mask, np.bool_, w, self.slots)[row] = seen
+            at(node, np.int32, w)[row], at(places, np.int64, w)[row] = i, start + mine
+            at(tokens, np.int64, w)[row] = 0 if i < 0 else self.token[i]
+        for row, i in enumerate(chosen):
+            self.slot[i] = first + row
+        self.used[1] = first + w
+
+    def add(self, w: int, node: int, k: int, tokens: int, values: int, _: int) -> None:
+        for row, parent in enumerate(at(node, np.int32, w).tolist()):
+            if parent < 0:
+                continue
+            new = slice(int(self.used[0]), int(self.used[0]) + k)
+            self.token[new], self.parent[new], self.slot[new] = at(tokens, np.int64, w, k)[row], parent, -1
+            self.weight[new] = self.weight[parent] + at(values, np.float32, w, k)[row]
+            self.used[0] += k
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rounds")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree))
+    monkeypatch.setattr(cuda_tree, "check", lambda name, tensor, *rest: tensor.data_ptr())
+    monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
+
+
+def drafters(
+    checkpoint: Path, plan: EngineConfig, kind: type[LocalDrafter], group: Any = None
+) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
+    """One with the host, one without."""
+    model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
+    with_tree: Any = SimpleNamespace(**vars(unfused), DeviceTree=cuda_tree.DeviceTree)
+    capture, slots = Rerun(), 8 * W * D
+    runners = [
+        Runner(model, unfused, context=128, tree_slots=slots),
+        Runner(model, with_tree, context=128, tree_slots=slots, capture=capture),
+    ]
+    host, ours = (kind(runner, plan, 64) for runner in runners)
+    return host, ours, capture
+
+
+def expansions(drafter: LocalDrafter) -> list[str]:
+    """Notes the calls by which the drafter's runner is used."""
+    calls: list[str] = []
+    for name in ("forward_chain", "forward_tree"):
+        whole = getattr(drafter.runner, name)
+        setattr(drafter.runner, name, lambda *a, whole=whole, name=name: (calls.append(name), whole(*a))[1])
+    return calls
+
+
+SAMPLING = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=0.8, seed=5, top_p=0.9),
+    SamplingParams(temperature=0, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("proposal", ["coupled", "top"])
+@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "filtered", "penalised"])
+def test_rounds_are_those_with_the_host(
+    checkpoint: Path, kind: type[LocalDrafter], sampling: SamplingParams, proposal: Any
+) -> None:
+    mode = "async" if kind is AheadDrafter else "serial"
+    plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
+    host, ours, capture = drafters(checkpoint, plan, kind)
+    calls = expansions(ours)
+    same_rounds(host, ours, sampling, 64)
+    plain = sampling.repetition_penalty == 1 and sampling.top_p == 1
+    assert ours._on_device is not None and bool(ours._on_device._graphs) == plain and capture.captures > 0
+    if plain and kind is LocalDrafter:
+        assert "forward_tree" not in calls[:10], "after the root no expansion has the host"
+
+
+def peers(group: ThreadGroup, most: int) -> PeerParallel:
+    """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
+    sums = SimpleNamespace(takes=lambda x: x.nbytes <= most, gather=group.all_gather)
+    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(sums=sums))
+    group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]
+    joined = PeerParallel(*ends)
+    joined.all_reduce = group.all_reduce  # pyright: ignore[reportAttributeAccessIssue]
+    return joined
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """On every rank, and as the group with the host does; each rank captures as often as the others."""
+    plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
+
+    def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
+        host, ours, capture = drafters(checkpoint, plan, AheadDrafter, peers(group, 1 << 16))
+        same_rounds(host, ours, sampling, 64)
+        assert ours._on_device is not None and ours._on_device._graphs
+        ours.open(0, [1, 2, 3], sampling, 3)
+        return capture.captures, capture.replays, [as_paths(ours.propose())]
+
+    found = on_ranks(size, work)
+    assert all(one == found[0] for one in found)
+
+
+def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path) -> None:
+    plan = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D)
+    longest = 8 * W * (2 * K + 1)
+
+    def work(group: ThreadGroup) -> list[bool]:
+        made = [drafters(checkpoint, plan, LocalDrafter, peers(group, most))[1] for most in (longest - 1, longest)]
+        return [drafter._on_device is not None for drafter in made]
+
+    assert on_ranks(2, work) == [[False, True]] * 2
+
+
+def test_a_calibration_that_changes_goes_step_by_step(checkpoint: Path) -> None:
+    """A graph holds its constant by value: one for each value of a fit would be captured."""
+    plan = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration="auto")
+    host, ours, _ = drafters(checkpoint, plan, LocalDrafter)
+    same_rounds(host, ours, SAMPLING[0], 64)
+    assert ours._on_device is None and ours.calibration.constant == host.calibration.constant != plan.calibrated(True)
+    given = drafters(
+        checkpoint, EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7), LocalDrafter
+    )
+    same_rounds(*given[:2], SAMPLING[0], 64)
+    assert given[1]._on_device is not None and {key[2] for key in given[1]._on_device._graphs} == {1.7}

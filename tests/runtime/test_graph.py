@@ -1,0 +1,121 @@
+"""runtime/graph.py on the CPU: which shapes there are, and that a replay sees its inputs and nothing else.
+
+The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; what was
+not copied into them would still be the batch that came first. tests/gpu/test_graph.py has the real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec.backends import library as unfused
+from swiftspec.backends import reference
+from swiftspec.model.batch import Batch
+from swiftspec.model.loader import load_model
+from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.runtime.graph import ROWS, Graphs, HostBatch, Inputs
+from swiftspec.runtime.runner import Runner
+from swiftspec.smc.population import SMC
+from swiftspec.tree import mask as tree_mask
+from tests.support.histories import HistoryModel
+from tests.support.recording import Rerun
+from tests.support.tiny import make_checkpoint
+
+CPU = torch.device("cpu")
+
+
+def random_batch(rows: int, width: int, seed: int) -> HostBatch:
+    noise = np.random.default_rng(seed)
+    tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
+    lengths = noise.integers(0, 1 << 40, 2)
+    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, np.zeros(rows, np.int64), lengths)
+
+
+def test_every_part_reaches_the_device_and_added_rows_repeat_the_last() -> None:
+    inputs = Inputs(8, 16, 2, CPU)
+    for rows, seed in ((8, 0), (5, 1), (1, 2)):
+        batch = random_batch(rows, 16, seed)
+        inputs.fill(batch)
+        placed = batch.to(CPU)
+        for field in fields(Batch):
+            want, got = getattr(placed, field.name), getattr(inputs.batch, field.name)
+            if field.name != "kv_len":
+                want = torch.cat((want, want[-1:].expand(8 - rows, *want.shape[1:])))
+            assert torch.equal(got, want), field.name
+
+
+def test_few_shapes_serve_all_numbers_of_rows() -> None:
+    capture = Rerun()
+    graphs = Graphs(lambda batch: batch.tokens.float().unsqueeze(1), CPU, capture)
+    for rows in range(1, ROWS[-1] + 1):
+        batch = random_batch(rows, 8, rows)
+        assert (
+            Graphs.take(rows) and graphs(batch).squeeze(1).tolist() == torch.from_numpy(batch.tokens).float().tolist()
+        )
+    assert capture.captures == len(ROWS) and capture.replays == ROWS[-1]
+    assert not Graphs.take(ROWS[-1] + 1)
+    graphs(random_batch(3, 16, 0))
+    assert capture.captures == len(ROWS) + 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph")
+    make_checkpoint(path)
+    return path
+
+
+def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
+    """Rounds of trees of changing size: logits, and the whole cache but for slots that nobody has."""
+    capture = Rerun()
+    model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
+    plain = Runner(model, unfused, context=96, tree_slots=32)
+    graphed = Runner(model, unfused, context=96, tree_slots=32, capture=capture)
+    noise, prefix = np.random.default_rng(3), noise_tokens(41)
+    for runner in (plain, graphed):
+        runner.prefill(prefix)
+    for rows in (1, 3, 8, 2, 7, 8):
+        tokens, parents = noise.integers(0, 64, rows), [-1, *(int(noise.integers(0, i)) for i in range(1, rows))]
+        mask = tree_mask.from_parents(parents)
+        path = [0, *([node for node in range(1, rows) if parents[node] == 0][:1])]
+        want, got = (runner.forward_tree(tokens, mask.sum(1) - 1, mask) for runner in (plain, graphed))
+        assert (want - got).abs().max() < 1e-12
+        for runner in (plain, graphed):
+            runner.cache.commit(path)
+    assert (plain.cache.k - graphed.cache.k).abs().max() < 1e-12
+    assert capture.captures == 4 and capture.replays == 6  # 1, 2, 4 and 8 rows, all of width 8
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
+    """Requests with other seeds replay the same graphs; another way to shape logits, where captured numbers would be
+    the last request's, makes new ones."""
+    captures, workers = [Rerun(), None], []
+    for capture in captures:
+        models = HistoryModel(3, 1), HistoryModel(3, 2)
+        pair = [Runner(model, reference, context=40, tree_slots=256, capture=capture) for model in models]
+        workers.append(SMC(pair[0], pair[1], PopulationConfig(3, 2, 0.7, 1.0, exact), 3, longest=20))
+    requests = [(1, 0.8, {}), (2, 0.8, {}), (2, 0.8, {1: 0.5}), (2, 0.8, {1: -0.5}), (3, 1.2, {}), (3, 1.2, {})]
+    counts = []
+    for seed, temperature, bias in requests:
+        sampling = SamplingParams(temperature=temperature, seed=seed, logit_bias=bias)
+        for worker in workers:
+            worker.open([0, 1, 2], sampling, {1}, 18)
+            while worker.launch():
+                worker.collect()
+        graphed, plain = (worker.finish() for worker in workers)
+        assert graphed.tokens == plain.tokens and graphed.log_z == pytest.approx(plain.log_z)
+        assert (graphed.ess_mean, graphed.resample_rate) == (plain.ess_mean, plain.resample_rate)
+        assert captures[0] is not None
+        counts.append(captures[0].captures)
+    widths = counts[0]
+    assert counts[3] > counts[2] > counts[0] and captures[0].replays > counts[-1] and widths <= 4
+
+
+def noise_tokens(count: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, 64, count).tolist()

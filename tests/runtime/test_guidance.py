@@ -1,0 +1,235 @@
+"""Classifier-free guidance: the text of transformers' guided generate, from every tree; costs nothing if off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from bench.peers import load_transformers
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.messages import Opening
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.guidance import Guidance
+from swiftspec.smc.population import check_sampling
+from tests.support.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+LONG = [1 + (11 * i) % 62 for i in range(300)]  # without 0, which pads in transformers
+NEGATIVE = (9, 4, 40)
+SAMPLED = {
+    "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {7: 1.5},
+    "seed": 1234, "max_tokens": 80,
+}  # fmt: skip
+TREES: dict[str, dict[str, Any]] = {
+    "serial": {},
+    "guided draft": {"guide_draft": True},
+    "narrow": {"verify_batch": 3, "draft_leaves": 1, "draft_steps": 6, "guide_draft": True},
+    "root-only": {"verify_batch": 1, "draft_leaves": 1, "draft_steps": 1},
+}
+Pair = tuple[Path, Path, Any]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, the same with noise on its weights, and the target in transformers."""
+    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
+    model = make_checkpoint(target, vocab=64, layers=2, dtype=torch.float64, seed=1)
+    kept = [weight.detach().clone() for weight in model.parameters()]
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+        model.save_pretrained(draft)
+        for weight, before in zip(model.parameters(), kept, strict=True):
+            weight.copy_(before)
+    return target, draft, model
+
+
+def guided(scale: float, negative: Sequence[int] = NEGATIVE, **values: Any) -> SamplingParams:
+    values = {"temperature": 0, "max_tokens": 40, "ignore_eos": True} | values
+    return SamplingParams(guidance_scale=scale, negative_prompt_ids=tuple(negative), **values)
+
+
+def transformers_text(model: Any, prompt: Sequence[int], scale: float, negative: Sequence[int], **options: Any) -> Any:
+    """What `generate` writes, greedy."""
+    options = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    if negative:
+        options["negative_prompt_ids"] = torch.tensor([negative])
+    with torch.no_grad():
+        text = model.generate(torch.tensor([prompt]), guidance_scale=scale, **options)
+    return text[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.5, 1.5, 4.0])
+@pytest.mark.parametrize("negative", [(), NEGATIVE, LONG], ids=["none", "short", "long"])
+def test_plain_and_trees_equal_transformers(pair: Pair, negative: Sequence[int], scale: float) -> None:
+    target, draft, model = pair
+    want = transformers_text(model, PROMPT, scale, negative)
+    sampling = guided(scale, negative)
+    assert LLM(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
+    for plan in TREES.values():
+        tree = LLM(target, draft, EngineConfig(**plan), dtype=torch.float64).generate(PROMPT, sampling)
+        assert tree.token_ids == want
+        # at s = 0 the text follows from a prompt that the draft has not read
+        assert tree.stats.rounds < 40 or plan.get("verify_batch") == 1 or scale == 0
+    assert want != transformers_text(model, PROMPT, 1.0, ()) and len(set(want)) > 10
+
+
+def test_a_prompt_of_several_chunks_and_float32(pair: Pair) -> None:
+    target, draft, model = pair
+    want = transformers_text(model, LONG, 2.0, NEGATIVE)
+    for dtype in (torch.float64, torch.float32):
+        tree = LLM(target, draft, EngineConfig(guide_draft=True), dtype=dtype)
+        assert tree.generate(LONG, guided(2.0)).token_ids == want
+
+
+def test_bias_comes_after_guidance_as_in_transformers(pair: Pair) -> None:
+    target, draft, model = pair
+    want = transformers_text(model, PROMPT, 2.0, NEGATIVE, sequence_bias=[[[7], 3.0], [[12], 4.0]])
+    sampling = guided(2.0, logit_bias={7: 3.0, 12: 4.0})
+    assert LLM(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == want
+    assert want != transformers_text(model, PROMPT, 2.0, NEGATIVE)
+
+
+def test_penalties_come_after_guidance(pair: Pair) -> None:
+    """By the definition, from whole texts: guided logits, then the penalties of the conditional text's tokens."""
+    target, draft, model = pair
+    text, output = list(PROMPT), []
+    for _ in range(25):
+        with torch.no_grad():
+            c, u = (model(torch.tensor([[*start, *output]])).logits[0, -1] for start in (PROMPT, NEGATIVE))
+        logits = u + 2 * (c - u)
+        for token in set(text):
+            logits[token] = logits[token] / 1.3 if logits[token] > 0 else logits[token] * 1.3
+        for token in output:
+            logits[token] -= 0.5
+        output.append(int(logits.argmax()))
+        text.append(output[-1])
+    sampling = guided(2.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=25)
+    assert LLM(target, draft, dtype=torch.float64).generate(PROMPT, sampling).token_ids == output
+
+
+@pytest.mark.parametrize("scale", [0.7, 2.0])
+def test_sampled_trees_equal_plain_decoding(pair: Pair, scale: float) -> None:
+    target, draft, _ = pair
+    sampling = guided(scale, **SAMPLED)
+    plain = LLM(target, dtype=torch.float64).generate(PROMPT, sampling).token_ids
+    assert plain != LLM(target, dtype=torch.float64).generate(PROMPT, guided(1.0, **SAMPLED)).token_ids
+    for plan in TREES.values():
+        llm = LLM(target, draft, EngineConfig(**plan), dtype=torch.float64)
+        assert llm.generate(PROMPT, sampling).token_ids == plain
+
+
+def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
+    target, draft, _ = pair
+    llm = LLM(target, draft, EngineConfig(guide_draft=True), dtype=torch.float64)
+    assert isinstance(llm.verifier, LocalVerifier)
+    cache, rows = llm.verifier.runner.cache, []
+    forward = llm.verifier.runner.model.forward
+
+    def count(batch: Any, cache: Any, *, head: bool = True) -> Any:
+        rows.append((len(batch), cache.k.shape[1]))
+        return forward(batch, cache, head=head)
+
+    llm.verifier.runner.model.forward = count  # type: ignore[method-assign]
+    want = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)).token_ids
+    plain = list(rows)
+    llm.generate(PROMPT, guided(2.0))
+    assert (16, 2) in rows and cache.k.shape[1] == 1, "both sequences in one batch; the second buffer is given back"
+    rows.clear()
+    assert llm.generate(PROMPT, guided(1.0)).token_ids == want
+    assert rows == plain
+
+
+def test_a_guided_draft_is_closer(pair: Pair) -> None:
+    """Target and draft the same model: guided alike, every guess that is long enough is right."""
+    target, _, _ = pair
+    own, guide = (LLM(target, target, EngineConfig(guide_draft=g), dtype=torch.float64) for g in (False, True))
+    sampling = guided(3.0, max_tokens=60)
+    free, close = own.generate(PROMPT, sampling), guide.generate(PROMPT, sampling)
+    assert free.token_ids == close.token_ids
+    assert close.stats.rounds <= 16 and free.stats.rounds >= 24, (close.stats.rounds, free.stats.rounds)
+
+
+def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:
+    """Target and draft the same model: guided alike, q is p, and every first child passes."""
+    sampling = guided(3.0, temperature=0.8, seed=5, max_tokens=60)
+    for guide in (True, False):
+        plan = EngineConfig(verify="reject", guide_draft=guide)
+        seen = LLM(pair[0], pair[0], plan, dtype=torch.float64).generate(PROMPT, sampling).stats.acceptance
+        assert seen.expected_rate is not None
+        if guide:
+            assert seen.expected_rate == pytest.approx(1, abs=1e-6) and seen.accepted_child[0] == seen.tried_child[0]
+        else:
+            assert seen.expected_rate < 0.9
+
+
+def test_the_context_holds_the_longer_text(pair: Pair) -> None:
+    llm = LLM(*pair[:2], dtype=torch.float64, max_model_len=64)
+    answer = llm.generate(PROMPT, guided(2.0, LONG[:50], max_tokens=None))
+    assert len(answer.token_ids) == 14 and answer.finish_reason == "length"
+    with pytest.raises(UserError, match="the negative prompt of 64 tokens does not fit the context of 64"):
+        llm.generate(PROMPT, guided(2.0, LONG[:64]))
+    with pytest.raises(UserError, match=r"the negative prompt names a token outside 0\.\.63"):
+        llm.generate(PROMPT, guided(2.0, [64]))
+
+
+def test_a_second_prefix_that_finds_no_memory_ends_one_request(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, zeros = LLM(pair[0], dtype=torch.float64), torch.zeros
+
+    def scarce(shape: Any, *more: int, **kind: Any) -> torch.Tensor:
+        if isinstance(shape, tuple) and shape[1] == 2:
+            raise RuntimeError("can't allocate memory")
+        return zeros(shape, *more, **kind)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", scarce)
+        with pytest.raises(UserError, match="no memory for a second prefix"):
+            llm.generate(PROMPT, guided(2.0))
+        assert len(llm.generate(PROMPT, guided(1.0)).token_ids) == 40
+    assert len(llm.generate(PROMPT, guided(2.0)).token_ids) == 40
+
+
+@pytest.mark.parametrize("scale", [-0.1, float("nan"), float("inf"), 101.0])
+def test_scales_that_make_no_sense(scale: float) -> None:
+    with pytest.raises(UserError, match="guidance_scale must"):
+        SamplingParams(guidance_scale=scale)
+
+
+def test_a_population_is_not_guided() -> None:
+    with pytest.raises(UserError, match="mode smc knows no guidance"):
+        check_sampling(SamplingParams(guidance_scale=2.0))
+
+
+def test_guidance_goes_over_the_bridge() -> None:
+    opening = Opening(3, (1, 2, 3), guided(1.7, LONG), 2)
+    assert Opening.unpack(opening.pack()) == opening
+    guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
+    assert guidance == Guidance((*LONG, 3), 1.7)
+
+
+def test_logits_and_log_probabilities_give_one_law() -> None:
+    """transformers takes log_softmax of both rows first, which adds a constant to each."""
+    rows = 5 * torch.randn(8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ours, theirs = Guidance((0,), 2.5).combine(rows), Guidance((0,), 2.5).combine(rows.log_softmax(-1))
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1))
+    difference = ours - theirs
+    assert difference.std(-1).max() < 1e-12 and difference.abs().min() > 1
+
+
+@pytest.mark.parametrize("scale", [1.5, pytest.param(3.0, marks=pytest.mark.slow)])
+def test_the_embedded_pair_equals_transformers(scale: float) -> None:
+    prompt, negative = (text[-60:] for text in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2])
+    want = transformers_text(load_transformers(DEMO / "target", torch.float64), prompt, scale, negative)
+    for guide in (False, True):
+        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(guide_draft=guide), dtype=torch.float64)
+        answer = llm.generate(prompt, guided(scale, negative))
+        assert answer.token_ids == want and answer.stats.rounds < 30

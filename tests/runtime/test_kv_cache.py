@@ -1,0 +1,116 @@
+"""The cache's books, with the KV of a slot replaced by a number that says which token it belongs to."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference
+from swiftspec.runtime.kv_cache import KVCache
+
+CAPACITY = 40
+POISON = 1e4  # in every slot that is free
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Two sequences of unequal prefixes under one tree; every written slot carries a number of its own."""
+
+    mover = staticmethod(reference.mover)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(2, 1, 2, CAPACITY, self.mover, sequences=2, dtype=torch.float64)
+        self._poison()
+        self.prefix: list[list[float]] = [[], []]
+        self.tree: list[float] = []
+        self.next = 1.0
+        for sequence, length in ((0, 3), (1, 5)):
+            first = self.cache.append_prefix(length, sequence)
+            for slot in range(first, first + length):
+                self.prefix[sequence].append(self._write(slot, sequence))
+
+    def _write(self, slot: int, sequence: int, value: float | None = None) -> float:
+        if value is None:
+            value, self.next = self.next, self.next + 1
+        for tensor in (self.cache.k, self.cache.v):
+            assert (tensor[:, sequence, :, slot] == POISON).all(), "a slot in use was handed out again"
+            tensor[:, sequence, :, slot] = value
+        return value
+
+    @rule(count=st.integers(1, 6))
+    def append(self, count: int) -> None:
+        if count > self.cache.room:
+            return
+        first = self.cache.append_tree(count)
+        for slot in range(first, first + count):
+            value = self._write(slot + self.cache.prefix_len[0], 0)
+            self._write(slot + self.cache.prefix_len[1], 1, value)
+            self.tree.append(value)
+
+    @precondition(lambda self: bool(self.tree))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        slots = sorted(data.draw(st.sets(st.integers(0, len(self.tree) - 1))))
+        cut = data.draw(st.integers(0, len(slots)))
+        path, keep = slots[:cut], slots[cut:]
+        if path:
+            self.cache.commit(path, keep)
+        else:
+            self.cache.retain(keep)
+        for prefix in self.prefix:
+            prefix += [self.tree[s] for s in path]
+        self.tree = [self.tree[s] for s in keep]
+        self._poison()
+
+    @rule(length=st.integers(0, 4), sequence=st.integers(0, 1))
+    def truncate(self, length: int, sequence: int) -> None:
+        length = min(length, len(self.prefix[sequence]))
+        self.cache.truncate(length, sequence)
+        self.prefix[sequence] = self.prefix[sequence][:length]
+        self.tree = []
+        self._poison()
+
+    def _poison(self) -> None:
+        for sequence, used in enumerate(self.cache.kv_len()):
+            self.cache.k[:, sequence, :, used:] = POISON
+            self.cache.v[:, sequence, :, used:] = POISON
+
+    @invariant()
+    def live_slots_hold_their_tokens(self) -> None:
+        for sequence, prefix in enumerate(self.prefix):
+            live = [*prefix, *self.tree]
+            assert self.cache.kv_len()[sequence] == len(live)
+            for tensor in (self.cache.k, self.cache.v):
+                for layer in tensor[:, sequence, 0, : len(live), 0]:
+                    assert layer.tolist() == live
+        assert self.cache.room == CAPACITY - max(len(p) for p in self.prefix) - len(self.tree)
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+TestKVCache = CacheMachine.TestCase
+
+
+class NativeCacheMachine(CacheMachine):
+    """The same books over the native move, which serves any dtype."""
+
+    mover = staticmethod(host.mover)
+
+
+NativeCacheMachine.TestCase.settings = CacheMachine.TestCase.settings
+TestNativeKVCache = NativeCacheMachine.TestCase
+
+
+def test_slots_that_are_in_place_are_not_moved() -> None:
+    moves: list[tuple[list[int], int]] = []
+
+    cache = KVCache(1, 1, 2, 16, lambda k, v: lambda sequence, source, start: moves.append(([*source], start)))
+    cache.append_prefix(2)
+    cache.append_tree(6)
+    cache.commit([0, 1], [2])
+    assert moves == [] and cache.prefix_len == [4] and cache.tree_len == 1
+    cache.append_tree(3)
+    cache.commit([0, 2], [3])
+    assert moves == [([6, 7], 5)]

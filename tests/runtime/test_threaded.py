@@ -1,0 +1,128 @@
+"""Both models at the same time in one process. On a CPU the streams are left out; tests/gpu/test_graph.py has them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends import reference
+from swiftspec.decode import Round, decode
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, SamplingParams, split_ranks
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.local_drafter import AheadDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.serve.settings import Settings
+from tests.support.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11]
+SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.1, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("beside")
+    make_checkpoint(path, dtype=torch.float64)
+    return path
+
+
+def runner(checkpoint: Path) -> Runner:
+    model = load_model(checkpoint, dtype=torch.float64, ops=reference, max_positions=192)
+    return Runner(model, reference, context=128, tree_slots=64)
+
+
+def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[Round]:
+    plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+    verifier: Any = LocalVerifier(runner(checkpoint), 64)
+    verifier = ThreadedVerifier(verifier) if beside else verifier
+    drafter = AheadDrafter(runner(checkpoint), plan, 64)
+    for role in (drafter, verifier):
+        role.open(1, PROMPT, sampling, len(PROMPT))
+    found = list(islice(decode(drafter, verifier), 15))
+    for role in (drafter, verifier):
+        role.close()
+    return found
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+def test_the_rounds_are_those_in_turn(checkpoint: Path, sampling: SamplingParams) -> None:
+    """And their text is the target's own."""
+    ours = rounds(checkpoint, sampling, beside=True)
+    assert ours == rounds(checkpoint, sampling, beside=False)
+    text = [token for round_ in ours for token in round_.tokens]
+    alone = LocalVerifier(runner(checkpoint), 64)
+    alone.open(1, PROMPT, sampling, len(PROMPT))
+    drafter = NoDrafter()
+    drafter.open(1, PROMPT, sampling, len(PROMPT))
+    plain = [token for round_ in islice(decode(drafter, alone), len(text)) for token in round_.tokens]
+    assert text == plain
+
+
+class Waits(LocalVerifier):
+    """A target that is not ready before the draft has grown."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.began, self.grown = Event(), Event()
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        self.began.set()
+        assert self.grown.wait(10), "nobody grew meanwhile"
+        return super().verify(proposal)
+
+
+def test_the_draft_grows_while_the_target_verifies(checkpoint: Path) -> None:
+    target = Waits(runner(checkpoint), 64)
+
+    class Grows(NoDrafter):
+        def grow(self) -> None:
+            assert target.began.wait(10)
+            target.grown.set()
+
+    verifier, drafter = ThreadedVerifier(target), Grows()
+    for role in (drafter, verifier):
+        role.open(1, PROMPT, SAMPLED, len(PROMPT))
+    assert len(list(islice(decode(drafter, verifier), 3))) == 3
+    verifier.close()
+
+
+def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoint: Path) -> None:
+    target = Waits(runner(checkpoint), 64)
+    verifier = ThreadedVerifier(target)
+    verifier.open(1, PROMPT, SAMPLED, len(PROMPT))
+    proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
+    target.grown.set()
+    with pytest.raises(AssertionError, match="differ in their prefix"):
+        verifier.submit(proposal).wait()
+    target.began.clear()
+    target.grown.clear()
+    verifier.submit(Proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,)))
+    assert target.began.wait(10)
+    target.grown.set()
+    verifier.close()
+    assert target.runner.cache.prefix_len == [0], "the forward came before the end"
+
+
+def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
+    assert split_ranks("async", 1, None, None, gpu=True) == (1, 0)
+    with pytest.raises(UserError, match="two ranks"):
+        split_ranks("async", 1, None, None)
+    with pytest.raises(UserError, match="two ranks"):
+        split_ranks("async", 1, None, 1, gpu=True)
+    assert EngineConfig("async", draft_tp=0).ranks == 1
+    settings = Settings.model_validate({"mode": "async", "device": "cuda"})
+    assert settings.make_plan(has_draft=True).draft_tp == 0
+    with pytest.raises(UserError, match="draft_tp"):
+        EngineConfig("async", target_tp=2, draft_tp=0)
+    with pytest.raises(UserError, match="on a GPU, not on cpu"):
+        LLM(checkpoint, checkpoint, EngineConfig("async", draft_tp=0))

@@ -1,0 +1,167 @@
+"""A verification as one graph against the same one in steps; on a CPU, with the stand-ins of
+tests/support/recording.py. Real graphs are in tests/gpu/test_graph.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swiftspec.backends import library as unfused
+from swiftspec.messages import Proposal
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.graph import ROWS, HostBatch, Inputs
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.runtime.verify_step import MOST_STEPS, VerifyStep, _lineage
+from swiftspec.sampling.sampler import History
+from swiftspec.sampling.vocab import HEAD
+from swiftspec.tree import mask as tree_mask
+from swiftspec.tree import walk as tree_walk
+from tests.runtime.test_draft_graph import peers
+from tests.support.recording import Blind, Recorder, Rerun
+from tests.support.same_rounds import drawn, same_verdicts
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.tiny import make_checkpoint
+
+VOCAB = 600  # more than the filters' heads
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verify")
+    make_checkpoint(path, vocab=VOCAB, num_attention_heads=8)
+    return path
+
+
+def verifiers(checkpoint: Path, group: Any = None, method: str = "match") -> tuple[LocalVerifier, LocalVerifier, Rerun]:
+    """One in steps, one with graphs."""
+    model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=256, group=group)
+    capture = Recorder() if group is None else Blind()
+    steps, graphed = (
+        LocalVerifier(Runner(model, unfused, context=160, tree_slots=64, capture=c), VOCAB, method)
+        for c in (None, capture)
+    )
+    return steps, graphed, capture
+
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+BIAS = {7: 4.0, 11: -3.0, 20: 2.0}
+SAMPLING = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "biased": replace(SAMPLED, logit_bias=BIAS),
+    "top_k": replace(SAMPLED, top_k=20, min_p=0.01),
+    "top_p": replace(SAMPLED, top_p=0.8),
+    "flat": SamplingParams(temperature=30.0, top_p=0.95, seed=2),
+    "penalised": replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    "penalised, greedy": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4),
+    "all": replace(SAMPLED, logit_bias=BIAS, top_k=90, top_p=0.9, min_p=0.003, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every row, in requests with another seed too; where the filters' heads do not settle it, outside the graph."""
+    unsure, call = [], VerifyStep.__call__
+    monkeypatch.setattr(
+        VerifyStep, "__call__", lambda *a: unsure.append(isinstance(found := call(*a), Tensor)) or found
+    )
+    steps, graphed, capture = verifiers(checkpoint)
+    same_verdicts(steps, graphed, SAMPLING[name], VOCAB)
+    assert steps._step is None and graphed._step is not None and graphed.runner.graphs is not None
+    assert len(unsure) == 80 == capture.replays and all(unsure) == any(unsure) == (name == "flat")
+    assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "top_p", "flat", "all"])
+def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
+    def work(group: ThreadGroup) -> int:
+        steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16))
+        same_verdicts(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
+        assert graphed._step is not None
+        return capture.captures
+
+    assert len(set(on_ranks(size, work))) == 1
+
+
+def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -> None:
+    longest = 4 * ROWS[-1] * (HEAD + 1)
+
+    def work(group: ThreadGroup) -> list[bool]:
+        found = []
+        for most, top_k in ((longest - 1, 0), (longest, 0), (longest, 2 * HEAD - 1), (longest, 2 * HEAD)):
+            _, graphed, _ = verifiers(checkpoint, peers(group, most))
+            graphed.open(0, PROMPT, replace(SAMPLED, top_k=top_k), len(PROMPT))
+            found.append(graphed._step is not None)
+        return found
+
+    assert on_ranks(2, work) == [[False, True, True, False]] * 2
+
+
+def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
+    """Guided requests, rejection, and proposals of too many nodes. What comes after a guided one, whose keys lie
+    elsewhere, is captured anew."""
+    steps, graphed, capture = verifiers(checkpoint)
+    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    before = capture.captures
+    same_verdicts(steps, graphed, replace(SAMPLED, guidance_scale=1.5, negative_prompt_ids=(7, 2)), VOCAB, rounds=3)
+    assert graphed._step is None and capture.captures == before
+    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    assert graphed._step is not None and capture.captures > before
+    many = Proposal(0, 0, 5, tuple(range(ROWS[-1] + 1)), tuple(range(-1, ROWS[-1])))
+    before = capture.captures
+    for verifier in (steps, graphed):
+        verifier.open(0, PROMPT, SAMPLED, len(PROMPT))
+    assert drawn(graphed, many) == drawn(steps, many) and capture.captures == before
+    _, rejecting, _ = verifiers(checkpoint, method="reject")
+    for sampling, captured in ((SAMPLED, False), (GREEDY, True)):
+        rejecting.open(0, PROMPT, sampling, len(PROMPT))
+        assert (rejecting._step is not None) == captured
+
+
+def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> None:
+    """Whatever plays a part in it; the seed does not."""
+    _, verifier, capture = verifiers(checkpoint)
+
+    def captured(sampling: SamplingParams) -> int:
+        before = capture.captures
+        verifier.open(0, PROMPT, sampling, len(PROMPT))
+        verifier.verify(Proposal(0, 0, 5, (9,), (-1,)))
+        verifier.close()
+        return capture.captures - before
+
+    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MOST_STEPS + 1)]
+    assert [captured(way) for way in ways[:-1]] == [1] * MOST_STEPS
+    assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * MOST_STEPS
+    assert captured(ways[0]) == 0 and captured(ways[-1]) == 1
+    assert captured(ways[0]) == 0 and captured(ways[1]) == 1, "the one that rested longest goes"
+    fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "logit_bias": {3: 1.0}, "repetition_penalty": 1.1}
+    for name, value in (fields | {"presence_penalty": 0.1, "frequency_penalty": 0.1, "temperature": 0}).items():
+        captured(SAMPLED)
+        assert captured(GREEDY if name == "temperature" else replace(SAMPLED, **{name: value})) == 1, name
+
+
+@given(st.integers(1, 8), st.data())
+def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) -> None:
+    """The root's not, and those of rows that pad not."""
+    parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
+    tokens = data.draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes))
+    prefix = data.draw(st.integers(0, 20))
+    mask, slots = tree_mask.from_parents(parents), np.arange(prefix, prefix + nodes)
+    inputs, zeros = Inputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
+    inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
+    history = History([1, 2], 4, "cpu")
+    history.extend([0, 3, 3])
+    assert torch.equal(history.counts(_lineage(inputs.batch))[:nodes], history.counts(tree_walk.paths(tokens, parents)))

@@ -1,0 +1,90 @@
+"""The embedded pair: it fits, it is exact, and the draft earns its keep on files that neither model has seen."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+from swiftspec.engine import LLM
+from swiftspec.model.config import ModelConfig
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+
+TARGET, DRAFT = DEMO / "target", DEMO / "draft"
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    return read_prompts(AutoTokenizer.from_pretrained(TARGET))
+
+
+def tokens_per_round(llm: LLM, temperature: float, count: int, length: int = 128) -> float:
+    tokens = rounds = 0
+    for prompt in prompts()[:count]:
+        sampling = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7)
+        stats = llm.generate(prompt, sampling).stats
+        tokens, rounds = tokens + stats.accepted + stats.rounds, rounds + stats.rounds
+    return tokens / rounds
+
+
+def test_the_pair_is_small_and_says_where_it_comes_from() -> None:
+    assert sum(f.stat().st_size for f in DEMO.rglob("*") if f.is_file()) < 20e6
+    provenance = json.loads((DEMO / "provenance.json").read_text())
+    text = json.dumps(provenance)
+    for what in ("sha256", "held", "seed", "steps", "loss", "licen"):
+        assert what in text.lower(), f"the provenance says nothing of {what}"
+    target, draft = ModelConfig.from_dir(TARGET), ModelConfig.from_dir(DRAFT)
+    assert target.quant is not None and target.quant.layout == "awq-gemm" and draft.quant is None
+    assert target.vocab_size == draft.vocab_size == 4096 and draft.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True, repetition_penalty=1.05),
+    ],
+    ids=["greedy", "sampled"],
+)
+def test_serial_equals_ar_token_for_token(sampling: SamplingParams) -> None:
+    prompt = prompts()[0][-120:]
+    plain = LLM(TARGET, dtype=torch.float64).generate(prompt, sampling)
+    tree = LLM(TARGET, DRAFT, dtype=torch.float64).generate(prompt, sampling)
+    assert tree.token_ids == plain.token_ids and tree.stats.rounds < plain.stats.rounds
+
+
+@pytest.mark.slow
+def test_the_tree_gives_at_least_2_7_tokens_a_round() -> None:
+    assert (
+        tokens_per_round(LLM(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16), 0.0, len(prompts()))
+        >= 2.7
+    )
+
+
+@pytest.mark.slow
+def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
+    """One round late, a tree holds a little less of what comes (the paper loses 8 %). For a fixed d the rounds are
+    those of two groups of ranks, so one process can count them."""
+    llm, every = LLM(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
+    serial = tokens_per_round(llm, 0.0, every)
+    assert isinstance(llm.drafter, LocalDrafter)
+    llm.drafter = AheadDrafter(llm.drafter.runner, llm.plan, llm.vocab_size)
+    ahead = tokens_per_round(llm, 0.0, every)
+    print(f"serial {serial:.3f}, ahead {ahead:.3f} tokens a round: {ahead / serial:.1%}")
+    assert 0.94 * serial <= ahead < serial  # 0.952 where it was measured
+
+
+@pytest.mark.slow
+def test_coupled_noise_makes_sampling_nearly_as_predictable_as_greedy() -> None:
+    """At temperature 1: at least 80 % of the (calibrated) greedy ratio, 1.2 times the uncoupled one."""
+    coupled = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)
+    uncoupled = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4, proposal="top"), dtype=torch.bfloat16)
+    every = len(prompts())
+    greedy, with_noise = tokens_per_round(coupled, 0.0, every), tokens_per_round(coupled, 1.0, every)
+    assert with_noise >= 0.8 * greedy
+    assert with_noise >= 1.2 * tokens_per_round(uncoupled, 1.0, every)

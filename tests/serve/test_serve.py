@@ -1,0 +1,319 @@
+"""The command, from its flags to what it prints."""
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.engine import Stats
+from swiftspec.params import EngineConfig
+from swiftspec.serve import answer, oneshot
+from swiftspec.serve.__main__ import main
+from swiftspec.serve.cli import parse
+from swiftspec.serve.settings import Settings, env_name
+from tests.support.toy_pair import (
+    CONTEXT,
+    byte_level_tokenizer,
+    make_pair,
+    random_weights,
+    write_model,
+    write_tokenizer,
+)
+
+PROMPT = "def add(a, b):\n"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a pair."""
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft-model", str(draft), "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", *map(env_name, Settings.model_fields)):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Command:
+    """Runs main() in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *argv: str, stdin: bytes | None = None) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        self._capsys.readouterr()
+        self._monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin or b"")))
+        code = main(argv)
+        told = self._capsys.readouterr()
+        return code, told.out, told.err
+
+    def json(self, *argv: str, stdin: bytes | None = None) -> dict[str, Any]:
+        code, out, err = self(*argv, "--json", stdin=stdin)
+        assert (code, err) == (0, "")
+        assert out.count("\n") == 1
+        return json.loads(out, parse_constant=pytest.fail)
+
+    def refuses(self, *argv: str, code: int = 2, stdin: bytes | None = None) -> str:
+        """One line on stderr, nothing on stdout: the message."""
+        got, out, err = self(*argv, "--json", stdin=stdin)
+        assert (got, out) == (code, "")
+        assert err.startswith("swiftspec: error: ")
+        assert err.count("\n") == 1
+        return err.removeprefix("swiftspec: error: ").strip()
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    return Command(capsys, monkeypatch)
+
+
+def test_one_answer_as_text(command: Command, pair: list[str]) -> None:
+    code, out, err = command(*pair, "--prompt", PROMPT, "--max-tokens", "30", "--temperature", "0")
+    assert code == 0
+    assert out.endswith("\n")
+    assert err.splitlines()[:4] == [
+        f"swiftspec: {w}" for w in ("libraries", "tokenizers", "target weights", "draft weights")
+    ]
+    assert "swiftspec: ready in " in err
+    assert err.splitlines()[-1].startswith("swiftspec: 30 tok, ")
+    assert err.splitlines()[-1].endswith(" tok/round")
+
+
+def check_invariants(result: dict[str, Any], bs: int) -> None:
+    usage, timings, metrics = result["usage"], result["timings"], result["metrics"]
+    spec = metrics["speculative_decoding"]
+    assert usage["prompt_tokens"] == len(result["prompt_token_ids"]) == timings["prompt_n"]
+    assert usage["completion_tokens"] == len(result["token_ids"]) == timings["predicted_n"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert timings["predicted_per_second"] == metrics["tokens_per_second"] > 0
+    assert timings["draft_n"] == spec["num_draft_tokens"]
+    assert timings["draft_n_accepted"] == spec["num_accepted_draft_tokens"]
+    histogram = spec["acceptance_histogram"]
+    assert len(histogram) == spec["num_spec_tokens"] + 1 == bs
+    assert sum(histogram) == spec["num_spec_steps"]
+    assert sum(j * n for j, n in enumerate(histogram)) == spec["num_accepted_draft_tokens"]
+    chances, accepted = (spec[f"num_{what}_per_pos"] for what in ("chances", "accepted_tokens"))
+    assert accepted == [sum(histogram[depth:]) for depth in range(1, bs)]
+    assert all(few <= many for few, many in zip(accepted, chances, strict=True))
+    assert sum(spec["num_accepted_tokens_per_child"]) == sum(accepted)
+    assert spec["mean_acceptance_length"] == 1 + spec["num_accepted_draft_tokens"] / spec["num_spec_steps"]
+    assert 0 <= spec["draft_acceptance_rate"] <= 1
+    assert 0 < metrics["target_busy"] <= 1
+    assert metrics["time_to_first_token_ms"] > 0
+
+
+def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
+    flags = [*pair, "--prompt", PROMPT, "--max-tokens", "40", "--seed", "3", "--top-p", "0.9", "--ignore-eos"]
+    serial = command.json(*flags, "--verify-batch", "6", "--draft-leaves", "4", "--draft-steps", "3")
+    assert list(serial) == [
+        "model", "draft_model", "text", "token_ids", "prompt_token_ids", "finish_reason", "usage", "timings", "metrics",
+    ]  # fmt: skip
+    check_invariants(serial, bs=6)
+    assert (serial["model"], serial["draft_model"]) == (pair[1], pair[3])
+    assert serial["finish_reason"] == "length"
+    assert serial["metrics"]["mode"] == "serial"
+    assert serial["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
+    assert serial["metrics"]["drafter_lost"] is None
+    assert serial["metrics"]["policy"]["plain_rounds"] >= 0
+    assert command.json(*flags, "--no-self-switch", "--no-adapt")["metrics"]["policy"] is None
+    assert serial["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 1.2  # this draft is good
+    plain = command.json(*flags, "--mode", "ar")
+    check_invariants(plain, bs=1)
+    assert (plain["metrics"]["mode"], plain["draft_model"]) == ("ar", None)
+    assert plain["metrics"]["split"] == {"target_tp": 1, "draft_tp": 0}
+    assert (plain["text"], plain["token_ids"]) == (serial["text"], serial["token_ids"])
+    assert command.json(*flags, "--seed", "4")["text"] != serial["text"]
+
+
+def test_a_target_alone_runs_without_a_draft(command: Command, pair: list[str]) -> None:
+    assert command.json(*pair[:2], "--prompt", "a", "--max-tokens", "3")["metrics"]["mode"] == "ar"
+    assert "needs a draft model" in command.refuses(*pair[:2], "--prompt", "a", "--mode", "serial", code=1)
+
+
+def test_prompts_from_everywhere(command: Command, pair: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "prompt"
+    file.write_bytes(PROMPT.encode())  # ends in a newline
+    flags = [*pair, "--max-tokens", "4", "--temperature", "0"]
+    bare, whole = (command.json(*flags, "--prompt", text) for text in (PROMPT.removesuffix("\n"), PROMPT))
+    assert bare["prompt_token_ids"] != whole["prompt_token_ids"]
+    for result in (command.json(*flags, stdin=PROMPT.encode()), command.json(*flags, "--prompt-file", str(file))):
+        assert (result["prompt_token_ids"], result["text"]) == (bare["prompt_token_ids"], bare["text"])
+    tokens = byte_level_tokenizer().encode(PROMPT, add_special_tokens=False).ids
+    assert whole["prompt_token_ids"] == [1, *tokens, 0, 2]
+    for result in (
+        command.json(*flags, "--raw", "--prompt", PROMPT),
+        command.json(*flags, "--raw", stdin=PROMPT.encode()),
+        command.json(*flags, "--raw", "--prompt-file", str(file)),
+    ):
+        assert result["prompt_token_ids"] == tokens
+
+
+def test_settings_reach_the_engine(
+    command: Command, pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        f"model: {pair[1]}\ndraft-model: {pair[3]}\nthreads: 1\nmax-tokens: 3\nverify_batch: 3\ndraft-steps: 2\n"
+    )
+    monkeypatch.setenv("SWIFTSPEC_VERIFY_BATCH", "4")
+    monkeypatch.setenv("SWIFTSPEC_MAX_TOKENS", "5")
+    result = command.json("--config", str(file), "--prompt", "a", "--max-tokens", "7")
+    assert result["usage"]["completion_tokens"] == 7
+    assert result["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+
+
+def test_stops(command: Command, pair: list[str]) -> None:
+    flags = [*pair, "--prompt", PROMPT, "--temperature", "0", "--max-tokens", "40", "--ignore-eos"]
+    whole = command.json(*flags)
+    stop = whole["text"][10:13]
+    cut = command.json(*flags, "--stop", "nowhere to be found", "--stop", stop)
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+    assert whole["token_ids"][: len(cut["token_ids"])] == cut["token_ids"] != whole["token_ids"]
+    assert stop in byte_level_tokenizer().decode(cut["token_ids"])
+    token = whole["token_ids"][7]
+    by_token = command.json(*flags, "--stop-token-ids", str(token))
+    assert by_token["token_ids"] == whole["token_ids"][: whole["token_ids"].index(token) + 1]
+    assert by_token["finish_reason"] == "stop"
+    never = command.json(*flags, "--logit-bias", json.dumps({token: -1e9}))
+    assert token not in never["token_ids"]
+
+
+def test_generation_goes_to_the_end_of_the_context(command: Command, pair: list[str]) -> None:
+    result = command.json(*pair, "--prompt", PROMPT, "--ignore-eos", "--max-model-len", "60")
+    assert result["usage"]["total_tokens"] == 60
+    assert result["finish_reason"] == "length"
+    assert "max_model_len must lie in 2..256" in command.refuses(
+        *pair, "--prompt", "a", "--max-model-len", "257", code=1
+    )
+
+
+def test_empty_and_unreadable_prompts(command: Command, pair: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(b"\n")
+    assert "prompt is empty" in command.refuses(*pair, "--prompt", "")
+    assert "prompt is empty" in command.refuses(*pair)
+    assert "prompt is empty" in command.refuses(*pair, stdin=b"\n")
+    assert "prompt is empty" in command.refuses(*pair, "--prompt-file", str(tmp_path / "empty"))
+    assert "cannot be read: No such file" in command.refuses(*pair, "--prompt-file", str(tmp_path / "none"))
+    assert "cannot be read: Is a directory" in command.refuses(*pair, "--prompt-file", str(tmp_path))
+    assert "not valid UTF-8 (byte 1)" in command.refuses(*pair, stdin=b"a\xff")
+    assert "not valid UTF-8" in command.refuses(*pair, "--prompt", "a\udcff", code=1)
+
+
+def test_prompts_that_do_not_fit(command: Command, pair: list[str]) -> None:
+    message = command.refuses(*pair, "--prompt", "x" * 2 * CONTEXT, code=1)
+    assert f"does not fit the context of {CONTEXT}" in message
+    assert "names a token outside" in command.refuses(*pair, "--prompt", "a", "--logit-bias", '{"999": 1}', code=1)
+
+
+def test_flags_that_make_no_sense(command: Command) -> None:
+    assert command.refuses("--top-p", "3", "--prompt", "a") == "--top-p must lie above 0 and at most 1, not 3.0"
+    assert command.refuses("--frobnicate") == "unrecognized arguments: --frobnicate (--help lists the flags)"
+
+
+def bad_models(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Model directories that are none, and a word of what is said."""
+    tokenizer, weights = byte_level_tokenizer(), random_weights(0)
+    (folder / "nothing").mkdir()
+    yield folder / "nothing", "no config.json"
+    path = write_tokenizer(write_model(folder / "weightless", weights), tokenizer)
+    (path / "model.safetensors").unlink()
+    yield path, "no weights"
+    path = write_tokenizer(write_model(folder / "pickle", weights), tokenizer)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    yield path, "pickles"
+    path = write_tokenizer(write_model(folder / "cut", weights), tokenizer)
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    yield path, "damaged or cut short"
+    alien = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    yield (
+        write_tokenizer(write_model(folder / "alien", weights, **alien), tokenizer),
+        "'GPT2LMHeadModel' is not supported",
+    )
+    path = write_tokenizer(write_model(folder / "garbled", weights), tokenizer)
+    (path / "config.json").write_text("{")
+    yield path, "not readable as JSON"
+    yield write_model(folder / "mute", weights), "the tokenizer cannot be read"
+    path = write_tokenizer(write_model(folder / "hot", weights), tokenizer)
+    (path / "generation_config.json").write_text('{"temperature": -1}')
+    yield path, "temperature must be 0"
+    yield folder / "nowhere", "no such directory"
+
+
+def test_bad_models(command: Command, pair: list[str], tmp_path: Path) -> None:
+    for path, words in bad_models(tmp_path):
+        message = command.refuses("--model", str(path), "--prompt", "a", code=1)
+        assert words in message, path
+    cut = tmp_path / "cut"
+    assert "damaged" in command.refuses(*pair[:2], "--draft-model", str(cut), "--prompt", "a", code=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_there(command: Command, pair: list[str]) -> None:
+    message = command.refuses(*pair, "--device", "cuda", "--prompt", "a", code=1)
+    assert "PyTorch finds no NVIDIA GPU here" in message
+
+
+def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", random_weights(2))
+    write_tokenizer(other, byte_level_tokenizer(("<|end|>", "<|bot|>", "<|user|>")))
+    message = command.refuses(*pair[:2], "--draft-model", str(other), "--prompt", "a", code=1)
+    assert "make no pair" in message
+    assert "id 1 is '<|user|>' here and '<|bot|>' there" in message
+    base = write_model(tmp_path / "base", random_weights(2))
+    write_tokenizer(base, byte_level_tokenizer(), None)
+    assert "continue plain text with --raw" in command.refuses("--model", str(base), "--prompt", "a", code=1)
+    assert command.json("--model", str(base), "--prompt", "a", "--raw", "--max-tokens", "2")["text"]
+
+
+def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("swiftspec.serve.session.DEMO", tmp_path)
+    assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
+
+
+def test_a_launcher_that_says_half(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "start several ranks with torchrun" in command.refuses("--prompt", "a", code=1)
+
+
+def test_mode_async_needs_ranks(command: Command) -> None:
+    message = command.refuses("--prompt", "a", "--mode", "async", code=2)
+    assert "mode async needs two ranks or more: start it with torchrun" in message
+
+
+def test_the_prompt_decides_between_chat_and_one_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert oneshot.read_prompt(parse([])) is None
+    assert oneshot.read_prompt(parse(["--prompt", "a"])) == "a"
+    with pytest.raises(oneshot.UsageError, match="no prompt"):
+        oneshot.read_prompt(parse(["--json"]))
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    with pytest.raises(oneshot.UsageError, match="no prompt"):
+        oneshot.read_prompt(parse([]))
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(oneshot.UsageError, match="no prompt"):
+        oneshot.read_prompt(parse([]))
+
+
+def test_no_number_is_nan() -> None:
+    empty = answer.metrics(EngineConfig("serial"), Stats(), 0)
+    assert empty["speculative_decoding"]["mean_acceptance_length"] == 0
+    numbers = json.dumps([empty, answer.timings(Stats(decode_time=5e-324), 9)], allow_nan=False)
+    assert math.isfinite(len(numbers))
+    lost = Stats(tokens=312, rounds=91, accepted=221, decode_time=0.897, first_token_time=0.041, drafter_lost="it fell")
+    line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target went on alone"
+    assert answer.footer(lost, 312) == line

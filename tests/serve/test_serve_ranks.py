@@ -1,0 +1,190 @@
+"""The command on several ranks, under torchrun and without it: same text as alone, one line for what is wrong, and
+nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.pty_terminal import Terminal
+from tests.support.toy_pair import CONTEXT, make_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+SERVE = ["-m", "swiftspec.serve"]
+EXACT = ["--dtype", "float64", "--prompt", "def add(a", "--ignore-eos", "--json", "--temperature", "0.8", "--seed", "3"]
+LONG = ["--prompt", "def add(a", "--ignore-eos", "--verify-batch", "1", "--draft-steps", "1"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a pair."""
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft-model", str(draft), "--threads", "1"]
+
+
+def python(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, text=True, capture_output=True, timeout=100)
+
+
+class Ranks:
+    """One process for each rank, started without a launcher: only the ranks themselves see to it that none is left."""
+
+    def __init__(self, count: int, argv: Sequence[str]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *SERVE, *argv],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **job, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            )
+            for rank in range(count)
+        ]
+
+    def wait_for_text(self) -> None:
+        out = self.processes[0].stdout
+        assert out is not None
+        assert out.read(1), self.processes[0].communicate()
+
+    def end(self, seconds: float) -> list[tuple[int, str]]:
+        """Exit code and standard error of each, which must have left in that time."""
+        deadline = time.monotonic() + seconds
+        return [
+            (process.wait(max(deadline - time.monotonic(), 0.01)), process.communicate()[1])
+            for process in self.processes
+        ]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def started() -> Iterator[list[Ranks]]:
+    """Whatever is put in here is dead after the test."""
+    ranks: list[Ranks] = []
+    yield ranks
+    for one in ranks:
+        one.kill()
+
+
+def test_torchrun_writes_what_one_process_writes(pair: list[str]) -> None:
+    alone = json.loads(python(*SERVE, *pair, *EXACT, "--mode", "ar", "--max-tokens", "60").stdout)
+    both = python(*TORCHRUN, "2", *SERVE, *pair, *EXACT, "--max-tokens", "60", "--draft-steps", "2")
+    assert both.returncode == 0
+    answer = json.loads(both.stdout)
+    assert answer["token_ids"] == alone["token_ids"] and answer["text"] == alone["text"]
+    metrics = answer["metrics"]
+    assert (metrics["mode"], metrics["split"]) == ("async", {"target_tp": 1, "draft_tp": 1})
+    assert metrics["drafter_lost"] is None and metrics["speculative_decoding"]["num_spec_steps"] < 50
+
+
+@pytest.mark.slow
+def test_the_chat_under_torchrun(pair: list[str]) -> None:
+    flags = [*pair, "--ignore-eos", "--temperature", "0", "--draft-steps", "2", "--emulate", "target=10ms"]
+    chat = Terminal([*TORCHRUN, "2", *SERVE, *flags], TERM="xterm")
+    chat.until(r"async on 1 \+ 1 ranks, d = 2[\s\S]*>>>")
+    chat.send("def add(\r")
+    chat.until(r"<sent>[\s\S]{8}")
+    chat.send("\x03")
+    stopped = chat.until(r"stopped, \d+ tok, [\s\S]*>>>")
+    assert int(re.search(r"stopped, (\d+)", stopped).group(1)) < CONTEXT - 40  # type: ignore[union-attr]
+    chat.send("/set max_tokens 5\r")
+    chat.until(r"max_tokens = 5[\s\S]*>>>")
+    chat.send("class\r")
+    chat.until(r"5 tok, [\s\S]*tok/round[\s\S]*>>>")
+    chat.send("/quit\r")
+    assert chat.leave() == 0
+    assert "Traceback" not in chat.shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_dies_ends_the_job(pair: list[str], started: list[Ranks], victim: int) -> None:
+    """Rank 1 shares the target with rank 0, rank 2 is the draft. A dead draft alone ends nothing."""
+    ranks = Ranks(3, [*pair, *LONG, "--target-tp", "2"])
+    started.append(ranks)
+    ranks.wait_for_text()
+    ranks.processes[victim].kill()
+    ends = ranks.end(10)
+    survivors = [end for rank, end in enumerate(ends) if rank != victim]
+    assert all("Traceback" not in err for _, err in survivors)
+    if victim == 2:
+        assert [code for code, _ in survivors] == [0, 0]
+        assert "the drafter was lost (the draft group is gone" in ends[0][1]
+    else:
+        speakers = {0: (1, 2), 1: (0,)}[victim]  # a rank 0 that is alive sends the draft home
+        assert [code for code, _ in survivors] == [int(rank in speakers) for rank in range(3) if rank != victim]
+        for rank in speakers:
+            last = ends[rank][1].splitlines()[-1]
+            assert re.match(rf"swiftspec: rank {rank} leaves: .*(is gone|has ended)", last), ends
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_to_torchrun_leave_no_process(pair: list[str], number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, "3", *SERVE, *pair, *LONG], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 3
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
+def test_a_signal_during_the_start_leaves_no_process(pair: list[str]) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, "3", *SERVE, *pair, *LONG], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    children: list[str] = []
+    while len(children) < 3 and process.poll() is None:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        time.sleep(0.1)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode != 0
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+
+
+@pytest.mark.slow
+def test_more_ranks_than_cores_are_warned_about(pair: list[str], started: list[Ranks]) -> None:
+    count = (os.cpu_count() or 1) + 1
+    if count > 5:
+        pytest.skip("too many cores for a test")
+    ranks = Ranks(count, [*pair, "--prompt", "a", "--max-tokens", "3", "--json"])
+    started.append(ranks)
+    (code, err), *_ = ranks.end(60)
+    assert code == 0 and f"warning: {count} ranks share this machine's cores" in err
+
+
+@pytest.mark.slow
+def test_bad_input_gets_one_line(pair: list[str], started: list[Ranks]) -> None:
+    ranks = Ranks(2, [*pair, "--prompt", "a", "--target-tp", "2", "--draft-tp", "1"])
+    started.append(ranks)
+    (code, err), (_, other) = ranks.end(20)
+    reason = "error: --target-tp 2 and --draft-tp 1 do not add up to 2 ranks: take at least 1 each\n"
+    assert (code, err) == (2, f"swiftspec: {reason}")
+    assert other == f"swiftspec: rank 1: {reason}", "with no launcher to end it, it speaks for itself after a while"

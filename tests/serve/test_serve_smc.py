@@ -1,0 +1,142 @@
+"""Mode smc from the command line: what it takes, what it says of itself, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from swiftspec.backends import cpu as host
+from swiftspec.engine import Stats
+from swiftspec.errors import UserError
+from swiftspec.params import EngineConfig, PopulationConfig
+from swiftspec.serve.__main__ import main
+from swiftspec.serve.answer import footer, population
+from swiftspec.serve.layers import load
+from swiftspec.serve.session import open_session
+from swiftspec.serve.settings import Settings, UsageError, env_name
+from swiftspec.serve.terminal import Phases
+from swiftspec.smc.population import Answer
+from tests.support.toy_pair import make_pair
+
+ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft-model", str(draft), *ASK]
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in map(env_name, Settings.model_fields):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+
+
+def answer(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_a_population_says_what_it_is(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    flags = ["--mode", "smc", "--particles", "3", "--smc-draft-tokens", "2", "--max-tokens", "20", "--ignore-eos"]
+    result = answer(capsys, *pair, *flags)
+    assert result["exact"] is False and result["particles"] == 3 and result["cache_full"] is False
+    assert 1 <= result["ess_mean"] <= 3 and 0 <= result["resample_rate"] <= 1
+    assert 0 <= result["coalesced_prefix"] <= 20 == len(result["token_ids"])
+    assert isinstance(result["log_z"], float)
+    metrics = result["metrics"]
+    assert metrics["mode"] == "smc" and metrics["speculative_decoding"] is None
+    assert "draft_n" not in result["timings"] and metrics["time_to_first_token_ms"] > 0
+    assert answer(capsys, *pair, *flags)["token_ids"] == result["token_ids"]
+    exact = answer(capsys, *pair, *flags, "--smc-exact", "2")
+    assert exact["ess_mean"] == pytest.approx(3) and exact["log_z"] == 0
+
+
+def test_text_and_footer(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    result = answer(capsys, *pair, "--mode", "smc", "--max-tokens", "15")
+    assert main([*pair, "--mode", "smc", "--max-tokens", "15"]) == 0
+    told = capsys.readouterr()
+    assert told.out.removesuffix("\n") == result["text"].removesuffix("\n")
+    assert told.err.rstrip().endswith("approximate")
+
+
+def test_a_full_cache_is_the_reason_that_is_told() -> None:
+    end = Answer([7, 8], False, 1, 2.0, 0.0, 0.0, full=True, compactions=0, moved_slots=0)
+    stats = Stats(prompt_tokens=3, tokens=2, rounds=1, decode_time=0.1, population=end)
+    assert population(EngineConfig("smc"), stats)["cache_full"] is True
+    assert "approximate, ended because the cache holds no further round" in footer(stats, 2)
+
+
+def test_a_chat_begins_with_a_warm_up(pair: list[str]) -> None:
+    settings = load({"model": pair[1], "draft_model": pair[3], "mode": "smc", "threads": 1})
+    llm = open_session(settings, Phases(quiet=True), warm_up=True).llm
+    assert llm.stats.tokens == 2 and llm.stats.population is not None
+
+
+def test_other_modes_do_not_speak_of_populations(capsys: pytest.CaptureFixture[str], pair: list[str]) -> None:
+    assert "particles" not in answer(capsys, *pair, "--max-tokens", "4")
+
+
+def test_plain_operators_can_be_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pair: list[str]
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(host, "fits", lambda *about: bool(asked.append(about)))
+    answer(capsys, *pair, "--max-tokens", "4")
+    assert asked
+    monkeypatch.setattr(host, "fits", lambda *about: pytest.fail("nobody wants native operators"))
+    assert answer(capsys, *pair, "--max-tokens", "4", "--ops", "reference")["token_ids"]
+    monkeypatch.setenv("SWIFTSPEC_OPS", "reference")
+    assert answer(capsys, *pair, "--max-tokens", "4")["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "smc", "verify_batch": 4}, "--verify-batch shapes a draft tree, which mode smc has not"),
+        ({"mode": "smc", "proposal": "top"}, "--proposal shapes a draft tree"),
+        ({"particles": 4}, "--particles shapes a population, which mode serial has not"),
+        ({"mode": "ar", "power": 2.0}, "--power shapes a population, which mode ar has not"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_mode_does_not_use(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load(given).make_plan(has_draft=True)
+
+
+def test_settings_make_the_plan() -> None:
+    plan = load({"mode": "smc", "particles": 7, "power": 1.5, "smc_exact": 1}).make_plan(has_draft=True)
+    assert plan.mode == "smc" and plan.population == PopulationConfig(7, power=1.5, smc_exact=1)
+    assert load({"mode": "smc"}).make_plan(has_draft=True, ranks=2).target_tp == 2
+    with pytest.raises(UserError, match="needs a draft model"):
+        load({"mode": "smc"}).make_plan(has_draft=False)
+    with pytest.raises(UsageError, match=r"--smc-exact must lie in 0\.\.2"):
+        load({"mode": "smc", "smc_draft_tokens": 2, "smc_exact": 3})
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--temperature", "0"], 1, "temperature 0 leaves nothing to sample"),
+        (["--frequency-penalty", "1"], 1, "mode smc knows no penalties"),
+        (["--particles", "900", "--smc-draft-tokens", "40"], 1, "at most 399 particles do"),
+        (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "mode smc knows no guidance"),
+        (["--guide-draft"], 2, "--guide-draft shapes a draft tree"),
+        (["--draft-leaves", "2"], 2, "--draft-leaves shapes a draft tree"),
+    ],
+    ids=str,
+)
+def test_calls_that_make_no_sense(
+    capsys: pytest.CaptureFixture[str], pair: list[str], flags: list[str], code: int, message: str
+) -> None:
+    assert main([*pair, "--mode", "smc", "--json", *flags]) == code
+    told = capsys.readouterr()
+    assert not told.out and told.err.startswith("swiftspec: error: ") and told.err.count("\n") == 1
+    assert message in told.err

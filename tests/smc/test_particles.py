@@ -1,0 +1,212 @@
+"""The books of a population: genealogy, slots and KV, with each slot's KV replaced by a number that spells its path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftspec.backends import reference
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.smc import weights
+from swiftspec.smc.particles import DEAD, LIVE, SHARED, Particles
+
+N, K, VOCAB, STOP, LIMIT, SLOTS = 3, 2, 4, 3, 24, 48
+PROMPT = [1, 2, 1]
+POISON = -7.0
+
+
+def spell(tokens: list[int]) -> float:
+    """A number for a path: no two paths of these lengths have the same."""
+    return float(sum((token + 1) * (VOCAB + 1) ** place for place, token in enumerate(tokens)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row should be: its nodes (each a token once sampled) and whether it goes on."""
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finished: bool = False
+    weight: float = 0.0
+
+
+class Population(RuleBasedStateMachine):
+    """Fan-out, extend, resample, finish, promote and free, in any order, against a model in plain Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = KVCache(1, 1, 1, 80, reference.mover, dtype=torch.float64)
+        self.particles = Particles(N, K, SLOTS, LIMIT)
+        self.bytes_moved = 0
+        self.fan_out()
+
+    def fan_out(self) -> None:
+        self.cache.truncate(0)
+        self.poison()
+        first = self.cache.append_prefix(len(PROMPT) - 1)
+        for place in range(first, len(PROMPT) - 1):
+            self.kv[place] = spell(PROMPT[: place + 1])
+        self.cache.append_tree(1)
+        before = self.kv.clone()
+        self.particles.fan_out(PROMPT[-1], len(PROMPT) - 1, LIMIT)
+        assert torch.equal(before, self.kv)
+        self.rows: list[Row] = [Row((0,), ())] * N
+        self.path = {0: list(PROMPT)}  # node -> all tokens up to it
+        self.place = {0: 0}  # node -> tree slot; those promoted are negative
+        self.written: set[int] = set()  # nodes with KV
+
+    @property
+    def kv(self) -> torch.Tensor:
+        return self.cache.k[0, 0, 0, :, 0]
+
+    def poison(self) -> None:
+        self.kv[self.cache.kv_len()[0] :] = POISON
+
+    def tail(self, row: Row) -> tuple[int, int]:
+        return row.nodes[-2:][0], row.nodes[-1]  # at the fan-out both are the prompt's last token
+
+    @rule()
+    def start_over(self) -> None:
+        self.fan_out()
+
+    @precondition(lambda self: self.cache.tree_len + N * (K + 1) <= SLOTS)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        token = st.integers(0, VOCAB - 1) if data.draw(st.booleans()) else st.integers(0, STOP - 1)
+        drafts = data.draw(st.lists(st.lists(token, min_size=K, max_size=K), min_size=N, max_size=N))
+        kept = data.draw(st.lists(st.integers(0, K), min_size=N, max_size=N))
+        extra = data.draw(st.lists(token, min_size=N, max_size=N))
+        p, base, start = self.particles, self.cache.append_tree(N * (K + 1)), self.cache.prefix_len[0]
+        slots = p.new_slots()
+        assert slots.tolist() == [[base + j * N + i for j in range(K + 1)] for i in range(N)]
+        for i, row in enumerate(self.rows):  # the round writes the tails' KV and the drafts'
+            if not row.finished:
+                assert p.tail_slots[i].tolist() == [self.place[node] for node in self.tail(row)]
+                assert p.tail_tokens[i].tolist() == [self.path[node][-1] for node in self.tail(row)]
+                assert p.tail_positions[i].tolist() == [len(self.path[node]) - 1 for node in self.tail(row)]
+                for node in self.tail(row):
+                    self.kv[start + self.place[node]] = spell(self.path[node])
+                    self.written.add(node)
+            for j in range(K):
+                self.kv[start + base + j * N + i] = spell([*self.path[row.nodes[-1]], *drafts[i][: j + 1]])
+        stops = torch.zeros(VOCAB, dtype=torch.bool)
+        stops[STOP] = True
+        terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
+        log_terms = torch.tensor(terms, dtype=torch.float64)
+        p.take(torch.tensor(drafts), torch.tensor(kept), torch.tensor(extra), log_terms, stops, SLOTS)
+        for i, row in enumerate(self.rows):
+            if not row.finished:
+                new = [*drafts[i][: kept[i]], extra[i]]
+                self.rows[i] = self.longer(row, new, [base + j * N + i for j in (*range(kept[i]), K)], terms[i])
+
+    def longer(self, row: Row, new: list[int], slots: list[int], terms: list[float]) -> Row:
+        nodes, tokens, weight = list(row.nodes), list(row.tokens), row.weight
+        for j, token in enumerate(new):
+            node = len(self.path)
+            self.path[node], self.place[node] = [*self.path[nodes[-1]], token], slots[j]
+            if j < len(new) - 1:
+                self.written.add(node)
+            nodes.append(node)
+            tokens.append(token)
+            weight += terms[j]
+            if token == STOP or len(tokens) == LIMIT:
+                return Row(tuple(nodes), tuple(tokens), True, weight)
+        return Row(tuple(nodes), tuple(tokens), False, weight)
+
+    @rule(
+        values=st.lists(st.floats(-6, 6), min_size=N, max_size=N), uniform=st.floats(0.01, 0.99), always=st.booleans()
+    )
+    def resample(self, values: list[float], uniform: float, always: bool) -> None:
+        p, before = self.particles, self.cache.k.clone()
+        p.log_weights.copy_(torch.tensor(values, dtype=torch.float64))
+        rows = [replace(row, weight=value) for row, value in zip(self.rows, values, strict=True)]
+        threshold = 1.0 if always else 0.5
+        u = torch.tensor(uniform, dtype=torch.float64)
+        shares = p.log_weights.softmax(0)
+        poor = float(weights.effective(shares)) < threshold * N
+        source = weights.systematic(shares, u).tolist()
+        evidence = float(p.evidence())
+        p.resample(threshold, u, SLOTS)
+        self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows
+        assert abs(float(p.evidence()) - evidence) < 1e-9, "resampling changes no estimate"
+        assert torch.equal(self.cache.k, before), "resampling moves no KV"
+
+    @rule()
+    def promote_and_free(self) -> None:
+        p = self.particles
+        state = p.columns(SLOTS)[: self.cache.tree_len].tolist()
+        live = [row for row in self.rows if not row.finished]
+        path = [slot for slot, kind in enumerate(state) if kind == SHARED]
+        keep = [slot for slot, kind in enumerate(state) if kind == LIVE]
+        assert len(path) + len(keep) + state.count(DEAD) == self.cache.tree_len
+        tails = {self.place[node] for row in live for node in self.tail(row)}
+        assert not tails & set(path), "what is not written yet stays"
+        self.cache.commit(path, keep)
+        p.compact(path, keep)
+        self.poison()
+        moved = {old: new for new, old in enumerate(keep)} | dict.fromkeys(path, -1)
+        nodes = {node for row in live for node in row.nodes}
+        self.place = {node: moved[slot] if slot >= 0 else -1 for node, slot in self.place.items() if node in nodes}
+
+    @invariant()
+    def books_balance(self) -> None:
+        p, start = self.particles, self.cache.prefix_len[0]
+        counts = [0] * SLOTS
+        hands: dict[int, int] = {}
+        table = p.block_table(SLOTS).tolist()
+        for i, row in enumerate(self.rows):
+            length = int(p.length[i])
+            assert p.tokens[i, :length].tolist() == list(row.tokens)
+            assert bool(p.finished[i]) == row.finished and abs(float(p.log_weights[i]) - row.weight) < 1e-9
+            assert bool(p.stopped[i]) == (row.tokens[-1:] == (STOP,))
+            mine = [] if row.finished else [node for node in row.nodes if self.place[node] >= 0]
+            slots = [self.place[node] for node in mine]
+            assert p.mask[i].nonzero().flatten().tolist() == slots == sorted(slots)
+            assert table[i] == slots + [-1] * (SLOTS - len(slots))
+            for node, slot in zip(mine, slots, strict=True):
+                counts[slot] += 1
+                assert hands.setdefault(slot, node) == node, "a slot in two hands"
+                if node in self.written:
+                    assert float(self.kv[start + slot]) == spell(self.path[node])
+            if not row.finished:  # and the promoted ones are the prefix
+                whole = self.path[row.nodes[-1]]
+                assert [float(x) for x in self.kv[:start]] == [spell(whole[: at + 1]) for at in range(start)]
+        assert p.ref_counts(SLOTS).tolist() == counts
+
+    def teardown(self) -> None:
+        """When all have finished, all slots are free."""
+        stops = torch.ones(VOCAB, dtype=torch.bool)
+        self.promote_and_free()
+        if self.cache.tree_len + N * (K + 1) <= SLOTS:
+            self.cache.append_tree(N * (K + 1))
+            zeros = torch.zeros(N, dtype=torch.int64)
+            terms = torch.zeros(N, K + 1, dtype=torch.float64)
+            self.particles.take(torch.zeros(N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
+            assert (self.particles.columns(SLOTS) == DEAD).all()
+
+
+Population.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestPopulation = Population.TestCase
+
+
+def test_the_common_prefix_counts_finished_rows_too() -> None:
+    p = Particles(2, 1, 16, 8)
+    p.fan_out(0, 0, 8)
+    stops = torch.tensor([False, False, True])
+    terms = torch.zeros(2, 2, dtype=torch.float64)
+    whole = torch.tensor([1, 1])
+    p.take(torch.tensor([[1], [1]]), whole, torch.tensor([0, 2]), terms, stops, 16)
+    assert int(p.common()) == 1 and p.finished.tolist() == [False, True]
+    p.take(torch.tensor([[1], [1]]), whole, torch.tensor([1, 1]), terms, stops, 16)
+    assert p.length.tolist() == [4, 2] and int(p.common()) == 1
+
+
+def test_the_pick_follows_the_weights() -> None:
+    p = Particles(3, 1, 16, 8)
+    p.log_weights.copy_(torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log())
+    picks = [int(p.pick(torch.tensor((i + 0.5) / 1000, dtype=torch.float64))) for i in range(1000)]
+    assert [picks.count(row) for row in range(3)] == [200, 500, 300]

@@ -1,0 +1,293 @@
+"""The worker: nothing of the host in a round, the same answer however the slots are kept, real models, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swiftspec.backends import reference
+from swiftspec.decode import decode_smc
+from swiftspec.engine import LLM
+from swiftspec.errors import UserError
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
+from swiftspec.smc.population import SMC, region
+from tests.support.histories import HistoryModel, make_worker
+from tests.support.histories import run as decode
+from tests.support.tiny import make_checkpoint
+
+WARM = SamplingParams(temperature=0.8, seed=5)
+PLANS = [
+    PopulationConfig(4, 3),
+    PopulationConfig(4, 3, 1.0, 2.0),
+    PopulationConfig(4, 3, 0.5, 2.0, 2),
+    PopulationConfig(1, 1, 0.5, 1.0, 1),
+]
+FILTERS: list[dict[str, Any]] = [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
+
+
+class Shapes(TorchDispatchMode):
+    """Notes every operator and the shapes it gives; refuses those that read a value or whose shape depends on one."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.partition(".")[0]
+        assert not name.startswith(self.READS), f"{name} waits for the device"
+        if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+            assert all(index is None or index.dtype != torch.bool for index in args[1]), "boolean indexing"
+        out = func(*args, **(kwargs or {}))
+        self.seen += [(name, tuple(t.shape)) for t in (out if isinstance(out, tuple | list) else (out,))]
+        return out
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters: dict[str, Any]) -> None:
+    """Other tokens, weights, resamplings and finished rows: the same operators on the same shapes."""
+    shapes = []
+    worker = make_worker(HistoryModel(6, 1), HistoryModel(6, 2), plan)
+    for seed, stops in ((1, set()), (2, {0}), (3, {0, 1, 2}), (4, set(range(6)))):
+        worker.open([1, 2], replace(WARM, seed=seed, **filters), stops, 12)
+        for _ in range(2):
+            for runner in (worker.target, worker.draft):
+                runner.cache.append_tree(plan.slots)
+            with Shapes() as mode:
+                worker.round(48)
+            shapes.append(mode.seen)
+    assert all(seen == shapes[0] for seen in shapes) and len(shapes[0]) > 100
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters: dict[str, Any]) -> None:
+    """On meta tensors `.tolist()`, `.item()` and `if tensor:` raise."""
+    worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
+    worker.open([1, 2], replace(WARM, **filters), (), 12)
+    head = worker.round(48)
+    assert head.shape == (2 + 16 + plan.smc_draft_tokens + 1,)
+    with pytest.raises(RuntimeError):
+        head.tolist()
+
+
+def test_the_guards_see_what_they_forbid() -> None:
+    x = torch.arange(3)
+    reads = (lambda: x.sum().item(), lambda: x[x > 1], lambda: bool(x.any()), lambda: x.nonzero())
+    for read in (*reads, lambda: torch.where(x > 1)[0]):
+        with pytest.raises(AssertionError), Shapes():
+            read()
+
+
+@pytest.mark.parametrize(("exact", "filters"), [(0, {}), (2, {}), (0, FILTERS[1])], ids=str)
+def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
+    """A region with room for few rounds is compacted again and again; the tokens are those of a roomy one."""
+    plan, target, draft = PopulationConfig(3, 3, 0.7, 1.0, exact), HistoryModel(3, 1), HistoryModel(3, 2)
+    roomy = make_worker(target, draft, plan, longest=20, slots=400)
+    tight = make_worker(target, draft, plan, longest=20, slots=75)
+    late = make_worker(target, draft, plan, longest=20, slots=90, lag=1)
+    compactions = 0
+    for seed in range(12):
+        sampling = replace(WARM, seed=seed, **filters)
+        for worker in (roomy, tight, late):
+            decode(worker, [0, 1, 2], sampling, {1} if seed % 2 else set(), 16)
+        want, answer = roomy.finish(), tight.finish()
+        assert not (want.full or answer.full or late.finish().full)
+        assert answer.tokens == want.tokens == late.finish().tokens
+        assert answer.log_z == pytest.approx(want.log_z)
+        compactions += answer.compactions + late.finish().compactions
+        assert torch.equal(tight.particles.tokens[:, : len(want.tokens)], roomy.particles.tokens[:, : len(want.tokens)])
+    assert compactions > 8
+
+
+def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
+    worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(3, 1, 1.0))
+    early = 0
+    for seed in range(16):
+        worker.open([0, 1], replace(WARM, seed=seed), {1}, 14)
+        told: list[int] = []
+        for round_ in decode_smc(worker):
+            if worker.answer is None:
+                told += round_.tokens
+                rows, lengths = worker.particles.tokens.tolist(), worker.particles.length.tolist()
+                assert all(row[: len(told)] == told and len(told) <= n for row, n in zip(rows, lengths, strict=True))
+                early += len(round_.tokens)
+            else:
+                assert told + list(round_.tokens) == worker.answer.tokens
+    assert early > 8
+
+
+def test_particles_that_never_meet_fill_the_cache_and_end_the_request() -> None:
+    model = HistoryModel(5, 1)
+    worker = make_worker(model, model, PopulationConfig(4, 2), longest=16, slots=70)
+    decode(worker, [0, 1], replace(WARM, temperature=1.0), set(), 16)
+    answer = worker.finish()
+    assert answer.full and answer.resample_rate == 0 and not answer.stopped
+    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.target.cache.tree_len <= 70
+
+
+def test_rows_go_in_chunks() -> None:
+    plan = PopulationConfig(96, 3)
+    target = HistoryModel(3, 1)
+    whole = make_worker(target, HistoryModel(3, 2), plan, slots=2000)
+    decode(whole, [0, 1], WARM, set(), 8)
+    assert 96 * 4 > PREFILL_CHUNK == max(target.forwards) and sum(target.forwards) == 1 + 2 * 96 * 4
+
+
+# Real models.
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, draft = (tmp_path_factory.mktemp(name) for name in ("target", "draft"))
+    make_checkpoint(target, vocab=40, dtype=torch.float64, seed=3, max_position_embeddings=2048)
+    make_checkpoint(draft, vocab=40, layers=1, dtype=torch.float64, seed=4, max_position_embeddings=2048)
+    return target, draft
+
+
+def llm(pair: tuple[Path, Path], **population: Any) -> LLM:
+    return LLM(*pair, EngineConfig("smc", population=PopulationConfig(**population)), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("exact", [0, 2])
+def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact: int) -> None:
+    runners, oracles = [], []
+    for path in pair:
+        model = load_model(path, dtype=torch.float64, ops=reference, max_positions=400)
+        runners.append(Runner(model, reference, context=64, tree_slots=128))
+        oracles.append(Runner(model, reference, context=64, tree_slots=128))
+    worker = SMC(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), 40, longest=40)
+    worker.open(PROMPT, replace(WARM, temperature=0.5, seed=9), {7}, 30)
+    checked = 0
+    while worker.launch():
+        worker.collect()
+        p = worker.particles
+        for row in range(p.count):
+            slots = p.mask[row].nonzero().flatten().tolist()
+            if not slots:
+                continue
+            prefix = worker.target.cache.prefix_len[0]
+            tokens = [*PROMPT, *p.tokens[row, : int(p.length[row])].tolist()]
+            assert prefix + len(slots) == len(tokens)
+            for runner, oracle, lacking in zip(runners, oracles, (1, 2), strict=True):
+                oracle.reset()
+                oracle.prefill(tokens)
+                places = torch.tensor([*range(prefix), *(prefix + slot for slot in slots)])[: len(tokens) - lacking]
+                for mine, true in ((runner.cache.k, oracle.cache.k), (runner.cache.v, oracle.cache.v)):
+                    got, want = mine[:, 0, :, places], true[:, 0, :, : len(places)]
+                    torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
+                checked += len(places)
+    assert worker.compactions > 0 and checked > 500
+
+
+def test_a_draft_equal_to_its_target_keeps_the_weights_flat(pair: tuple[Path, Path]) -> None:
+    stats = (
+        llm((pair[0], pair[0]), particles=6, smc_draft_tokens=3, ess_threshold=0.9)
+        .generate(PROMPT, SamplingParams(temperature=0.7, max_tokens=24, ignore_eos=True))
+        .stats
+    )
+    assert stats.population is not None and stats.tokens == 24 and stats.rounds == 6
+    assert stats.population.ess_mean == pytest.approx(6) and stats.population.resample_rate == 0
+    assert stats.population.log_z == pytest.approx(0, abs=1e-9)
+
+
+def test_requests_end_as_others_do(pair: tuple[Path, Path]) -> None:
+    engine = llm(pair, particles=3, smc_draft_tokens=3)
+    for budget in (1, 2, 5, 30):
+        answer = engine.generate(PROMPT, SamplingParams(temperature=0.7, max_tokens=budget, ignore_eos=True))
+        assert len(answer.token_ids) == budget and answer.finish_reason == "length"
+    stops = tuple(range(0, 40, 4))
+    stopped = engine.generate(PROMPT, SamplingParams(temperature=0.7, stop_token_ids=stops, ignore_eos=True))
+    assert stopped.finish_reason == "stop"
+    assert [token in stops for token in stopped.token_ids] == [False] * (len(stopped.token_ids) - 1) + [True]
+    again = engine.generate(PROMPT, SamplingParams(temperature=0.7, max_tokens=30, ignore_eos=True))
+    assert again.token_ids == answer.token_ids, "the seed decides"
+    for prompt in ([7], [7] * 300):
+        answer = engine.generate(prompt, SamplingParams(temperature=0.7, max_tokens=9, ignore_eos=True))
+        assert len(answer.token_ids) == 9
+
+
+def test_a_stream_closed_midway_leaves_no_trace(pair: tuple[Path, Path]) -> None:
+    engine, sampling = llm(pair, particles=3), SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True)
+    want = engine.generate(PROMPT, sampling).token_ids
+    stream = engine.stream([9, 9, 9], sampling)
+    next(stream)
+    stream.close()
+    assert engine.stats.population is not None and engine.generate(PROMPT, sampling).token_ids == want
+
+
+def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
+    """64 particles over 1,000 tokens: slots grow by new tokens only, and fan-out and resampling move none."""
+    engine = llm(pair, particles=64, smc_draft_tokens=3)
+    smc = engine.smc
+    assert isinstance(smc, SMC)
+    moves: list[int] = []
+    cache = smc.target.cache
+    move = cache._move
+    assert move is not None
+    cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
+    smc.open([i % 40 for i in range(1000)], WARM, (), 24)
+    assert cache.kv_len() == [1000] and not moves
+    rounds = []
+    while smc.launch():
+        smc.collect()
+        rounds.append((cache.kv_len()[0] - 1000, sum(moves)))
+    assert all(grown <= 64 * 4 * (i + 1) for i, (grown, _) in enumerate(rounds))
+    assert int(smc.particles.resampled) > smc.compactions and sum(moves) == smc.moved_slots
+    assert rounds[-1][0] < 64 * 24, "lineages coalesce"
+    assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"particles": 0}, "particles must lie in 1..1024"),
+        ({"smc_draft_tokens": 65}, "smc_draft_tokens must lie in 1..64"),
+        ({"ess_threshold": 1.1}, "ess_threshold must lie in 0..1"),
+        ({"ess_threshold": float("nan")}, "ess_threshold"),
+        ({"power": 0.0}, "power must lie above 0"),
+        ({"smc_exact": 5}, "smc_exact must lie in 0..4"),
+    ],
+)
+def test_populations_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        PopulationConfig(**values)
+
+
+def test_a_population_runs_on_one_group() -> None:
+    assert (EngineConfig("smc").ranks, EngineConfig("smc").draft_tp) == (1, 1)
+    assert (EngineConfig("smc", target_tp=3).ranks, EngineConfig("smc", target_tp=3).draft_tp) == (3, 3)
+    with pytest.raises(UserError, match="draft_tp must be 3 in mode smc, not 1"):
+        EngineConfig("smc", target_tp=3, draft_tp=1)
+
+
+def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
+    with pytest.raises(UserError, match="at most 252 particles do"):
+        region(PopulationConfig(1024, 64), 512)
+    assert region(PopulationConfig(252, 64), 512) <= 32768
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (SamplingParams(temperature=0), "temperature 0 leaves nothing to sample"),
+        (SamplingParams(repetition_penalty=1.1), "no penalties"),
+        (SamplingParams(presence_penalty=0.5), "no penalties"),
+    ],
+)
+def test_sampling_that_a_population_cannot_follow(
+    pair: tuple[Path, Path], sampling: SamplingParams, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        llm(pair).generate(PROMPT, sampling)

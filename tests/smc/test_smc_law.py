@@ -1,0 +1,194 @@
+"""The law of a population, proved by enumeration: every text of a small vocabulary, with models that remember all.
+
+For every text, the estimate of Z times the text's share of the weight is unbiased for p(text)^alpha, at any N. That is
+what is tested most, since it is exact; the share alone is off by about 1 / N.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.smc.streams import Purpose, Streams
+from tests.support.histories import (
+    HistoryModel,
+    Law,
+    distance,
+    global_power,
+    local_power,
+    make_worker,
+    normalised,
+    population,
+)
+from tests.support.histories import run as decode
+
+PROMPT, STOPS = [0, 1], {2}
+
+
+@dataclass
+class Found:
+    """What came of many runs, a seed each."""
+
+    target: HistoryModel
+    laws: list[Law]  # of each run: Z's estimate times the weighted population
+    effective: float = 0.0  # ESS / N, mean
+    resampled: float = 0.0  # share of the rounds
+
+    def unbiased(self) -> Law:
+        return mean(self.laws)
+
+    def shares(self) -> Law:
+        """The weighted population alone."""
+        return mean([normalised(law) for law in self.laws])
+
+
+def mean(laws: list[Law]) -> Law:
+    out: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for law in laws:
+        for text, mass in law.items():
+            out[text] += mass / len(laws)
+    return dict(out)
+
+
+def sample(
+    plan: PopulationConfig,
+    sampling: SamplingParams,
+    runs: int,
+    *,
+    vocab: int = 3,
+    limit: int = 4,
+    same: bool = False,
+    sharpness: float = 0.6,
+) -> Found:
+    """The draft is flatter than the target: else rare texts of great weight would want many more runs."""
+    target = HistoryModel(vocab, 1)
+    found = Found(target, [])
+    worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots)
+    for seed in range(runs):
+        decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
+        answer = worker.finish()
+        assert not answer.full
+        found.laws.append(population(worker))
+        found.effective += answer.ess_mean / plan.particles / runs
+        found.resampled += answer.resample_rate / runs
+    return found
+
+
+def check_unbiased(found: Found, exact: Law) -> None:
+    """Z, each text with a share of at least 3 %, and the others together: within 4 standard errors."""
+    whole, runs = sum(exact.values()), len(found.laws)
+    assert all(set(law) <= set(exact) for law in found.laws)
+    groups = [{text} for text, mass in exact.items() if mass >= 0.03 * whole]
+    groups += [set(exact) - set().union(*groups), set(exact)]
+    for group in groups:
+        seen = torch.tensor([sum(law.get(text, 0.0) for text in group) for law in found.laws])
+        error = float(seen.std()) / runs**0.5
+        assert abs(float(seen.mean()) - sum(exact[text] for text in group)) < 4 * error + 1e-6 * whole, group
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_population_follows_the_global_power_target(power: float, temperature: float, steps: int) -> None:
+    runs, sampling = 200, SamplingParams(temperature=temperature)
+    found = sample(PopulationConfig(16, steps, 0.95, power), sampling, runs)
+    exact = global_power(found.target, PROMPT, sampling, power, STOPS, 4)
+    check_unbiased(found, exact)
+    assert 0 < found.resampled < 1
+    assert distance(normalised(found.unbiased()), normalised(exact)) < 0.06
+    if power != 1:
+        local = local_power(found.target, PROMPT, sampling, power, STOPS, 4)
+        apart = distance(local, normalised(exact))
+        assert apart > 0.1 and distance(normalised(found.unbiased()), local) > apart / 2
+
+
+def test_five_tokens_and_longer_texts() -> None:
+    runs, sampling = 60, SamplingParams(temperature=1.0)
+    found = sample(PopulationConfig(64, 2, 0.5, 2.0), sampling, runs, vocab=5, limit=5)
+    check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5))
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
+    runs, sampling = 250, SamplingParams(temperature=0.7)
+    found = sample(PopulationConfig(8, 1, threshold, 2.0), sampling, runs)
+    assert found.resampled == pytest.approx(threshold, abs=0.02), "flat weights, now and then, need none"
+    check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.7}, {"min_p": 0.5}], ids=str)
+def test_filters_shape_the_target_and_no_weight_is_lost(filters: dict[str, float]) -> None:
+    runs, sampling = 250, SamplingParams(temperature=0.7, **filters)  # pyright: ignore[reportArgumentType]
+    found = sample(PopulationConfig(8, 2, 0.5, 2.0), sampling, runs)
+    exact = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4)
+    assert len(exact) < 31, "something is filtered"
+    check_unbiased(found, exact)
+
+
+@pytest.mark.parametrize(("exact", "power"), [(1, 1.0), (1, 2.0), (3, 2.0)])
+def test_mixed_mode_is_right(exact: int, power: float) -> None:
+    runs, sampling = 200, SamplingParams(temperature=0.7)
+    found = sample(PopulationConfig(8, 3, 0.5, power, exact), sampling, runs, limit=5)
+    check_unbiased(found, global_power(found.target, PROMPT, sampling, power, STOPS, 5))
+
+
+def test_all_tokens_verified_is_exact_with_one_particle() -> None:
+    runs, sampling = 400, SamplingParams(temperature=1.0)
+    found = sample(PopulationConfig(1, 2, 0.5, 1.0, 2), sampling, runs)
+    exact = global_power(found.target, PROMPT, sampling, 1.0, STOPS, 4)
+    check_unbiased(found, exact)
+    assert distance(found.shares(), exact) < 0.1
+    plain = sample(PopulationConfig(1, 2), sampling, runs)
+    assert distance(plain.shares(), exact) > 0.15, "without verification one particle follows the draft"
+
+
+@pytest.mark.parametrize("exact", [0, 2])
+def test_a_draft_that_is_right_leaves_the_weights_flat(exact: int) -> None:
+    found = sample(PopulationConfig(6, 2, 0.9, 1.0, exact), SamplingParams(temperature=0.7), 40, same=True)
+    assert found.effective == pytest.approx(1) and found.resampled == 0
+    assert sum(found.unbiased().values()) == pytest.approx(1)
+
+
+def test_one_particle_is_draft_then_bonus() -> None:
+    target, draft, sampling = HistoryModel(5, 3), HistoryModel(5, 4), SamplingParams(temperature=0.7, seed=11)
+    worker = make_worker(target, draft, PopulationConfig(1, 1))
+    decode(worker, PROMPT, sampling, set(), 9)
+    noise, text, log_weight = Streams(11, 1, 5, "cpu"), list(PROMPT), 0.0
+    while len(text) < len(PROMPT) + 9:
+        at = torch.tensor([len(text)])
+        q = draft.after(text) / 0.7
+        token = int((q + noise.gumbel(Purpose.DRAFT, at, torch.float64)[0, 0]).argmax())
+        log_weight += float((target.after(text) / 0.7).log_softmax(-1)[token] - q.log_softmax(-1)[token])
+        text.append(token)
+        p = target.after(text) / 0.7
+        text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)[0, 0]).argmax()))
+    assert worker.finish().tokens == text[len(PROMPT) : len(PROMPT) + 9]
+    assert worker.finish().log_z == pytest.approx(log_weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_more_particles_come_closer(power: float, temperature: float) -> None:
+    """The share of the weight alone, whose distance holds the noise of 500 runs too: 0.01 to 0.03 at N = 16."""
+    sampling, apart = SamplingParams(temperature=temperature), []
+    for particles in (2, 16):
+        found = sample(PopulationConfig(particles, 1, 0.5, power), sampling, 500, sharpness=1.5)
+        exact = normalised(global_power(found.target, PROMPT, sampling, power, STOPS, 4))
+        apart.append(distance(found.shares(), exact))
+    assert apart[0] > 3 * apart[1] and apart[1] < 0.1
+
+
+@pytest.mark.slow
+def test_the_bias_falls_as_one_over_n() -> None:
+    """The share of the weight alone; docs/log.md has more figures. Four times the particles, about a quarter."""
+    sampling, apart = SamplingParams(temperature=0.7), []
+    for particles, runs in ((4, 600), (16, 500)):
+        found = sample(PopulationConfig(particles, 1, 0.5, 2.0), sampling, runs, sharpness=1.5)
+        exact = normalised(global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
+        apart.append(distance(found.shares(), exact))
+    assert 2.5 < apart[0] / apart[1] < 6 and apart[1] < 0.1

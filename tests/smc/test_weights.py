@@ -1,0 +1,115 @@
+"""The arithmetic of a population: its noise, its weights, its resampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swiftspec.backends.reference.noise import gumbel, noise_bits, row_key
+from swiftspec.smc import weights
+from swiftspec.smc.streams import Purpose, Streams, stream_of
+
+POWERS = [0.5, 1.0, 2.0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
+def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
+    streams = Streams(seed, 3, 17, "cpu")
+    for purpose in (Purpose.DRAFT, Purpose.EXTRA):
+        rows = streams.gumbel(purpose, torch.tensor([clock]), torch.float64)[0]
+        for particle in range(3):
+            want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], range(17)), torch.float64)
+            assert torch.equal(rows[particle : particle + 1], want)
+    bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)]
+    assert streams.coins(torch.tensor([clock]))[:, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
+
+
+def test_no_two_particles_or_purposes_share_noise() -> None:
+    """At one tick every stream has a key of its own: the hash is a bijection."""
+    keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in Purpose}
+    assert len(keys) == 64 * len(Purpose) and row_key(7, 0, 99) not in keys
+    streams = Streams(7, 1, 5, "cpu")
+    tick = torch.tensor(4)
+    drawn = {float(streams.resampling(torch.tensor(0))), float(streams.pick()), float(streams.coins(tick[None]))}
+    assert len(drawn) == 3 and all(0 < u < 1 for u in drawn)
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_the_terms_are_what_the_law_says(power: float) -> None:
+    logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    p = logits.softmax(-1)
+    whole, tokens = logits.logsumexp(-1), torch.tensor([0, 5, 2, 2])
+    torch.testing.assert_close(weights.log_prob(logits, whole, tokens), p[torch.arange(4), tokens].log())
+    torch.testing.assert_close(weights.log_normaliser(logits, whole, power), (p**power).sum(-1).log())
+
+
+@pytest.mark.parametrize("power", POWERS)
+def test_rejection_gives_the_power_target_whatever_the_draft(power: float) -> None:
+    """Summed, not sampled: q(x) min(1, b/q) + (what is rejected) x residual = b."""
+    noise = torch.Generator().manual_seed(2)
+    target, draft = (2 * torch.randn(5, 7, generator=noise, dtype=torch.float64) for _ in range(2))
+    b, q = (power * target).softmax(-1), draft.softmax(-1)
+    fine = (torch.arange(20000, dtype=torch.float64) + 0.5) / 20000
+    accepted = torch.empty_like(b)
+    for token in range(7):
+        asked = torch.full((5, len(fine)), token)
+        p, d = (logits[:, None].expand(-1, len(fine), -1) for logits in (target, draft))
+        accepted[:, token] = weights.accept(p, d, asked, fine.expand(5, -1), power).double().mean(1)
+    rejected = (q * (1 - accepted)).sum(-1, keepdim=True)
+    law = q * accepted + rejected * weights.residual(target, draft, power).softmax(-1)
+    torch.testing.assert_close(law, b, atol=2e-4, rtol=0)
+
+
+def test_a_residual_that_is_empty_is_the_target() -> None:
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    torch.testing.assert_close(weights.residual(logits, logits, 1.0).softmax(-1), logits.softmax(-1))
+
+
+def test_mass_inside_the_filters() -> None:
+    draft = torch.tensor([0.5, 0.3, 0.2]).log()
+    target = torch.tensor([0.0, -math.inf, 1.0])
+    assert float(weights.inside(target, draft)) == pytest.approx(math.log(0.7))
+
+
+def test_effective_sample_size() -> None:
+    for shares, want in (([1 / 8] * 8, 8), ([1, 0, 0], 1), ([0.5, 0.25, 0.25], 1 / (0.25 + 2 / 16))):
+        assert float(weights.effective(torch.tensor(shares, dtype=torch.float64))) == pytest.approx(want)
+
+
+log_weights = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(values=log_weights)
+def test_resampling_is_unbiased(values: list[float]) -> None:
+    """Averaged over its one random number, on a fine grid: copies of i = N w_i. And never off by one or more."""
+    shares = torch.tensor(values, dtype=torch.float64).softmax(0)
+    want = len(values) * shares
+    copies, grid = torch.zeros(len(values), dtype=torch.float64), 500
+    for step in range(grid):
+        source = weights.systematic(shares, torch.tensor((step + 0.5) / grid, dtype=torch.float64))
+        got = torch.bincount(source, minlength=len(values))
+        assert ((got - want).abs() < 1 + 1e-9).all()
+        copies += got / grid
+    torch.testing.assert_close(copies, want, atol=2 / grid, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=log_weights, uniform=st.floats(0.001, 0.999))
+def test_survivors_keep_their_rows(values: list[float], uniform: float) -> None:
+    shares = torch.tensor(values, dtype=torch.float64).softmax(0)
+    source = weights.systematic(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
+    assert all(source[row] == row for row in source)
+
+
+def test_flat_weights_change_nothing() -> None:
+    for count in (1, 3, 7, 64):
+        flat = torch.full((count,), -3.0, dtype=torch.float64).softmax(0)
+        for uniform in (1e-9, 0.3, 1 - 1e-9):
+            source = weights.systematic(flat, torch.tensor(uniform, dtype=torch.float64))
+            assert source.tolist() == list(range(count))

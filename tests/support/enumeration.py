@@ -1,0 +1,196 @@
+"""Every way that draws can fall, through the drafters that choose what is sent; what comes of a proposal by definition.
+
+Which outcome a proposal has is worked out here in plain Python; tests/tree/test_reject.py proves that the engine's
+verifier does the same, for whole trees.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.control.controller import Controller
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.tree import drawn
+from swiftspec.tree.drawn import Draws
+from tests.support.histories import HistoryModel, Law, distance, filtered
+
+PROMPT = (1, 0)
+
+
+class Choices:
+    """All runs of a program that chooses: each replays the choices so far and takes the next one."""
+
+    def __init__(self) -> None:
+        self._script: list[tuple[int, int]] = []  # option taken, options
+
+    def runs(self) -> Iterator[None]:
+        """Once for every way to choose; `mass` is then the chance of the run under way."""
+        while True:
+            self.mass, self._at = 1.0, 0
+            yield
+            while self._script and self._script[-1][0] + 1 == self._script[-1][1]:
+                self._script.pop()
+            if not self._script:
+                return
+            option, count = self._script[-1]
+            self._script[-1] = (option + 1, count)
+
+    def choose(self, options: Sequence[tuple[Any, float]]) -> Any:
+        """One of these, each with its chance."""
+        options = [option for option in options if option[1] > 0]
+        if self._at == len(self._script):
+            self._script.append((0, len(options)))
+        value, chance = options[self._script[self._at][0]]
+        self._at += 1
+        self.mass *= chance
+        return value
+
+
+def orders(q: Sequence[float], k: int) -> Iterator[tuple[list[int], float]]:
+    """Every way to draw k without replacement, and its chance. What is not drawn follows in order."""
+    support = [i for i, chance in enumerate(q) if chance > 0]
+    for some in itertools.permutations(support, min(k, len(support))):
+        chance, left = 1.0, sum(q)
+        for i in some:
+            chance *= q[i] / left
+            left -= q[i]
+        yield [*some, *(i for i in range(len(q)) if i not in some)], chance
+
+
+def outcomes(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+    """The law of the tokens that a proposal leads to, by the definition of rejection sampling."""
+    out: Law = {}
+
+    def visit(node: int, text: tuple[int, ...], mass: float) -> None:
+        target = list(p(text))
+        children = [i for i, parent in enumerate(proposal.parents) if parent == node]
+        q = [0.0] * len(target)
+        if children:
+            assert proposal.drawn is not None
+            row = sorted(set(proposal.parents[1:])).index(node)
+            for token, chance in zip(proposal.drawn.tokens[row], proposal.drawn.probs[row].tolist()):
+                q[token] += chance
+        for child in children:
+            token, whole = proposal.tokens[child], sum(q)
+            q = [chance / whole for chance in q]
+            passes = min(1.0, target[token] / q[token])
+            visit(child, (*text, token), mass * passes)
+            mass *= 1 - passes
+            if mass <= 0:
+                return
+            left = [max(0.0, a - b) for a, b in zip(target, q)]
+            target = [chance / sum(left) for chance in left]
+            q[token] = 0.0
+        for token, chance in enumerate(target):
+            if chance > 0:
+                out[(*text, token)] = out.get((*text, token), 0.0) + mass * chance
+
+    visit(0, (), 1.0)
+    return out
+
+
+def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[float]]) -> Law:
+    """The same for what SpecSplit does: a coin for every node by itself, and the longest branch that passed."""
+    out: Law = {}
+    texts: list[tuple[int, ...]] = [()]
+    chances, rows = [1.0], sorted(set(proposal.parents[1:]))
+    for above, token in zip(proposal.parents[1:], proposal.tokens[1:], strict=True):
+        assert proposal.drawn is not None
+        row = rows.index(above)
+        q = float(proposal.drawn.probs[row][proposal.drawn.tokens[row] == token].sum())
+        texts.append((*texts[above], token))
+        chances.append(min(1.0, p(texts[above])[token] / q))
+    for coins in itertools.product((False, True), repeat=len(texts) - 1):
+        stands, mass = [True], 1.0
+        for node, passes in enumerate(coins, 1):
+            stands.append(passes and stands[proposal.parents[node]])
+            mass *= chances[node] if passes else 1 - chances[node]
+        text = max(itertools.compress(texts, stands), key=len)
+        for token, chance in enumerate(p(text)):
+            out[(*text, token)] = out.get((*text, token), 0.0) + mass * chance
+    return out
+
+
+def penalised(logits: Tensor, text: Sequence[int], p: SamplingParams) -> Tensor:
+    """Bias and penalties by their definitions."""
+    out = logits.clone()
+    for token in range(len(out)):
+        out[token] += p.logit_bias.get(token, 0.0)
+        if token in (*PROMPT, *text):
+            out[token] = out[token] / p.repetition_penalty if out[token] > 0 else out[token] * p.repetition_penalty
+        count = text.count(token)
+        out[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
+    return out
+
+
+class Pair:
+    """A target and a draft over a few tokens, their laws by history, and a drafter on the draft."""
+
+    def __init__(
+        self, vocab: int, seed: int, plan: EngineConfig, sampling: SamplingParams, sharpness: float = 1.5
+    ) -> None:
+        self.target = HistoryModel(vocab, seed)
+        draft = HistoryModel(vocab, seed + 100, sharpness)
+        self.vocab, self.plan, self.sampling = vocab, plan, sampling
+        slots = plan.draft_leaves * (plan.steps + 1) * (drawn.LIFETIME + 1)
+        runner = Runner(draft, reference, context=24, tree_slots=slots)
+        self.drafter = (AheadDrafter if plan.mode == "async" else LocalDrafter)(runner, plan, vocab)
+        self._laws: dict[tuple[int, ...], list[float]] = {}
+        self.judge = outcomes
+        self.around: Callable[[LocalDrafter], LocalDrafter | Controller] = lambda drafter: drafter
+
+    def law(self, text: tuple[int, ...]) -> list[float]:
+        if text not in self._laws:
+            logits = penalised(self.target.after([*PROMPT, *text]), text, self.sampling)
+            self._laws[text] = filtered(logits, self.sampling).tolist()
+        return self._laws[text]
+
+    def run(self, choices: Choices, rounds: int, tokens: int) -> tuple[int, ...]:
+        """Some rounds, judged by `self.judge`, or fewer where they give so many tokens."""
+        text: tuple[int, ...] = ()
+        drafter = self.around(self.drafter)
+        drafter.open(1, PROMPT, self.sampling, len(PROMPT))
+        for _ in range(rounds):
+            proposal = Proposal.unpack(drafter.propose().pack())
+            told = text
+            new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
+            text = (*text, *new)
+            if len(text) >= tokens:
+                break
+            drafter.grow()
+            drafter.observe(VerifyResult(1, proposal.round, proposal.prefix_len, (0,) * len(new), new))
+        return text
+
+    def enumerate(self, monkeypatch: pytest.MonkeyPatch, rounds: int, tokens: int) -> tuple[float, int]:
+        """How far the law of the first `tokens` tokens is from the target's, and in how many runs it was found."""
+        choices, found, count = Choices(), {}, 0
+
+        def order(draws: Draws, q: Tensor) -> Tensor:
+            return torch.tensor([choices.choose(list(orders(row, self.plan.children))) for row in q.tolist()])
+
+        monkeypatch.setattr(Draws, "_order", order)
+        for _ in choices.runs():
+            count += 1
+            for text, mass in self.completed(self.run(choices, rounds, tokens)[:tokens], tokens):
+                found[text] = found.get(text, 0.0) + mass * choices.mass
+        assert sum(found.values()) == pytest.approx(1)
+        return distance(found, dict(self.completed((), tokens))), count
+
+    def completed(self, text: tuple[int, ...], tokens: int) -> Iterator[tuple[tuple[int, ...], float]]:
+        """The text's ways to go on to so many tokens under the target."""
+        if len(text) == tokens:
+            yield text, 1.0
+            return
+        for token, chance in enumerate(self.law(text)):
+            for longer, mass in self.completed((*text, token), tokens):
+                yield longer, chance * mass

@@ -1,0 +1,164 @@
+"""Models whose next-token law is any function of the whole history, computed through a real KV cache, and exact sums.
+
+A slot's "key" is its token times a power of the base, so what a row sees adds up to a number that spells its history: a
+wrong mask, slot, position or token shows as another number, hence as another law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends import reference
+from swiftspec.model.batch import Batch
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.group import Group
+from swiftspec.model.stack import Fused
+from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.runner import Runner
+from swiftspec.smc.population import SMC
+
+Law = dict[tuple[int, ...], float]  # text -> mass
+
+POISON = 1e6
+CONFIG = ModelConfig.from_dict(
+    {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 2, "num_hidden_layers": 1,
+        "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2, "dtype": "float64",
+    }
+)  # fmt: skip
+
+
+class HistoryModel:
+    """Logits that depend on every token before, `sharpness` times something between -1 and 1."""
+
+    dtype = torch.float64
+    group: Group | None = None
+    fused: Fused | None = None
+    kv_heads = 1
+
+    def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:
+        self.config = replace(CONFIG, vocab_size=vocab)
+        self.device = torch.device(device)
+        self.vocab, self._sharpness = vocab, sharpness
+        drawn = torch.rand(2, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        self._turns, self._phases = (5 + 7 * drawn[0]).to(device), (6.28 * drawn[1]).to(device)
+        self.forwards: list[int] = []
+
+    def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
+        self.forwards.append(len(batch))
+        keys = cache.k[0, 0, 0, :, 0]
+        keys.index_copy_(0, batch.slots, (batch.tokens + 1) * (self.vocab + 1.0) ** batch.positions.double())
+        place = torch.arange(cache.capacity, device=self.device)
+        width, end = batch.mask.shape[1], batch.kv_len
+        column = (place - end + width).expand(len(batch), -1)
+        window = (column < 0) | batch.mask.gather(1, column.clamp(0, width - 1))
+        window &= place < end
+        return self.logits(torch.where(window, keys, 0).sum(1))
+
+    def logits(self, spelled: Tensor) -> Tensor:
+        return self._sharpness * torch.sin(spelled[:, None].remainder(1009) * self._turns + self._phases)
+
+    def after(self, history: Sequence[int]) -> Tensor:
+        """Logits [V] after a history, computed directly."""
+        spelled = sum((token + 1) * (self.vocab + 1.0) ** place for place, token in enumerate(history))
+        return self.logits(torch.tensor([spelled], dtype=torch.float64))[0]
+
+
+def make_worker(
+    target: HistoryModel,
+    draft: HistoryModel,
+    plan: PopulationConfig,
+    *,
+    longest: int = 16,
+    slots: int = 64,
+    lag: int = 0,
+) -> SMC:
+    runners = [Runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
+    for runner in runners:
+        runner.cache.k.fill_(POISON)
+    return SMC(runners[0], runners[1], plan, target.vocab, longest=longest, lag=lag)
+
+
+def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
+    """All texts that end at a stop token or at the limit."""
+    open_: list[tuple[int, ...]] = [()]
+    while open_:
+        text = open_.pop()
+        for token in range(model.vocab):
+            longer = (*text, token)
+            if token in stops or len(longer) == limit:
+                yield longer
+            else:
+                open_.append(longer)
+
+
+def global_power(
+    model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
+) -> Law:
+    """p(text)^power, not normalised, by enumeration. Texts that the filters forbid are left out."""
+    out: Law = {}
+    for text in texts(model, stops, limit):
+        steps = [filtered(model.after([*prompt, *text[:at]]), sampling)[token] for at, token in enumerate(text)]
+        mass = torch.stack(steps).prod().pow(power).item()
+        if mass > 0:
+            out[text] = mass
+    return out
+
+
+def local_power(
+    model: HistoryModel, prompt: Sequence[int], sampling: SamplingParams, power: float, stops: set[int], limit: int
+) -> Law:
+    """The other law: each step normalised by itself."""
+    out: Law = {}
+    for text in texts(model, stops, limit):
+        steps = [filtered(model.after([*prompt, *text[:at]]), sampling) ** power for at in range(len(text))]
+        out[text] = torch.stack([p[token] / p.sum() for p, token in zip(steps, text, strict=True)]).prod().item()
+    return out
+
+
+def filtered(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The target's distribution [V], by the definitions: temperature, then min-p, top-k, top-p, renormalised each."""
+    p = (logits / sampling.temperature).softmax(-1)
+    p = torch.where(p < sampling.min_p * p.max(), 0, p)
+    ranked = p.argsort(descending=True)
+    if sampling.top_k:
+        p[ranked[sampling.top_k :]] = 0
+    p = p / p.sum()
+    before = p[ranked].cumsum(0) - p[ranked]
+    p[ranked[before >= sampling.top_p]] = 0
+    return p / p.sum()
+
+
+def normalised(law: Law) -> Law:
+    whole = sum(law.values())
+    return {text: mass / whole for text, mass in law.items()}
+
+
+def distance(one: Law, other: Law) -> float:
+    """Total variation."""
+    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
+
+
+def run(worker: SMC, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
+    """To the end."""
+    worker.open(prompt, sampling, stops, limit)
+    while worker.launch():
+        worker.collect()
+    while worker._mail:
+        worker._read()
+
+
+def population(worker: SMC) -> Law:
+    """The weighted population's law over texts, times the estimate of Z."""
+    p = worker.particles
+    shares = p.log_weights.softmax(0) * p.evidence().exp()
+    out: Law = {}
+    for row, length, share in zip(p.tokens.tolist(), p.length.tolist(), shares.tolist(), strict=True):
+        text = tuple(row[:length])
+        out[text] = out.get(text, 0.0) + share
+    return out

@@ -1,0 +1,186 @@
+"""What the ranks of tests/support/ranks.py can be asked to do. Arguments and results are JSON."""
+
+from __future__ import annotations
+
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftspec.assemble import Options
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference
+from swiftspec.control import policy
+from swiftspec.control.policy import Decision, Pace
+from swiftspec.distributed.groups.shm import SharedParallel
+from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.errors import UserError
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
+
+Json = dict[str, Any]
+
+
+def sampling_from(values: Json) -> SamplingParams:
+    """JSON makes strings of a bias' tokens, and lists of tuples."""
+    bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+    negative = tuple(values.get("negative_prompt_ids", ()))
+    return SamplingParams(**{**values, "logit_bias": bias, "negative_prompt_ids": negative})
+
+
+def decode(
+    target: str,
+    draft: str | None,
+    plan: Json,
+    requests: Sequence[tuple[list[int], Json]],
+    dtype: str = "float64",
+    draft_fails_at: int | None = None,
+    engines: int = 1,
+    by_dice: float | None = None,
+    **options: Any,
+) -> list[Json] | None:
+    """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
+    world = join_world()
+    if "population" in plan:
+        plan = plan | {"population": PopulationConfig(**plan["population"])}
+    options["dtype"] = getattr(torch, dtype)
+    if "trace" in options:
+        options["trace"] = Path(options["trace"])
+    target = target.format(rank=world.rank if world is not None else 0)
+    try:
+        if world is not None and world.rank > 0:
+            for _ in range(engines):
+                with _failing_at(draft_fails_at):
+                    serve_rank(world, target, draft, EngineConfig(**plan), **options)
+            return None
+        for _ in range(engines - 1):
+            LLM(target, draft, EngineConfig(**plan), world=world, **options).close()
+        llm = LLM(target, draft, EngineConfig(**plan), world=world, **options)
+    except UserError as error:
+        return [{"refused": str(error)}]
+    try:
+        with switched_by_dice(by_dice):
+            return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
+    finally:
+        llm.close()
+
+
+def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool = False, fused: bool = True) -> Json:
+    """The logits after some tokens, gathered from the ranks of one group, and their bits. `fused`: native operators as
+    one call, where there is one."""
+    world, group = join_world(), None
+    if world is not None:
+        wires = {"spin": False, "timeout": timedelta(seconds=30)}
+        group = SharedParallel.join(world.store, "logits", world.rank, world.size, **wires)
+    ops = host if native else reference
+    whole = load_model(model, dtype=getattr(torch, dtype), ops=ops, max_positions=64, group=group)
+    if not fused:
+        whole.fused = None
+    runner = Runner(whole, ops, context=32, tree_slots=1)
+    rows = runner.forward_chain(tokens)
+    if group is not None:
+        rows = group.all_gather(rows).transpose(0, 1).flatten(1)
+        group.close()
+    rows = rows[:, : whole.config.vocab_size]
+    return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
+
+
+@contextmanager
+def switched_by_dice(chance: float | None) -> Iterator[None]:
+    """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
+    decide, draw = policy.decide, random.Random(3)
+
+    def by_dice(pace: Pace) -> Decision:
+        if draw.random() >= (chance or 0):
+            return Decision(pace.steps, pace.nodes, pace.speculating)
+        return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not pace.speculating or draw.random() < 0.3)
+
+    policy.decide = decide if chance is None else by_dice
+    try:
+        yield
+    finally:
+        policy.decide = decide
+
+
+def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
+    answer = llm.generate(prompt, sampling)
+    stats = answer.stats
+    return {
+        "tokens": answer.token_ids,
+        "reason": answer.finish_reason,
+        "rounds": stats.rounds,
+        "lost": stats.drafter_lost,
+        "plain_rounds": stats.steering and stats.steering.plain_rounds,
+        "busy": stats.target_busy_time / stats.decode_time,
+        "draft_busy": stats.draft_busy_time,
+        "steps": llm.plan.draft_steps,
+        "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,
+    }
+
+
+@contextmanager
+def _failing_at(call: int | None) -> Iterator[None]:
+    """The `call`-th expansion of this process fails."""
+    expand, calls = LocalDrafter.expand, 0
+
+    def failing(self: LocalDrafter) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise RuntimeError("the draft model broke")
+        expand(self)
+
+    LocalDrafter.expand = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalDrafter.expand = expand  # type: ignore[method-assign]
+
+
+def profile(argv: list[str]) -> int:
+    """The command of the profile phase, on every rank."""
+    import sys
+
+    from swiftspec.lab.profile import main
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return main(argv)
+    finally:
+        sys.stdout = out
+
+
+def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
+    """The embedded pair at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
+    rounds as a run without them has them."""
+    import tempfile
+
+    from swiftspec.lab import measure
+    from swiftspec.lab.pool import Order, Pair, WorkerPool
+    from swiftspec.lab.timeline import Trace
+    from swiftspec.profiles import emulation
+
+    world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
+    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(emulate)}
+    crew = WorkerPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
+    if world is not None and world.rank > 0:
+        crew.follow()
+        return None
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in plans:
+            with crew.engine(Order(EngineConfig(**plan))) as llm:
+                speed = measure.decode_all(llm, prompts, max_tokens).speed
+            file = f"{folder}/rounds.jsonl"
+            with crew.engine(Order(EngineConfig(**plan), paced=False, trace=file)) as llm:
+                measure.decode_all(llm, prompts, max_tokens)
+            found.append({"speed": speed, "rounds": measure.rounds_of(Trace.read(Path(file)))})
+    crew.dismiss()
+    return found

@@ -1,0 +1,93 @@
+"""Two drafters that should propose the same, or two verifiers that should draw the same, round after round; for tests
+with and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from torch import Tensor
+
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.verifier import LocalVerifier
+
+
+def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
+    """The nodes by what they spell: the two number them differently."""
+    rows: list[tuple[int, ...]] = []
+    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
+        rows.append((*(rows[parent] if parent >= 0 else ()), token))
+    return set(rows)
+
+
+def same_rounds(
+    one: LocalDrafter, other: LocalDrafter, sampling: SamplingParams, vocab: int, *, rounds: int = 20
+) -> None:
+    """Two requests; the target takes a path of the proposal, and a token that may be beyond it."""
+    dice = np.random.default_rng(3)
+    for request in range(2):
+        prompt = dice.integers(0, vocab, 9).tolist()
+        for drafter in (one, other):
+            drafter.open(request, prompt, sampling, len(prompt))
+        for round_ in range(rounds):
+            want, got = one.propose(), other.propose()
+            paths = as_paths(want)
+            assert as_paths(got) == paths and got.prefix_len == want.prefix_len
+            path = sorted(paths, key=lambda path: (len(path), path))[int(dice.integers(0, len(paths)))]
+            tokens = (*path[1:], int(dice.integers(0, vocab)))
+            result = VerifyResult(request, round_, want.prefix_len, tuple(range(len(tokens))), tokens)
+            for drafter in (one, other):
+                drafter.grow()
+                drafter.observe(result)
+        for drafter in (one, other):
+            drafter.close()
+
+
+def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
+    """What the target draws after every node, accepted or not."""
+    found: list[list[int] | Tensor] = []
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (found.append(call(*args)), found[-1])[1]
+
+    sampler, runner = verifier._sampler, verifier.runner
+    draw = mock.patch.object(sampler, "draw", noted(sampler.draw))
+    with draw, mock.patch.object(runner, "tree_step", noted(runner.tree_step)):
+        verifier.submit(proposal).wait()
+    return found[-1].tolist() if isinstance(found[-1], Tensor) else found[-1]
+
+
+def same_verdicts(
+    one: LocalVerifier, other: LocalVerifier, sampling: SamplingParams, vocab: int, *, rounds: int = 20
+) -> None:
+    """Two requests with trees of changing size; of each the child that the target drew is there now and then."""
+    dice = np.random.default_rng(5)
+    for request in range(2):
+        prompt, output = dice.integers(0, vocab, 6).tolist(), dice.integers(0, vocab, 3).tolist()
+        for verifier in (one, other):
+            verifier.open(request, [*prompt, *output], replace(sampling, seed=sampling.seed + request), len(prompt))
+        root = output[-1]
+        for round_ in range(rounds):
+            nodes, at = int(dice.choice([1, 2, 3, 5, 8])), one.runner.cache.prefix_len[0]
+            parents = [-1, *(int(dice.integers(0, node)) for node in range(1, nodes))]
+            proposal = Proposal(
+                request, round_, at, (root, *dice.integers(0, vocab, nodes - 1).tolist()), tuple(parents)
+            )
+            likely = drawn(one, proposal)
+            assert drawn(other, proposal) == likely
+            for verifier in (one, other):
+                verifier.runner.cache.truncate(at)
+            guesses = [likely[parent] if dice.random() < 0.7 else likely[0] for parent in parents[1:]]
+            proposal = replace(proposal, tokens=(root, *guesses))
+            assert drawn(other, proposal) == drawn(one, proposal)
+            assert other._accepted == one._accepted
+            root = one._accepted[1][-1]
+            for verifier in (one, other):
+                verifier.settle()
+        for verifier in (one, other):
+            verifier.close()

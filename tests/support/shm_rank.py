@@ -1,0 +1,87 @@
+"""One rank of tests/backends/test_shm.py, a process of its own.
+
+`python -m tests.support.shm_rank RANK SIZE GROUP MAILBOX`
+
+Works through the groups and mailboxes that its standard input names, writes one line of JSON for each step, and then
+waits in a sum that never comes: rank 1 is killed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from swiftspec.backends.cpu.shm import Mailbox, SharedGroup
+
+ROUNDS = 200
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a rank adds: magnitudes so far apart that the order of the sum shows."""
+    generator = torch.Generator().manual_seed(rank + 1)
+    scale = 2.0 ** torch.randint(-12, 12, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+
+def say(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def bits(x: torch.Tensor) -> str:
+    return hashlib.sha256(x.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def collectives(group: SharedGroup) -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shape in ((3, 5), (8, 384)):
+            say(sum=str(dtype), shape=shape, bits=bits(group.all_reduce(values(group.rank, shape, dtype))))
+    say(gather=group.all_gather(torch.tensor([[group.rank, 7, group.rank]], dtype=torch.int16)).tolist())
+    for i in range(ROUNDS):
+        total = group.all_reduce(torch.full((i % 40 + 1,), float(group.rank + i)))
+        if not bool((total == sum(r + i for r in range(group.size))).all()):
+            say(wrong=i)
+
+
+def ping_pong(mailbox: Mailbox, side: int) -> None:
+    for i in range(ROUNDS):
+        if side == 0:
+            mailbox.send(range(i, 2 * i))
+        message = mailbox.recv(30)
+        if message != list(range(i, 2 * i)):
+            say(wrong=i)
+        if side == 1:
+            mailbox.send(message)
+    say(ping_pong=ROUNDS)
+
+
+def until_lost(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except OSError as error:
+        say(lost=type(error).__name__, message=str(error), at=time.monotonic())
+
+
+def main() -> None:
+    rank, spin, names = int(sys.argv[1]), sys.argv[2] == "spin", sys.argv[3:]
+    torch.set_num_threads(1)
+    groups = [SharedGroup(name, rank, n, spin=spin, capacity=4096) for n, name in zip((2, 3, 4), names) if rank < n]
+    mailbox = Mailbox(names[3], rank, spin=spin, words=64) if rank < 2 else None
+    for group in groups:
+        collectives(group)
+    if mailbox is not None:
+        ping_pong(mailbox, rank)
+    say(ready=True)
+    if rank == 1:
+        time.sleep(60)
+    until_lost(lambda: groups[-1].all_reduce(torch.zeros(4)))
+    if mailbox is not None:
+        until_lost(lambda: mailbox.recv(30))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""A group of ranks as threads of one process, to test what ranks compute without starting processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swiftspec.model.group import sum_in_rank_order
+
+T = TypeVar("T")
+
+
+class ThreadGroup:
+    """One rank's end of it. A rank that fails breaks the barrier, so the others fail too and nothing hangs."""
+
+    def __init__(self, rank: int, size: int, barrier: Barrier, places: list[Tensor]) -> None:
+        self.rank, self.size = rank, size
+        self._barrier, self._places = barrier, places
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        self._places[self.rank] = x
+        self._barrier.wait()
+        parts = torch.stack(self._places)
+        self._barrier.wait()
+        return parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return sum_in_rank_order(self.all_gather(x))
+
+
+def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
+    """What `work` returns on each rank."""
+    barrier, places = Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def run(rank: int) -> T:
+        try:
+            return work(ThreadGroup(rank, size, barrier, places))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:  # rather the cause than a barrier that it broke
+        raise next((error for error in errors if "Barrier" not in type(error).__name__), errors[0])
+    return [future.result() for future in futures]

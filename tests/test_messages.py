@@ -1,0 +1,50 @@
+"""The two messages survive their packed form; anything else is refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.messages import Drawn, Proposal, VerifyResult
+
+words = st.integers(0, 2**31 - 1)
+
+
+@given(words, words, words, st.data())
+def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 9))
+    parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, n)))
+    tokens = tuple(data.draw(st.lists(words, min_size=n, max_size=n)))
+    proposal = Proposal(request, round_, prefix, tokens, parents)
+    assert Proposal.unpack(proposal.pack()) == proposal
+    result = VerifyResult(request, round_, prefix, tuple(range(n)), tokens)
+    assert VerifyResult.unpack(result.pack()) == result
+
+
+@pytest.mark.parametrize(
+    "flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 5, 5, -1], [1, 2, 3, 1, 7, 0], [1, 2, 3, 2, 5, 6, -1, 1]]
+)
+def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"proposal|nodes"):
+        Proposal.unpack(flat)
+
+
+def test_what_was_drawn_from_travels_with_a_proposal() -> None:
+    tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
+    probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
+    proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), Drawn(tokens, probs))
+    flat = proposal.pack()
+    assert len(flat) == 4 + 8 + 12
+    again = Proposal.unpack(flat)
+    assert again.drawn is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
+    assert np.array_equal(again.drawn.tokens, tokens) and np.array_equal(again.drawn.probs, probs)
+    nan = np.full(2, np.float32("nan")).view(np.int32).tolist()
+    for broken in (flat[:-1], flat[:-2] + nan, [*flat[:-3], 0, 0, 0]):
+        with pytest.raises(ValueError, match="distribution"):
+            Proposal.unpack(broken)
+
+
+@pytest.mark.parametrize("flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 0, 1, 5]])
+def test_a_malformed_result_is_refused(flat: list[int]) -> None:
+    with pytest.raises(ValueError, match="result"):
+        VerifyResult.unpack(flat)

@@ -1,0 +1,157 @@
+"""Drawn proposals by enumeration: their texts follow the target's law exactly, over rounds and re-roots."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec.control import policy
+from swiftspec.control.controller import Controller
+from swiftspec.control.policy import Decision, Pace
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.tree import drawn
+from swiftspec.tree.drawn import Draws
+from tests.support.enumeration import Pair, longest_branch, orders
+
+
+def plan_of(mode: str, bs: int, w: int, d: int) -> EngineConfig:
+    return EngineConfig(mode=mode, verify_batch=bs, draft_leaves=w, draft_steps=d, verify="reject")
+
+
+PLAIN = SamplingParams(temperature=0.8)
+CASES = [  # mode, bs, w, d, vocab, rounds, tokens
+    ("serial", 3, 1, 2, 3, 1, 3),
+    ("serial", 2, 1, 1, 3, 2, 3),
+    ("serial", 4, 2, 1, 4, 1, 2),
+    ("async", 4, 1, 1, 2, 2, 3),  # a proposal often falls short, so the tree expands once more
+]
+SLOW = [
+    ("async", 6, 1, 2, 2, 2, 4),
+    ("serial", 3, 1, 2, 3, 2, 3),
+    ("async", 3, 1, 1, 3, 2, 3),
+    ("async", 4, 2, 1, 3, 2, 3),
+    ("async", 3, 1, 1, 2, 4, 4),
+]
+
+
+def check(case: tuple[str, int, int, int, int, int, int], sampling: SamplingParams, seed: int) -> None:
+    mode, bs, w, d, vocab, rounds, tokens = case
+    with pytest.MonkeyPatch.context() as patch:
+        pair = Pair(vocab, seed, plan_of(mode, bs, w, d), sampling)
+        apart, runs = pair.enumerate(patch, rounds, tokens)
+    assert apart < 1e-12 and runs > 3
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_texts_follow_the_target(case: tuple[str, int, int, int, int, int, int]) -> None:
+    check(case, PLAIN, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=str)
+def test_texts_follow_the_target_over_more_rounds(case: tuple[str, int, int, int, int, int, int]) -> None:
+    check(case, PLAIN, 1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0.8, top_k=2),
+        SamplingParams(temperature=1.3, top_p=0.7),
+        SamplingParams(min_p=0.3),
+        SamplingParams(logit_bias={0: 1.0}),
+        SamplingParams(repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2),
+    ],
+    ids=["top-k", "top-p", "min-p", "bias", "penalties"],
+)
+def test_every_sampling_parameter(sampling: SamplingParams) -> None:
+    """The verifier's law is the one that `Sampler.shape` gives, path by path; the draft's is shaped alike."""
+    check(("serial", 3, 1, 2, 3, 1, 3), sampling, 3)
+    check(("async", 2, 1, 1, 2, 2, 3), sampling, 4)
+
+
+def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft without a preference: all weights of a depth are equal, but for what rounding makes of their sums."""
+    pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)
+    apart, runs = pair.enumerate(monkeypatch, 1, 3)
+    assert apart < 1e-12 and runs > 100
+    for q in np.random.default_rng(2).dirichlet(np.full(5, 0.7), 20):
+        rows = np.array(list(itertools.permutations(q)))
+        first = drawn.weights(rows, 0.2)
+        assert (first[:, 0] == first[0, 0]).all()
+
+
+def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn, "LIFETIME", 0)
+    check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
+
+
+@pytest.mark.parametrize("mode", ["serial", "async"])
+def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """The self-switch: after a first round the drafter sleeps for one, and wakes to what was said meanwhile."""
+    pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
+    pair.around = lambda drafter: Controller(drafter, Pace.of(pair.plan))
+    monkeypatch.setattr(policy, "decide", lambda pace: Decision(2, 3, pace.count != 1))
+    assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
+
+
+def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pruning drawn children by their own likelihood does: the trap that the weights avoid."""
+
+    def own(q: drawn.Floats, exponent: float) -> drawn.Floats:
+        return np.log(q)
+
+    monkeypatch.setattr(drawn, "weights", own)
+    apart, _ = Pair(3, 1, plan_of("serial", 3, 1, 2), PLAIN).enumerate(monkeypatch, 1, 3)
+    assert apart > 0.02
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]
+) -> None:
+    """What swiftspec.lab.exactness.biased does."""
+    mode, bs, w, d, vocab, rounds, tokens = case
+    pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
+    pair.judge = longest_branch
+    assert pair.enumerate(monkeypatch, rounds, tokens)[0] > 0.01
+
+
+@pytest.mark.parametrize("exponent", [0.25, 1.0, 3.0])
+def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> None:
+    q = np.random.default_rng(1).dirichlet(np.full(6, 0.5), 40)
+    q[::3, 4:] = 0
+    q[::5, 1:] = 0
+    base = drawn.weights(q, exponent)
+    assert (base <= 0).all() and not np.isnan(base).any() and (np.isfinite(base) <= (q > 0)).all()
+    assert (np.diff(np.nan_to_num(base, neginf=-1e9), axis=1) <= 0).all()
+    for i in range(3):  # another draw in place i: the weights up to its own are the same
+        other = q.copy()
+        other[:, [i, i + 1]] = q[:, [i + 1, i]]
+        alive = (q[:, i] > 0) & (q[:, i + 1] > 0)
+        np.testing.assert_allclose(drawn.weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9)
+
+
+def test_draws_follow_q_without_replacement() -> None:
+    q, rows, count = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 4000, 6
+    draws = Draws(rows, 5)
+    draws.open(7, 100)
+    found: dict[tuple[int, ...], int] = {}
+    names = torch.arange(10, 15).expand(rows, 5)
+    for _ in range(count):
+        tokens, _ = draws.children(0, names, q.log().expand(rows, 5), 2, 1.0)
+        for pair in tokens.tolist():
+            found[tuple(pair)] = found.get(tuple(pair), 0) + 1
+    square = 0.0
+    for order, chance in orders(q.tolist(), 2):
+        expected = chance * rows * count
+        square += (found.pop((10 + order[0], 10 + order[1])) - expected) ** 2 / expected
+    assert square < 31.3 and not found  # chi-square, 11 degrees of freedom, 0.1 %
+    again = Draws(4, 5)
+    again.open(7, 100)
+    first, _ = again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)
+    again.open(7, 101)
+    assert not np.array_equal(first, again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)[0])
