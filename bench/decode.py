@@ -274,7 +274,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--draft-steps", type=int, default=PLAN.draft_steps)
     parser.add_argument("--verify", choices=VERIFY, default=PLAN.verify)
     parser.add_argument("--proposal", choices=PROPOSALS)
-    parser.add_argument("--calibration", type=lambda text: text if text == "auto" else float(text))
+    parser.add_argument("--calibration", type=float)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

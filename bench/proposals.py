@@ -1,7 +1,7 @@
 """Tokens a round for every kind of proposal, against the temperature and top-p, in turn and ahead, on held-out prompts.
 
     python -m bench.proposals [--limit 24] [--plot docs/proposals.svg] [--json out.json]
-    python -m bench.proposals --calibration 0.4,0.5,auto --proposals top --temperatures 0    # a sweep of the constant
+    python -m bench.proposals --calibration 0.4,0.5 --proposals top --temperatures 0    # a sweep of the constant
     python -m bench.proposals --same-text --limit 50    # is sampled text harder, or sampling it?
 
 One process: for a fixed d the rounds of two groups of ranks are those of `AheadDrafter` here. No time is measured.
@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -39,11 +38,11 @@ class Point:
     ahead: bool
     temperature: float
     top_p: float
-    calibration: float | Literal["auto"] | None
+    calibration: float | None
     ratio: float
 
 
-def engine(proposal: str, ahead: bool, calibration: float | Literal["auto"] | None, args: argparse.Namespace) -> LLM:
+def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
     """The embedded pair, its draft in turn with the target or ahead of it."""
     verify = "reject" if proposal == "sample" else "match"
     plan = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
@@ -134,17 +133,13 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-def calibrations(text: str) -> list[float | Literal["auto"]]:
-    return ["auto" if part == "auto" else float(part) for part in text.split(",")]
-
-
 def main() -> None:
     """Prints a row for each configuration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--proposals", type=lambda text: text.split(","), default=list(PROPOSALS))
     parser.add_argument("--temperatures", type=numbers, default=[0, 0.3, 0.7, 1.0, 1.3])
     parser.add_argument("--top-p", type=numbers, default=[1.0, 0.9])
-    parser.add_argument("--calibration", type=calibrations, default=[None])
+    parser.add_argument("--calibration", type=numbers, default=[None])
     parser.add_argument("--ahead", type=lambda text: [word == "yes" for word in text.split(",")], default=[False, True],
                         help="no, yes, or no,yes (the default)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=4, help="d in turn")

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m bench.ranks [--limit 8] [--passes 3]
 
-Modes ar and serial, serial with the draft cut as well and with the draft whole on rank 0. The systems take turns, pass
+Modes ar and serial. The systems take turns, pass
 for pass; "alone" is rank 0 by itself with one thread while the others sleep. Decoding is counted, without the prefill.
 """
 
@@ -53,8 +53,7 @@ def systems(size: int) -> list[System]:
         System("ar, alone", EngineConfig("ar"), alone=True),
         System("ar", EngineConfig("ar", target_tp=size)),
         System("serial, alone", EngineConfig(**serial), alone=True),
-        System("serial, draft cut", EngineConfig(**serial, target_tp=size)),
-        System("serial, draft whole", EngineConfig(**serial, target_tp=size, draft_tp=1)),
+        System("serial", EngineConfig(**serial, target_tp=size)),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 from swiftspec.errors import UserError
 
@@ -137,14 +136,13 @@ class EngineConfig:
     draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
     verify: str = "match"  # by the target's own draws, or by rejection sampling
     proposal: str | None = None  # how the draft chooses children; None: as verify needs
-    calibration: float | Literal["auto"] | None = None  # of the children's weights; None: see `calibrated`
+    calibration: float | None = None  # of the children's weights; None: see `calibrated`
     catch_up: bool = True  # mode async: after a result expand on while that is worth its time; off: the paper's rule
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
     adapt_batch: bool = False  # so does bs, never above verify_batch
-    guide_draft: bool = False  # a guided request's draft is guided too, at the price of a second sequence there
     target_tp: int = 1
-    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0); serial takes 1 too
+    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
     population: PopulationConfig = PopulationConfig()  # mode smc
 
     def __post_init__(self) -> None:
@@ -160,9 +158,6 @@ class EngineConfig:
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
             _check(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
-        elif self.mode == "serial":
-            sizes = f"1 or {usual}" if usual > 1 else "1"
-            _check(self.draft_tp in (1, usual), f"draft_tp must be {sizes} in mode serial, not {self.draft_tp}")
         else:
             _check(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
@@ -181,11 +176,7 @@ class EngineConfig:
             "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
         )
         value = self.calibration
-        _check(
-            value != "auto" or self.proposal != "sample",
-            "calibration auto fits how the draft ranks its children, and proposal sample draws them: give a number",
-        )
-        _check(value in (None, "auto") or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
+        _check(value is None or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
@@ -210,8 +201,8 @@ class EngineConfig:
     def calibrated(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
         temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
-        embedded pair (docs/log.md); auto begins with them, in every request."""
-        if self.calibration is not None and self.calibration != "auto":
+        embedded pair."""
+        if self.calibration is not None:
             return self.calibration
         return CALIBRATION["greedy" if greedy else str(self.proposal)]
 
@@ -247,10 +238,8 @@ def split_ranks(
     if mode != "async":
         _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
         usual = 0 if mode == "ar" else ranks
-        sizes = (None, usual, 1) if mode == "serial" else (None, usual)
-        hint = "it is 1, the draft whole on rank 0, or left out" if mode == "serial" else "leave --draft-tp out"
-        _check(draft_tp in sizes, f"mode {mode} has no draft group of its own: {hint}")
-        return ranks, usual if draft_tp is None else draft_tp
+        _check(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        return ranks, usual
     if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
     _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")

@@ -246,28 +246,11 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     assert len(answer.token_ids) == 80 and answer.stats.drafter_lost == "the draft model left"
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", [{}, {"proposal": "top"}])
-def test_a_fitted_calibration_changes_no_token_and_begins_anew(
-    pair: tuple[Path, Path], sampling: SamplingParams, shape: dict[str, Any]
-) -> None:
-    llm = make_llm(*pair, calibration="auto", **shape)
-    assert isinstance(llm.drafter, LocalDrafter)
-    first = llm.generate(PROMPT, sampling)
-    fitted = llm.drafter.calibration.constant
-    assert first.token_ids == make_llm(pair[0]).generate(PROMPT, sampling).token_ids
-    assert fitted != llm.plan.calibrated(sampling.greedy)
-    assert llm.generate(PROMPT, sampling).stats.rounds == first.stats.rounds
-    assert llm.drafter.calibration.constant == fitted
-
-
 def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(UserError, match="proposal sample draws tokens, and temperature 0 leaves nothing to draw"):
         make_llm(*pair, verify="reject").generate(PROMPT, GREEDY)
     with pytest.raises(UserError, match=r"verify reject needs the distribution .* proposal coupled carries none"):
         make_llm(*pair, verify="reject", proposal="coupled")
-    with pytest.raises(UserError, match=r"calibration auto fits how .*, and proposal sample draws them: give a number"):
-        make_llm(*pair, verify="reject", calibration="auto")
     with pytest.raises(UserError, match="top_k 65 is above the vocabulary of 64: 0 turns it off"):
         make_llm(*pair).generate(PROMPT, SamplingParams(top_k=65))
 

@@ -52,9 +52,8 @@ class Rank:
                 self._smc = models.population(plan, self._group, progress)
             elif here.side == "target":
                 self._verifier = models.verifier(plan, self._group, progress)
-            if here.side == "draft" or (plan.mode == "serial" and here.rank < plan.draft_tp):
-                alone = plan.draft_tp == 1  # in mode serial too, where the plan keeps the draft whole on rank 0
-                self._drafter = models.drafter(plan, None if alone else self._group, progress)
+            if here.side == "draft" or plan.mode == "serial":
+                self._drafter = models.drafter(plan, self._group, progress)
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
@@ -83,7 +82,7 @@ class Rank:
             return verifier, drafter, plan
         if self._drafter is not None:
             own = self._drafter if log is None else LaneDrafter(self._drafter, log.draft)
-            return verifier, LeadingDrafter(own, team if plan.draft_tp > 1 else Team([])), plan
+            return verifier, LeadingDrafter(own, team), plan
         return verifier, NoDrafter(), plan
 
     def lead_population(self) -> LeadingPopulation:

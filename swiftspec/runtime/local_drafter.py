@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.draft_rounds import DraftRounds
 from swiftspec.runtime.native_tree import NativeTree
 from swiftspec.runtime.runner import Runner
-from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.tree.calibration import Fit
 from swiftspec.tree.drawn import Draws
 from swiftspec.tree.tree import DraftTree, Ints, Leaves
 
@@ -44,8 +41,9 @@ class LocalDrafter:
         self._root = 0  # node that is the root by now; `settle` makes it node 0
         self._draws = Draws(runner.tree_slots, vocab) if plan.proposal == "sample" else None
         self.steps = plan.steps
-        in_steps = self._draws is not None or plan.calibration == "auto"  # a graph holds its constant by value
-        self._on_device = None if in_steps else DraftRounds.of(runner, plan.draft_leaves, plan.children, vocab)
+        self._on_device = (
+            None if self._draws is not None else DraftRounds.of(runner, plan.draft_leaves, plan.children, vocab)
+        )
 
     @property
     def busy(self) -> float:
@@ -56,10 +54,9 @@ class LocalDrafter:
         model = self.runner.model
         self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
         self._sampler.observe(tokens[prompt_len:])
-        guidance = Guidance.of(sampling, tokens, prompt_len) if self._plan.guide_draft else None
-        self.runner.open(tokens, guidance)
+        self.runner.open(tokens)
         self._scoring = self._sampler.scoring(self.runner.rounds)
-        self.calibration = Fit(self._plan.calibrated(sampling.greedy))
+        self._calibration = self._plan.calibrated(sampling.greedy)
         self.pending, self._root = [], 0
         self._root_at = len(tokens) - 1
         if self._draws is not None:
@@ -105,7 +102,7 @@ class LocalDrafter:
         if room < self._plan.draft_leaves:
             return
         if self._scoring is not None and self._draws is None and isinstance(self.tree, NativeTree):
-            k, tau = min(self._plan.children, self._vocab), self.calibration.constant
+            k, tau = min(self._plan.children, self._vocab), self._calibration
             noise = self._plan.proposal == "coupled" and not self._sampler.params.greedy
             leaves = self._plan.draft_leaves if self.tree.expanded > 0 else 1  # as many rows as there are: the root's
             self.runner.expand(self.tree, self.pending, leaves, k, self._scoring, noise, tau)
@@ -124,7 +121,7 @@ class LocalDrafter:
                 params = self._sampler.params
                 temperature = 1.0 if params.greedy else params.temperature
                 noise = self._sampler.noise if self._plan.proposal == "coupled" and not params.greedy else None
-                tau = self.calibration.constant
+                tau = self._calibration
                 self._on_device.grow(self.tree, count, temperature=temperature, tau=tau, noise=noise)
                 return
         for _ in range(count):
@@ -149,12 +146,15 @@ class LocalDrafter:
         sampler, plan = self._sampler, self._plan
         paths = self.tree.path_tokens(leaves.nodes) if sampler.params.penalised else None
         positions = torch.from_numpy(leaves.depths + self._root_at).to(logits.device)
-        calibration = self.calibration.constant
         if self._draws is not None:
             likeliest = sampler.children(logits, paths, positions, k=self._draws.width)
-            return self._draws.children(int(self.tree.slot[leaves.nodes[0]]), *likeliest, plan.children, calibration)
+            return self._draws.children(
+                int(self.tree.slot[leaves.nodes[0]]), *likeliest, plan.children, self._calibration
+            )
         coupled = plan.proposal == "coupled"
-        tokens, weights = sampler.children(logits, paths, positions, k=plan.children, coupled=coupled, tau=calibration)
+        tokens, weights = sampler.children(
+            logits, paths, positions, k=plan.children, coupled=coupled, tau=self._calibration
+        )
         return tokens.cpu().numpy(), weights.cpu().numpy()
 
     def _best(self, first: int = 0) -> Proposal:
@@ -168,8 +168,6 @@ class LocalDrafter:
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
         path = [0, *self.tree.walk(tokens)]
-        if self._plan.calibration == "auto":
-            self._calibrate(path, len(tokens))
         if len(path) > len(tokens) and (self._draws is None or self._draws.reroot()):  # all of them are nodes
             self._root = path[-1]
             return
@@ -181,14 +179,6 @@ class LocalDrafter:
         self.tree.reset(tokens[-1])
         if self._draws is not None:
             self._draws.keep([])
-
-    def _calibrate(self, path: list[int], count: int) -> None:
-        """Learns from the first `count` nodes of `path`: after each of them the target's token is known."""
-        for node, after in zip_longest(path[:count], path[1:]):
-            if self.tree.slot[node] < self.tree.slots:
-                children = self.tree.children(node)
-                taken = None if after is None else int(np.searchsorted(children, after))
-                self.calibration.see(self.tree.logprob[children] - self.tree.logprob[node], taken)
 
 
 class AheadDrafter(LocalDrafter):

@@ -20,7 +20,7 @@ ENV_PREFIX = "SWIFTSPEC_"
 MODELS, TREE, SAMPLING, STOPPING = "models", "speculation", "sampling", "length and stopping"
 PARTICLES = "mode smc: a population of particles, approximate"
 TREE_ONLY = ("verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
-             "guide_draft", "self_switch", "adapt")  # fmt: skip
+             "self_switch", "adapt")  # fmt: skip
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
            "guidance_scale", "seed", "max_tokens")  # fmt: skip
 SMC_ONLY = ("particles", "smc_draft_tokens", "ess_threshold", "power", "smc_exact")
@@ -101,7 +101,7 @@ class Settings(BaseSettings):
         None, ge=1, description="Ranks that share the target model."
     )
     draft_tp: Annotated[int | None, Flag(TREE, "Y", "a quarter of the ranks, at least 1")] = Field(
-        None, ge=1, description="Ranks that share the draft; in mode serial all, or 1."
+        None, ge=1, description="Ranks that share the draft."
     )
     verify_batch: Annotated[int, Flag(TREE, "BS")] = Field(
         8, description="Tree nodes verified per round, the root counted."
@@ -122,8 +122,8 @@ class Settings(BaseSettings):
         description="How the draft chooses. top: the likeliest. coupled: those under the target's own noise."
         " sample: drawn from its distribution.",
     )
-    calibration: Annotated[float | Literal["auto"] | None, Flag(TREE, "C|auto", "what fits the embedded pair")] = Field(
-        None, description="How much the draft's confidence counts: below 1 its first choices count more. auto: learned."
+    calibration: Annotated[float | None, Flag(TREE, "C", "what fits the embedded pair")] = Field(
+        None, description="How much the draft's confidence counts: below 1 its first choices count more."
     )
     catch_up: Annotated[bool, Flag(TREE)] = Field(
         True, description="async: expand on after a result while that is worth its time; off: the paper's rule."
@@ -135,9 +135,6 @@ class Settings(BaseSettings):
     )
     adapt: Annotated[bool, Flag(TREE)] = Field(
         True, description="While serving, let d and bs follow what is measured, where not given here."
-    )
-    guide_draft: Annotated[bool, Flag(TREE)] = Field(
-        False, description="Guide the draft too where --guidance-scale is not 1: dearer, and closer to the target."
     )
     particles: Annotated[int, Flag(PARTICLES, "N")] = Field(4, description="Texts that grow side by side.")
     smc_draft_tokens: Annotated[int, Flag(PARTICLES, "K")] = Field(
@@ -255,7 +252,7 @@ class Settings(BaseSettings):
             switches = self.self_switch and (not fixed or "self_switch" in self.model_fields_set)
             return EngineConfig(
                 mode, self.verify_batch, self.draft_leaves, self.draft_steps, self.verify, self.proposal,
-                self.calibration, catch_up=self.catch_up, self_switch=switches, guide_draft=self.guide_draft,
+                self.calibration, catch_up=self.catch_up, self_switch=switches,
                 adapt_steps=adapts and "draft_steps" not in self.model_fields_set, target_tp=target_tp,
                 adapt_batch=adapts and "verify_batch" not in self.model_fields_set, draft_tp=draft_tp,
                 population=PopulationConfig(**{name: getattr(self, name) for name in SMC_ONLY}),
@@ -312,7 +309,7 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         message = str(context["error"])
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {
-        "float": "be a number or auto" if name == "calibration" else "be a number", "int": "be a whole number",
+        "float": "be a number", "int": "be a whole number",
         "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
         "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),

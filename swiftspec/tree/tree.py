@@ -121,10 +121,6 @@ class DraftTree:
         leaves = weights[self.slot[: self.count] == self.slots]
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
 
-    def children(self, node: int) -> Ints:
-        """The children of an expanded node, in order of creation."""
-        return np.flatnonzero(self.parent[1 : self.count] == node) + 1
-
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
         path: list[int] = []

@@ -90,7 +90,7 @@ EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq"
 @pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
-    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3, "guide_draft": x == 2}
+    plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
     answers = decode(pool, pair, plan)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
     assert all(answer["lost"] is None for answer in answers)
@@ -98,9 +98,7 @@ def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) ->
 
 
 @EVERY_PAIR
-@pytest.mark.parametrize(
-    ("mode", "x", "y"), [("serial", 2, -1), ("serial", 2, 1), slow("serial", 3, -1), ("ar", 3, -1)]
-)
+@pytest.mark.parametrize(("mode", "x", "y"), [("serial", 2, -1), slow("serial", 3, -1), ("ar", 3, -1)])
 def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: int, y: int) -> None:
     pair = pairs[kind]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y})
@@ -152,7 +150,7 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
     ("mode", "x", "y", "how"),
     [
         ("async", 1, 1, {"verify": "reject"}),
-        ("async", 1, 2, {"calibration": "auto"}),  # fitted on each rank
+        ("async", 1, 2, {"calibration": 1.3}),
         *(
             slow(mode, x, y, {"verify": "reject"})
             for mode, x, y in (("async", 2, 1), ("serial", 2, 2), ("async", 2, 2))

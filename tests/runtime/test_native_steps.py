@@ -97,7 +97,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
         draft_leaves=data.draw(st.integers(1, 5)),
         draft_steps=data.draw(st.integers(1, 4)),
         proposal=data.draw(st.sampled_from(["top", "coupled"])),
-        calibration=data.draw(st.sampled_from([None, 1.3, "auto"])),
+        calibration=data.draw(st.sampled_from([None, 1.3])),
     )
     sampling = data.draw(st.sampled_from(SAMPLINGS))
     fused, stepped = (LocalDrafter(make_runner(checkpoint, dtype), plan, VOCAB) for _ in range(2))
@@ -109,7 +109,6 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
         assert proposal == stepped.propose()
         same_trees(fused, stepped)
         same_caches(fused.runner, stepped.runner)
-        assert fused.calibration.constant == stepped.calibration.constant
         result = any_result(proposal, data)
         fused.observe(result)
         stepped.observe(result)

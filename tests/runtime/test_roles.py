@@ -107,7 +107,7 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
 @given(data=st.data())
 def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
     w, d, sampling = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([GREEDY, GUIDED])))
-    plan = EngineConfig(verify_batch=5, draft_leaves=w, draft_steps=d, guide_draft=True)
+    plan = EngineConfig(verify_batch=5, draft_leaves=w, draft_steps=d)
     kind = data.draw(st.sampled_from([LocalDrafter, AheadDrafter]))
     drafter, oracle = kind(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
     drafter.open(1, PROMPT, sampling, len(PROMPT))

@@ -45,7 +45,6 @@ def test_a_negative_prompt_goes_the_way_of_a_prompt(capsys: pytest.CaptureFixtur
         "negative_prompt_token_ids": [1, *tokens, 0, 2],
     }
     assert ask(capsys, *guided, "--mode", "ar")[0]["token_ids"] == answer["token_ids"]
-    assert ask(capsys, *guided, "--guide-draft")[0]["token_ids"] == answer["token_ids"]
     assert ask(capsys, *guided, "--negative-prompt", "x")[0]["token_ids"] != answer["token_ids"]
     assert ask(capsys, *guided, "--raw")[0]["guidance"]["negative_prompt_token_ids"] == tokens
 

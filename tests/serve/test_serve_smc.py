@@ -128,7 +128,6 @@ def test_settings_make_the_plan() -> None:
         (["--frequency-penalty", "1"], 1, "mode smc knows no penalties"),
         (["--particles", "900", "--smc-draft-tokens", "40"], 1, "at most 399 particles do"),
         (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "mode smc knows no guidance"),
-        (["--guide-draft"], 2, "--guide-draft shapes a draft tree"),
         (["--draft-leaves", "2"], 2, "--draft-leaves shapes a draft tree"),
     ],
     ids=str,

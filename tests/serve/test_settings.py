@@ -50,18 +50,17 @@ def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.
     assert parse([]).settings.stop == ["123"]
     monkeypatch.setenv("SWIFTSPEC_CALIBRATION", "0.8")
     assert parse([]).settings.calibration == 0.8
-    assert parse(["--calibration", "auto"]).settings.make_plan(True).calibration == "auto"
 
 
 def test_the_split_of_mode_serial() -> None:
-    """All ranks share both models, or the draft stays whole on rank 0."""
-    for flags, draft_tp in (([], 3), (["--draft-tp", "3"], 3), (["--draft-tp", "1"], 1)):
+    """All ranks share both models."""
+    for flags in ([], ["--draft-tp", "3"]):
         plan = parse(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
-        assert (plan.target_tp, plan.draft_tp, plan.ranks) == (3, draft_tp, 3)
-    with pytest.raises(UserError, match="it is 1, the draft whole on rank 0, or left out"):
-        parse(["--mode", "serial", "--draft-tp", "2"]).settings.make_plan(True, ranks=3)
-    with pytest.raises(UserError, match="draft_tp must be 1 or 3 in mode serial, not 2"):
-        EngineConfig("serial", target_tp=3, draft_tp=2)
+        assert (plan.target_tp, plan.draft_tp, plan.ranks) == (3, 3, 3)
+    with pytest.raises(UserError, match="mode serial has no draft group of its own: leave --draft-tp out"):
+        parse(["--mode", "serial", "--draft-tp", "1"]).settings.make_plan(True, ranks=3)
+    with pytest.raises(UserError, match="draft_tp must be 3 in mode serial, not 1"):
+        EngineConfig("serial", target_tp=3, draft_tp=1)
 
 
 BAD = [
@@ -75,7 +74,7 @@ BAD = [
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
     (["--max-tokens", "0"], "--max-tokens must be at least 1"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
-    (["--calibration", "much"], "--calibration must be a number or auto, not 'much'"),
+    (["--calibration", "much"], "--calibration must be a number, not 'much'"),
     (["--calibration", "0"], "--calibration must lie in 0.05..20, not 0"),
     (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
     (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
