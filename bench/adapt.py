@@ -24,7 +24,7 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.measure import DraftTimes, steps_for
 from swiftspec.control.policy import Pace
 from swiftspec.decode import decode
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import Drafter

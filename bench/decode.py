@@ -32,9 +32,9 @@ from bench.heldout import DEMO, read_prompts
 from bench.peers import LlamaCpp, has_llama_cpp, load_transformers, write_dense
 from bench.to_gguf import TYPES, write_gguf
 from swiftspec.backends import cpu as host
-from swiftspec.distributed.world import available_cores, run_on
-from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.distributed.world import available_cores, join_world, run_on
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.config import ModelConfig
 from swiftspec.params import PROPOSALS, VERIFY, EngineConfig, SamplingParams
 

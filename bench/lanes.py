@@ -20,18 +20,18 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from swiftspec.runtime.native_tree import NativeTree
 from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends.cpu.rounds import HostRounds
 from swiftspec.distributed.mailbox import SharedChannel
-from swiftspec.distributed.world import World
-from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.distributed.world import World, join_world
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.native_tree import NativeTree
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import walk as tree_walk
@@ -163,7 +163,7 @@ def main() -> None:
         whole.store.get("shown")  # the store lives with rank 0
         return
     llm, busy, tokens = decode(plain, plan, options, args.limit, args.temperature)
-    print(f"d = {llm.plan.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
+    print(f"d = {llm.config.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
         _, busy, _ = decode(close, plan, options, args.limit, args.temperature)
     print(f"timed: target busy {busy:.3f}")

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.decode import decode
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.params import PROPOSALS, EngineConfig, SamplingParams
 from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 

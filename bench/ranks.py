@@ -18,10 +18,10 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
-from swiftspec.distributed.world import World, run_on
-from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.distributed.world import World, join_world, run_on
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import EngineConfig, SamplingParams
 
 OPTIONS: Options = {"dtype": torch.bfloat16}

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.sampling.sampler import Sampler

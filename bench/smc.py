@@ -26,7 +26,8 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from swiftspec.backends import reference
-from swiftspec.engine import LLM, Completion
+from swiftspec.engine import Completion
+from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
 from swiftspec.runtime.runner import Runner

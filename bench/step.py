@@ -28,10 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from swiftspec.assemble import Load, Options
+from swiftspec.assemble.models import Load, Options
 from swiftspec.backends import cuda
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import EngineConfig, SamplingParams

@@ -17,11 +17,12 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.assemble import Options
-from swiftspec.engine import LLM, join_world
+from swiftspec.assemble.models import Options
+from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, timeline
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
+from swiftspec.llm import LLM
 from swiftspec.params import EngineConfig
 from swiftspec.profiles import emulation
 

@@ -1,3 +1,23 @@
-"""SwiftSpec: low-latency speculative decoding of one request. Import what you need from its rooms."""
+"""SwiftSpec: low-latency speculative decoding of one request.
+
+from swiftspec import LLM, EngineConfig, SamplingParams
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swiftspec.llm import LLM
+    from swiftspec.params import EngineConfig, SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a caller asks for when it is asked for: torch takes seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("swiftspec.llm" if name == "LLM" else "swiftspec.params"), name)

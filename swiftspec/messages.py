@@ -106,16 +106,29 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample."""
+    """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample.
+
+    The last token is the root. `steps` names the kind of steps that run the request, which the leader of a group
+    chooses for all its ranks; empty where nobody has chosen yet.
+    """
 
     request: int
     tokens: tuple[int, ...]
     sampling: SamplingParams
     prompt_len: int
+    steps: str = ""
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.prompt_len]
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        return self.tokens[self.prompt_len :]
 
     def pack(self) -> Words:
-        """request, prompt_len, count, tokens, then the sampling parameters as JSON bytes: length, four to a word."""
-        text = json.dumps(asdict(self.sampling)).encode()
+        """request, prompt_len, count, tokens, then the rest as JSON bytes: length, four to a word."""
+        text = json.dumps({"steps": self.steps, "sampling": asdict(self.sampling)}).encode()
         return [self.request, self.prompt_len, len(self.tokens), *self.tokens, len(text), *bytes_to_words(text)]
 
     @staticmethod
@@ -126,14 +139,15 @@ class Opening:
         if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
             raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
         try:
-            values = json.loads(words_to_bytes(rest[1:])[: rest[0]])
+            told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
+            steps, values = str(told["steps"]), told["sampling"]
             values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
             for name in ("stop", "stop_token_ids", "negative_prompt_ids"):
                 values[name] = tuple(values[name])
             sampling = SamplingParams(**values)
         except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
             raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
-        return Opening(request, tuple(tokens), sampling, prompt_len)
+        return Opening(request, tuple(tokens), sampling, prompt_len, steps)
 
 
 def bytes_to_words(data: bytes) -> Words:

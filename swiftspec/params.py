@@ -88,6 +88,11 @@ class SamplingParams:
         return self.guidance_scale != 1
 
     @property
+    def filtered(self) -> bool:
+        """Whether some tokens are never drawn. At temperature 0 a filter changes nothing."""
+        return not self.greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
+
+    @property
     def penalised(self) -> bool:
         """Whether a row's logits depend on the tokens of its path."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 import transformers
 
 from swiftspec.decode import decode
-from swiftspec.engine import LLM
 from swiftspec.errors import DrafterLost, UserError
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.llm import LLM
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import Drafter, FallbackDrafter
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 from tests.support import slow_reference
+from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of
 from tests.support.tiny import ROPES, make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -118,7 +118,7 @@ def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, pla
     tree = llm.generate(PROMPT, sampling)
     assert tree.token_ids == plain.token_ids and len(tree.token_ids) == TOKENS
     assert plain.stats.rounds == TOKENS and plain.stats.drafted == 0
-    if llm.plan.verify_batch > 1:
+    if llm.config.verify_batch > 1:
         assert tree.stats.rounds < 0.75 * TOKENS
     assert llm.generate(PROMPT, sampling).token_ids == plain.token_ids, "a second request starts clean"
 
@@ -139,16 +139,16 @@ class Failing:
 
     def __init__(self, inner: Drafter, calls: int) -> None:
         self.inner, self.calls = inner, calls
-        self.busy, self.steps = 0.0, 0
+        self.busy, self.draft_steps = 0.0, 0
 
     def _count(self) -> None:
         self.calls -= 1
         if self.calls < 0:
             raise DrafterLost("the draft model left")
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+    def open(self, opening: Opening) -> None:
         self._count()
-        self.inner.open(request, tokens, sampling, prompt_len)
+        self.inner.open(opening)
 
     def propose(self) -> Proposal:
         self._count()
@@ -174,11 +174,10 @@ def test_a_drafter_that_fails_midway_changes_nothing(
     target, draft = pair
     plain = make_llm(target).generate(PROMPT, sampling).token_ids
     llm = make_llm(target, draft)
-    whole = llm.drafter
-    llm.drafter = Failing(whole, calls)
+    put(llm, Failing(drafter_of(llm), calls))
     answer = llm.generate(PROMPT, sampling)
     assert answer.token_ids == plain and answer.stats.drafter_lost == "the draft model left"
-    llm.drafter = whole
+    put(llm)
     again = llm.generate(PROMPT, sampling)
     assert again.token_ids == plain and again.stats.drafter_lost is None
     assert again.stats.rounds < answer.stats.rounds
@@ -189,13 +188,13 @@ def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) 
     target, draft = pair
     plain = make_llm(target).generate(PROMPT, SAMPLED).token_ids
     llm = make_llm(target, draft)
-    drafter = FallbackDrafter(llm.drafter)
-    text = [*PROMPT, *plain[:50]]
-    drafter.open(7, text, SAMPLED, len(PROMPT))
-    llm.verifier.open(7, text, SAMPLED, len(PROMPT))
+    drafter, verifier = FallbackDrafter(drafter_of(llm)), verifier_of(llm)
+    middle = opening([*PROMPT, *plain[:50]], SAMPLED, len(PROMPT), request=7)
+    for role in (drafter, verifier):
+        role.open(middle)
     tokens: list[int] = []
-    for round_ in decode(drafter, llm.verifier):
-        tokens += round_.tokens
+    for _, result in decode(drafter, verifier):
+        tokens += result.tokens
         if len(tokens) >= 100:
             break
     assert tokens[:100] == plain[50:150]
@@ -229,19 +228,16 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     """To the end of the text, with every draw and every tree's end in between; the same again for the same seed."""
     llm = make_llm(*pair, verify="reject", **shape)
     if ahead:
-        assert isinstance(llm.drafter, LocalDrafter)
-        plan = replace(llm.plan, mode="async")
-        llm.drafter = AheadDrafter(llm.drafter.runner, plan, llm.vocab_size)
+        put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     sampling = replace(SAMPLED, max_tokens=80)
     first = llm.generate(PROMPT, sampling)
     assert len(first.token_ids) == 80 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
     assert first.stats.rounds < 60
-    seen = first.stats.acceptance
+    seen = Acceptance.of(first.stats.verified)
     assert seen.judged == seen.tried_child[0] and seen.expected_rate is not None and 0 < seen.expected_rate < 1
     plainly = make_llm(*pair, **shape).generate(PROMPT, sampling)
-    assert plainly.stats.acceptance.expected_rate is None
-    whole = llm.drafter
-    llm.drafter = Failing(whole, 40)
+    assert Acceptance.of(plainly.stats.verified).expected_rate is None
+    put(llm, Failing(drafter_of(llm), 40))
     answer = llm.generate(PROMPT, sampling)
     assert len(answer.token_ids) == 80 and answer.stats.drafter_lost == "the draft model left"
 

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import EngineConfig, SamplingParams
+from tests.support.roles import drafter_of
 from tests.support.tiny import make_checkpoint
 
 PROMPT = [5, 17, 3, 29]
@@ -94,9 +96,10 @@ def test_chunks_tell_draft_tokens_from_the_targets_own(llm: LLM) -> None:
 def test_the_books_balance(llm: LLM) -> None:
     answer = llm.generate(PROMPT, FREE)
     stats = answer.stats
-    assert sum(stats.acceptance.histogram) == stats.rounds
-    assert sum(j * n for j, n in enumerate(stats.acceptance.histogram)) == stats.accepted <= stats.drafted
-    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.plan.verify_batch  # the last round may be cut
+    histogram = Acceptance.of(stats.verified).histogram
+    assert sum(histogram) == stats.rounds
+    assert sum(j * n for j, n in enumerate(histogram)) == stats.accepted <= stats.drafted
+    assert 0 <= stats.accepted + stats.rounds - stats.tokens < llm.config.verify_batch  # the last round may be cut
     assert stats.tokens == len(answer.token_ids) and stats.prompt_tokens == len(PROMPT)
     assert stats.target_busy_time > 0 and stats.draft_busy_time > 0
     assert stats.target_busy_time + stats.draft_busy_time <= stats.decode_time
@@ -127,7 +130,7 @@ def test_a_second_stream_ends_the_first(llm: LLM) -> None:
 
 @pytest.mark.parametrize("after", [1, 2, 3, 4, 5, 9])
 def test_an_interrupt_inside_a_forward_leaves_no_trace(llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    text, runner, calls = longest(llm), llm.drafter.runner, 0  # type: ignore[attr-defined]
+    text, runner, calls = longest(llm), drafter_of(llm).runner, 0
     forward = runner.model.forward
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +152,7 @@ def test_an_interrupt_inside_a_forward_leaves_no_trace(llm: LLM, monkeypatch: py
 def test_a_draft_model_that_fails_is_lost_and_the_text_is_not(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, after: int, failure: Exception
 ) -> None:
-    text, runner, calls = longest(llm), llm.drafter.runner, 0  # type: ignore[attr-defined]
+    text, runner, calls = longest(llm), drafter_of(llm).runner, 0
     forward = runner.model.forward
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +169,7 @@ def test_a_draft_model_that_fails_is_lost_and_the_text_is_not(
 
 
 def test_a_draft_whose_logits_overflow_costs_speed_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, runner = longest(llm), llm.drafter.runner  # type: ignore[attr-defined]
+    text, runner = longest(llm), drafter_of(llm).runner
     forward = runner.model.forward
 
     def overflowing(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +202,7 @@ def test_a_bias_on_an_unknown_token_is_refused(llm: LLM) -> None:
 
 def test_settings_that_make_no_engine_are_refused(path: Path) -> None:
     with pytest.raises(UserError, match="needs a draft model"):
-        LLM(path, plan=EngineConfig(mode="serial"))
+        LLM(path, config=EngineConfig(mode="serial"))
     with pytest.raises(UserError, match=r"max_model_len must lie in 2\.\.512"):
         LLM(path, max_model_len=513)
     with pytest.raises(UserError, match="the tokenizer has 70 tokens"):

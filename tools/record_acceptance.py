@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.engine import join_world
+from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, predict
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from swiftspec.control import policy
 from swiftspec.control.forecast import Seen
 from swiftspec.control.policy import Decision, Pace
-from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import NoDrafter, SteppedDrafter
 
 
@@ -35,10 +34,18 @@ class Controller:
     of fewer nodes, and as the drafter's `steps`.
     """
 
-    def __init__(self, drafter: SteppedDrafter, pace: Pace, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, drafter: SteppedDrafter, make: Callable[[], Pace], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`make`: what is measured, made for guided requests and for others, whose rounds take another time."""
         self._drafter, self._none = drafter, NoDrafter()
-        self._clock = clock
-        self.pace = pace
+        self._clock, self._make = clock, make
+        self.pace = make()
+        self._paces = {False: self.pace}
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing has happened yet in this request."""
         self._plain_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
         self._missed: list[VerifyResult] = []
@@ -50,11 +57,16 @@ class Controller:
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+    def open(self, opening: Opening) -> None:
+        self._reset()
+        guided = opening.sampling.guided
+        if guided not in self._paces:
+            self._paces[guided] = self._make()
+        self.pace = self._paces[guided]
         self.pace.begin()
-        self._none.open(request, tokens, sampling, prompt_len)
+        self._none.open(opening)
         self._set_steps()
-        self._drafter.open(request, tokens, sampling, prompt_len)
+        self._drafter.open(opening)
         self._busy = self._drafter.busy
 
     def propose(self) -> Proposal:
@@ -98,8 +110,8 @@ class Controller:
         return PolicyReport(p.steps, p.nodes, self._plain_rounds, tuple(self._changes), *times)
 
     def _set_steps(self) -> None:
-        if self._drafter.steps != self.pace.steps:
-            self._drafter.steps = self.pace.steps
+        if self._drafter.draft_steps != self.pace.steps:
+            self._drafter.draft_steps = self.pace.steps
 
     def _note(self, result: VerifyResult, came: float) -> None:
         """Hands the round to the pace. The text that was verified later tells how a whole proposal would have fared."""

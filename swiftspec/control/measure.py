@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import SteppedDrafter
 from swiftspec.runtime.verifier import Verifier
@@ -30,10 +30,10 @@ class DraftTimes:
 
 def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
     """Measured in a context of `room` tokens. Leaves no request open."""
-    text = [0] * min(TEXT, room)
+    text = (0,) * min(TEXT, room)
     grows, rounds = [], []
     for _ in range(REPEATS):
-        drafter.open(0, text, GREEDY, len(text))
+        drafter.open(Opening(0, text, GREEDY, len(text)))
         proposal = drafter.propose()
         grows.append(_seconds(drafter.grow))
         likely = proposal.tokens[1] if len(proposal.tokens) > 1 else 0
@@ -41,16 +41,16 @@ def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:
         rounds.append(_seconds(lambda result=result: (drafter.observe(result), drafter.propose(), drafter.grow())))
     drafter.close()
     grown, whole = median(grows), median(rounds)
-    return DraftTimes(max(whole - grown, 0.0), grown / drafter.steps)
+    return DraftTimes(max(whole - grown, 0.0), grown / drafter.draft_steps)
 
 
 def verification_time(verifier: Verifier, bs: int, room: int) -> float:
     """Seconds of one verification of bs nodes, the host's part included, in a context of `room` tokens. Leaves no
     request open."""
-    text = [0] * max(min(TEXT, room - bs * IN_A_ROW), 1)
+    text = (0,) * max(min(TEXT, room - bs * IN_A_ROW), 1)
     times = []
     for _ in range(REPEATS):
-        verifier.open(0, text, GREEDY, len(text))
+        verifier.open(Opening(0, text, GREEDY, len(text)))
         at, root = len(text) - 1, 0
         for round_ in range(IN_A_ROW if room > bs * IN_A_ROW else 1):
             chain = Proposal(0, round_, at, (root,) * bs, tuple(range(-1, bs - 1)))

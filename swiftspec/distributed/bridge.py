@@ -6,20 +6,21 @@ the target verifies that, the draft expands d times. What the draft says late or
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from swiftspec.control.measure import DraftTimes, draft_times
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import Call, LeadingDrafter, has_left, to_text, to_words
-from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult, Words
-from swiftspec.params import SamplingParams
+from swiftspec.observe.trace import Observer, Record, TraceLog
 from swiftspec.runtime.drafter import FAILURES
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
+LAST_ROUND = 1.0  # seconds to wait for what the draft says of a request's last round
 
 
 class GroupDrafter:
@@ -32,16 +33,20 @@ class GroupDrafter:
         *,
         answer_timeout: float = ANSWER_TIMEOUT,
         open_timeout: float = OPEN_TIMEOUT,
+        records: TraceLog | None = None,
     ) -> None:
+        """`records`: where the draft's records of its rounds go, which it sends while a trace is asked for."""
         self.busy = 0.0
-        self._steps = steps
+        self._steps, self._records = steps, records
+        if records is not None:
+            records.drain = self.drain
         self._request, self._round, self._prefix_len = 0, 0, 0
         self._bridge = bridge
         self._answer_timeout, self._open_timeout = answer_timeout, open_timeout
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._request, self._round, self._prefix_len = request, 0, len(tokens) - 1
-        self._send(Call.DRAFTER_OPEN, Opening(request, tuple(tokens), sampling, prompt_len).pack())
+    def open(self, opening: Opening) -> None:
+        self._request, self._round, self._prefix_len = opening.request, 0, len(opening.tokens) - 1
+        self._send(Call.DRAFTER_OPEN, opening.pack())
 
     def propose(self) -> Proposal:
         deadline = time.monotonic() + (self._answer_timeout if self._round else self._open_timeout)
@@ -78,15 +83,27 @@ class GroupDrafter:
         return DraftTimes(turn * 1e-6, expansion * 1e-6)
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         """d, the expansions of a round."""
         return self._steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
+    @draft_steps.setter
+    def draft_steps(self, steps: int) -> None:
         """Holds from the draft's next growing on."""
         self._send(Call.STEPS, [steps])
         self._steps = steps
+
+    def drain(self, round_: int) -> None:
+        """Takes records until that round's is there; what else comes belongs to a request that is over."""
+        assert self._records is not None
+        deadline = time.monotonic() + LAST_ROUND
+        try:
+            while self._records.lacks(round_):
+                kind, words = self._bridge.recv(max(deadline - time.monotonic(), 0.0))
+                if kind == Call.TRACE:
+                    self._records.draft(json.loads(to_text(words)))
+        except (ConnectionError, TimeoutError):
+            return  # the line has no draft lane then
 
     def _send(self, call: Call, words: Sequence[int] = ()) -> None:
         try:
@@ -103,6 +120,8 @@ class GroupDrafter:
                 raise DrafterLost("the draft group did not answer in time") from None
             except ConnectionError as error:
                 raise DrafterLost(str(error)) from None
+            if kind == Call.TRACE and self._records is not None:
+                self._records.draft(json.loads(to_text(words)))
             if kind == wanted:
                 return words
             if kind == Call.LOST and words[0] == self._request:
@@ -113,12 +132,14 @@ class DraftService:
     """The life of the draft group's leader: it answers the target until that leaves or is gone.
 
     A result that the tree holds is answered as it arrives, in native code; the drafter then does the same once more,
-    while the target is at work already.
+    while the target is at work already. With an observer that is left to Python, which alone the observer sees.
     """
 
-    def __init__(self, target: Channel, drafter: LeadingDrafter) -> None:
+    def __init__(self, target: Channel, drafter: LeadingDrafter, observer: Observer | None = None) -> None:
         self._target = target
         self._drafter = drafter
+        self._tell = observer or (lambda event, *about: None)
+        self._replies = observer is None
         self._request = 0
         self._open = False  # the request; not once it has failed, and nothing more is done for it
         self._told = 0  # microseconds in forwards that the target knows of
@@ -142,13 +163,11 @@ class DraftService:
 
     def _next(self) -> tuple[int, Words, bool]:
         """The next message, and whether it is answered."""
-        target = self._target
-        offer = self._drafter.offer() if self._open and isinstance(target, SharedChannel) else None
-        if offer is None:
-            return *target.recv(), False
-        assert isinstance(target, SharedChannel)
+        reply = self._drafter.reply() if self._open and self._replies else None
+        if reply is None:
+            return *self._target.recv(), False
         spent = self._spent()
-        kind, words, answered = target.recv_or_answer(offer, Call.OBSERVE, Call.PROPOSAL, spent)
+        kind, words, answered = self._target.recv_or_reply(reply, Call.OBSERVE, Call.PROPOSAL, spent)
         self._told += spent if answered else 0
         return kind, words, answered
 
@@ -159,27 +178,37 @@ class DraftService:
             case Call.DRAFTER_OPEN:
                 opening = Opening.unpack(words)
                 self._request, self._told = opening.request, int(1e6 * drafter.busy)
-                drafter.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
+                self._tell("opening", opening)
+                drafter.open(opening)
+                self._tell("drafter opened")
                 self._open = True
-                self._propose(drafter.propose())
-                drafter.grow()
+                self._round(answered=False)
             case Call.OBSERVE:
                 if self._open:  # else the target has been told, or will read it in a moment
-                    drafter.observe(VerifyResult.unpack(words))
-                    proposal = drafter.propose()
-                    if not answered:
-                        self._propose(proposal)
-                    drafter.grow()
+                    result = VerifyResult.unpack(words)
+                    self._tell("verified", None, result)
+                    drafter.observe(result)
+                    self._tell("observed", result)
+                    self._round(answered)
             case Call.DRAFTER_CLOSE:
                 self._open = False
                 drafter.close()
             case Call.STEPS:
-                drafter.steps = words[0]
+                drafter.draft_steps = words[0]
             case Call.PACE:
                 times = draft_times(drafter, words[0])
                 self._target.send(Call.TIME, [int(1e6 * times.turn), max(int(1e6 * times.expansion), 1)])
             case _:
                 raise ValueError(f"a target does not send {call.name}")
+
+    def _round(self, answered: bool) -> None:
+        """The answer, unless it has been given, and the tree grown ahead."""
+        proposal = self._drafter.propose()
+        self._tell("proposed", proposal)
+        if not answered:
+            self._propose(proposal)
+        self._drafter.grow()
+        self._tell("grown")
 
     def _propose(self, proposal: Proposal) -> None:
         """Answers with a proposal, and with the microseconds in forwards since the answer before."""
@@ -192,3 +221,13 @@ class DraftService:
 
     def _tell_failure(self, reason: str) -> None:
         self._target.send(Call.LOST, [self._request, *to_words(reason)])
+
+
+def teller(bridge: Channel) -> Callable[[Record], None]:
+    """What the draft's leader sends its records with. Request 0 is no request: the pace is measured under it."""
+
+    def tell(record: Record) -> None:
+        if record["request"] != 0:
+            bridge.send(Call.TRACE, to_words(json.dumps(record)))
+
+    return tell

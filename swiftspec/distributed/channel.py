@@ -7,10 +7,11 @@ idle receiver waits as long as it likes, which a collective with its timeout cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cpu.shm import new_name
-from swiftspec.distributed.groups.gloo import Store
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.tcp import Door, call
 from swiftspec.messages import Words
@@ -27,6 +28,12 @@ class Channel(Protocol):
 
     def recv(self, timeout: float | None = None) -> tuple[int, Words]:
         """The next message; None waits for ever. Raises TimeoutError, after which waiting again is fine."""
+        ...
+
+    def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        """The next message. One of the kind `asks` is replied to as it arrives, without Python, if this wire can do
+        that and the reply is for it: by a message of the kind `answers` whose first word is `note`. The last value:
+        whether it was."""
         ...
 
     def close(self) -> None: ...

@@ -16,11 +16,9 @@ from typing import Any, Protocol, TypeVar
 from swiftspec.distributed.channel import Channel
 from swiftspec.errors import RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult, Words, bytes_to_words, words_to_bytes
-from swiftspec.params import PopulationConfig, SamplingParams
-from swiftspec.runtime.drafter import FAILURES, NearDrafter
+from swiftspec.runtime.drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.verifier import LocalPending, LocalVerifier
+from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC, Answer, Report
 
 T = TypeVar("T")
@@ -84,22 +82,32 @@ class Team:
         self._followers = followers
         self.broken: str | None = None  # why
 
-    def call(self, call: Call, message: Message | None, act: Callable[[], T]) -> T:
-        """Has the followers do what `act` does here. A leader alone may fail as it likes, and be asked again."""
-        if not self._followers:
-            return act()
+    def tell(self, call: Call, message: Message | None = None) -> None:
+        """Has the followers do what the leader is about to do; it says `failed` if it cannot."""
         if self.broken is not None:
             raise RankLost(self.broken)
-        words = [] if message is None else message.pack()
+        words = [] if message is None or not self._followers else message.pack()
         try:
             for follower in self._followers:
                 follower.send(call, words)
+        except BaseException as error:
+            raise self.failed(call, error) from error
+
+    def failed(self, call: Call, error: BaseException) -> BaseException:
+        """What the leader raises in place of an error in the middle of a call. A leader alone may fail as it likes, and
+        be asked again."""
+        if not self._followers:
+            return error
+        self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
+        return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
+
+    def call(self, call: Call, message: Message | None, act: Callable[[], T]) -> T:
+        """Has the followers do what `act` does here."""
+        self.tell(call, message)
+        try:
             return act()
         except BaseException as error:
-            self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
-            if isinstance(error, (ConnectionError, *FAILURES)):
-                raise RankLost(self.broken) from error
-            raise
+            raise self.failed(call, error) from error
 
     def end(self, call: Call, act: Callable[[], None]) -> None:
         """Closes something, if only here."""
@@ -120,17 +128,13 @@ class LeadingVerifier:
     def busy(self) -> float:
         return self._verifier.busy
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        opening = Opening(request, tuple(tokens), sampling, prompt_len)
-        act = partial(self._verifier.open, request, tokens, sampling, prompt_len)
-        self._team.call(Call.VERIFIER_OPEN, opening, act)
+    def open(self, opening: Opening) -> None:
+        opening = replace(opening, steps=self._verifier.choose(opening).name)
+        self._team.call(Call.VERIFIER_OPEN, opening, partial(self._verifier.open, opening))
 
-    def submit(self, proposal: Proposal) -> LocalPending:
-        return LocalPending(self, proposal)
-
-    def verify(self, proposal: Proposal) -> VerifyResult:
-        """As `LocalVerifier.verify`, on all ranks of the group."""
-        return self._team.call(Call.VERIFY, proposal, partial(self._verifier.verify, proposal))
+    def submit(self, proposal: Proposal) -> LeadingPending:
+        self._team.tell(Call.VERIFY, proposal)
+        return LeadingPending(self._verifier, proposal, self._team)
 
     def settle(self) -> None:
         self._verifier.settle()  # a follower does so at once
@@ -139,91 +143,99 @@ class LeadingVerifier:
         self._team.end(Call.VERIFIER_CLOSE, self._verifier.close)
 
 
+class LeadingPending:
+    """A verification that the followers have begun."""
+
+    def __init__(self, verifier: LocalVerifier, proposal: Proposal, team: Team) -> None:
+        self._verifier, self._proposal, self._team = verifier, proposal, team
+
+    def wait(self) -> VerifyResult:
+        try:
+            return self._verifier.verify(self._proposal)
+        except BaseException as error:
+            raise self._team.failed(Call.VERIFY, error) from error
+
+
 class LeadingDrafter:
     """The drafter of a group's leader."""
 
-    def __init__(self, drafter: NearDrafter, team: Team) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: LocalDrafter, team: Team) -> None:
+        self.drafter = drafter
         self._team = team
 
     @property
     def busy(self) -> float:
-        return self._drafter.busy
+        return self.drafter.busy
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         """d, the expansions of a round."""
-        return self._drafter.steps
+        return self.drafter.draft_steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._team.call(Call.STEPS, Number(steps), lambda: setattr(self._drafter, "steps", steps))
+    @draft_steps.setter
+    def draft_steps(self, steps: int) -> None:
+        self._team.call(Call.STEPS, Number(steps), lambda: setattr(self.drafter, "draft_steps", steps))
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        opening = Opening(request, tuple(tokens), sampling, prompt_len)
-        act = partial(self._drafter.open, request, tokens, sampling, prompt_len)
-        self._team.call(Call.DRAFTER_OPEN, opening, act)
+    def open(self, opening: Opening) -> None:
+        opening = replace(opening, steps=self.drafter.choose(opening).name)
+        self._team.call(Call.DRAFTER_OPEN, opening, partial(self.drafter.open, opening))
 
     def propose(self) -> Proposal:
-        return self._team.call(Call.PROPOSE, None, self._drafter.propose)
+        return self._team.call(Call.PROPOSE, None, self.drafter.propose)
 
     def grow(self) -> None:
-        self._team.call(Call.GROW, None, self._drafter.grow)
+        self._team.call(Call.GROW, None, self.drafter.grow)
 
-    def offer(self) -> Any:
-        """As `NearDrafter.offer`. It takes no forward, so the followers need not know."""
-        return self._drafter.offer()
+    def reply(self) -> Any:
+        """As `LocalDrafter.reply`. It takes no forward, so the followers need not know."""
+        return self.drafter.reply()
 
     def observe(self, result: VerifyResult) -> None:
-        self._team.call(Call.OBSERVE, result, partial(self._drafter.observe, result))
+        self._team.call(Call.OBSERVE, result, partial(self.drafter.observe, result))
 
     def close(self) -> None:
-        self._team.end(Call.DRAFTER_CLOSE, self._drafter.close)
+        self._team.end(Call.DRAFTER_CLOSE, self.drafter.close)
 
 
 class LeadingPopulation:
     """The population of a group's leader, in mode smc."""
 
     def __init__(self, population: SMC, team: Team) -> None:
-        self._smc = population
+        self.population = population
         self._team = team
 
     @property
-    def plan(self) -> PopulationConfig:
-        return self._smc.plan
+    def rounds(self) -> int:
+        return self.population.rounds
 
     @property
-    def rounds(self) -> int:
-        return self._smc.rounds
+    def drafted(self) -> int:
+        return self.population.drafted
 
     @property
     def answer(self) -> Answer | None:
-        return self._smc.answer
+        return self.population.answer
 
     @property
     def busy(self) -> tuple[float, float]:
-        return self._smc.busy
+        return self.population.busy
 
-    @property
-    def runners(self) -> tuple[Runner, Runner]:
-        return self._smc.runners
-
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        ends = replace(sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
-        opening = Opening(0, tuple(prompt), ends, len(prompt))
-        self._team.call(Call.POPULATION_OPEN, opening, partial(self._smc.open, prompt, sampling, stops, limit))
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None:
+        ends = replace(opening.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
+        opening = replace(opening, sampling=ends, steps=self.population.choose(opening).name)
+        self._team.call(Call.POPULATION_OPEN, opening, partial(self.population.open, opening, stops, limit))
 
     def launch(self) -> bool:
-        return self._team.call(Call.POPULATION_ROUND, None, self._smc.launch)
+        return self._team.call(Call.POPULATION_ROUND, None, self.population.launch)
 
     def collect(self) -> Report:
-        return self._smc.collect()  # a follower does so at once
+        return self.population.collect()  # a follower does so at once
 
     def finish(self) -> Answer:
-        return self._smc.finish()  # takes no forward
+        return self.population.finish()  # takes no forward
 
     def close(self) -> None:
-        self._team.end(Call.POPULATION_CLOSE, self._smc.close)
+        self._team.end(Call.POPULATION_CLOSE, self.population.close)
 
 
 def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None, smc: SMC | None) -> None:
@@ -264,7 +276,7 @@ def _obey_population(call: Call, words: Words, smc: SMC) -> None:
             opening = Opening.unpack(words)
             ends = opening.sampling
             assert ends.max_tokens is not None
-            smc.open(opening.tokens, ends, ends.stop_token_ids, ends.max_tokens)
+            smc.open(opening, ends.stop_token_ids, ends.max_tokens)
         case Call.POPULATION_ROUND:
             smc.launch()
             smc.collect()
@@ -278,8 +290,7 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
     if call in (Call.VERIFIER_OPEN, Call.VERIFY, Call.VERIFIER_CLOSE):
         assert verifier is not None
         if call == Call.VERIFIER_OPEN:
-            opening = Opening.unpack(words)
-            verifier.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
+            verifier.open(Opening.unpack(words))
         elif call == Call.VERIFY:
             verifier.verify(Proposal.unpack(words))
             verifier.settle()
@@ -289,8 +300,7 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
     assert drafter is not None
     match call:
         case Call.DRAFTER_OPEN:
-            opening = Opening.unpack(words)
-            drafter.open(opening.request, opening.tokens, opening.sampling, opening.prompt_len)
+            drafter.open(Opening.unpack(words))
         case Call.PROPOSE:
             drafter.propose()
         case Call.GROW:
@@ -300,6 +310,6 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
         case Call.DRAFTER_CLOSE:
             drafter.close()
         case Call.STEPS:
-            drafter.steps = words[0]
+            drafter.draft_steps = words[0]
         case _:
             raise ValueError(f"a leader does not send {call.name}")

@@ -33,10 +33,10 @@ class SharedChannel:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         return kind, words
 
-    def recv_or_answer(self, offer: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
-        """As `recv`, and answers a result of the kind `asks` at once where the offer is for it; see ops.shm.Mailbox."""
+    def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        """As `recv`, and replies to a message of the kind `asks` at once where the reply is for it."""
         try:
-            (kind, *words), answered = self._mailbox.recv_or_answer(offer, asks, answers, note, FOR_EVER)
+            (kind, *words), answered = self._mailbox.recv_or_answer(reply, asks, answers, note, FOR_EVER)
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         return kind, words, answered

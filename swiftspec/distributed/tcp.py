@@ -7,6 +7,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,6 +48,10 @@ class TcpChannel:
             self._guarded(self._read)
             looked = True
         return message
+
+    def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        """As `recv`: this wire replies to nothing by itself."""
+        return *self.recv(), False
 
     def close(self) -> None:
         self._sound = False

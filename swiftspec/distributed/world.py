@@ -1,21 +1,18 @@
-"""The ranks of one job: who is in which group, how they are connected, and whether all of them are ready."""
+"""The ranks of one job, as their launcher numbers them, and the cores that they run on. Only this module reads the
+launcher's environment."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
 import os
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
-from swiftspec.distributed.channel import Channel, accept, dial
-from swiftspec.distributed.followers import Call, to_text, to_words
-from swiftspec.distributed.groups.gloo import Store, prefixed
-from swiftspec.errors import RankLost, UserError
-from swiftspec.messages import Words, bytes_to_words
-from swiftspec.params import EngineConfig
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from swiftspec.errors import UserError
 
 START_TIMEOUT = 300.0  # seconds between the first rank that calls and the last
 
@@ -35,14 +32,14 @@ class World:
 
     def next_job(self) -> World:
         """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
-        return replace(self, store=prefixed(self.store, f"job {next(self.jobs)}"))
+        return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
 
     def part(self, size: int, name: str) -> World:
         """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
         whole give it the same name."""
         first = self.rank - self.local_rank  # of this machine
         local = max(min(self.local_size, size - first), 1)
-        store = prefixed(self.store, name)
+        store = PrefixStore(name, self.store)
         return replace(self, size=size, local_size=local, store=store, jobs=itertools.count())
 
     @property
@@ -75,117 +72,19 @@ def run_on(cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands. The first rank of a group leads it, and rank 0 leads the target's and the job."""
-
-    side: str  # "target" or "draft"; in modes serial and ar there is one group, the target's
-    rank: int  # in its group
-    size: int
-
-    @staticmethod
-    def of(rank: int, plan: EngineConfig) -> Place:
-        if rank < plan.target_tp:
-            return Place("target", rank, plan.target_tp)
-        return Place("draft", rank - plan.target_tp, plan.draft_tp)
-
-
-@dataclass(slots=True)
-class Links:
-    """A rank's connections. A follower has its leader; a leader its followers; and between the two leaders lies the
-    bridge, whose ends are `drafts` on the target's and `target` on the draft's."""
-
-    leader: Channel | None = None
-    followers: list[Channel] = field(default_factory=list)
-    drafts: Channel | None = None
-    target: Channel | None = None
-
-    @staticmethod
-    def connect(world: World, plan: EngineConfig) -> Links:
-        """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
-        here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
-        first = world.rank - here.rank
-        try:
-            host = None if world.one_machine else _address_towards(world.host)
-            if here.rank > 0:
-                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
-                return links
-            for rank in range(first + 1, first + here.size):
-                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=START_TIMEOUT)
-                links.followers.append(follower)
-            if plan.mode == "async" and here.side == "target":
-                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=START_TIMEOUT)
-            elif plan.mode == "async":
-                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=START_TIMEOUT)
-        except (OSError, RuntimeError) as error:  # the store's are RuntimeErrors
-            raise RankLost(f"rank {world.rank} found no connection at the start: {_line(error)}") from None
-        return links
-
-    def share(self, value: int) -> int:
-        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone."""
-        up = self.leader or self.target
-        try:
-            if up is not None:
-                value = up.recv()[1][0]
-            for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
-                channel.send(Call.READY, [value])
-        except ConnectionError as error:
-            raise RankLost(str(error)) from None
-        return value
-
-    def report(self, facts: Sequence[str], error: str | None) -> None:
-        """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
-
-        `facts`: what must be equal in the whole job, then what must be in the group. Raises UserError on rank 0 with
-        the first reason.
-        """
-        marks = bytes_to_words(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts))
-        for channel in self.followers:
-            heard = _heard(channel, marks, marks)
-            error = error or heard
-        if self.drafts is not None:
-            heard = _heard(self.drafts, marks[:2], marks)
-            error = error or heard
-        up = self.leader or self.target
-        if up is not None:
-            try:
-                up.send(*((Call.READY, marks) if error is None else (Call.LOST, to_words(error))))
-            except ConnectionError as gone:
-                raise RankLost(str(gone)) from None
-        elif error is not None:
-            raise UserError(error)
-
-    def leave(self) -> None:
-        """Sends home whoever is led from here, and closes all connections."""
-        for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
-            with contextlib.suppress(ConnectionError):  # gone already
-                channel.send(Call.LEAVE)
-        for channel in (self.leader, self.target, self.drafts, *self.followers):
-            if channel is not None:
-                channel.close()
-
-
-def _heard(channel: Channel, wanted: Words, marks: Words) -> str | None:
-    """What a rank that reports here has to complain of, or is to be blamed for."""
+def join_world() -> World | None:
+    """The ranks that a launcher such as torchrun has started, this one among them; None if it is alone. Raises
+    UserError where the launcher's variables make no sense."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
     try:
-        kind, words = channel.recv()
-    except ConnectionError as error:
-        return f"{error}: it left while the models were loading"
-    if kind == Call.LOST:
-        return to_text(words)
-    if words[:2] != marks[:2]:
-        return f"{channel.peer} was started with other settings: start all ranks with the same command"
-    if words[: len(wanted)] != wanted:
-        return f"{channel.peer} has another model directory than its leader: give all ranks the same files"
-    return None
-
-
-def _line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-def _address_towards(host: str) -> str:
-    """This machine's address on the way to `host`. No packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
-        return str(probe.getsockname()[0])
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        host = os.environ["MASTER_ADDR"]
+        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
+    except (KeyError, ValueError, RuntimeError) as error:  # the store's are RuntimeErrors
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"WORLD_SIZE is set, but {reason}: start several ranks with torchrun") from None
+    world = World(rank, size, local_rank, local_size, host, store)
+    run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
+    return world

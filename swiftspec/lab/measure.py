@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from swiftspec.assemble.roles import Tree
 from swiftspec.control.measure import GREEDY, TEXT, verification_time
 from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.engine import LLM
 from swiftspec.lab import timeline
 from swiftspec.lab.timeline import Trace
-from swiftspec.messages import Proposal
+from swiftspec.llm import LLM
+from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.verifier import Verifier
 
@@ -35,7 +36,7 @@ class Books(NamedTuple):
     def of(llm: LLM) -> Books:
         """Of the request under way."""
         stats = llm.stats
-        tokens = stats.tokens if llm.smc is not None else stats.accepted + stats.rounds
+        tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
         return Books(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
 
 
@@ -73,7 +74,7 @@ class Run:
 
 def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
     """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
-    temperature = 1.0 if llm.smc is not None else 0.0
+    temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
     run = Run()
     for prompt in prompts:
@@ -88,20 +89,26 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
     return run
 
 
+def tree_of(llm: LLM) -> Tree:
+    """The roles of an engine that decodes by a draft tree."""
+    assert isinstance(llm.roles.parts, Tree)
+    return llm.roles.parts
+
+
 def lane_times(llm: LLM) -> tuple[float, float]:
     """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
-    assert isinstance(llm.drafter, GroupDrafter)
-    room = llm.max_model_len - 1
-    llm.drafter.measure(room)
-    return verification_time(llm.verifier, llm.plan.verify_batch, room), llm.drafter.times().expansion
+    roles, room = tree_of(llm), llm.max_model_len - 1
+    assert isinstance(roles.drafter, GroupDrafter)
+    roles.drafter.measure(room)
+    return verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
 
 
 def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
     """Seconds of a forward over `rows`, sampling included, once a repeat after one to warm up."""
-    text = [0] * min(TEXT, room)
+    text = (0,) * min(TEXT, room)
     chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
     for repeat in range(repeats + 1):
-        verifier.open(0, text, GREEDY, len(text))
+        verifier.open(Opening(0, text, GREEDY, len(text)))
         began = time.perf_counter()
         verifier.submit(chain).wait()
         if repeat > 0:

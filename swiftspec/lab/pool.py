@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.distributed.world import World, available_cores, run_on
-from swiftspec.engine import LLM, serve_rank
 from swiftspec.errors import RankLost, UserError
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.observe.emulate import Emulation
 from swiftspec.params import EngineConfig, PopulationConfig
 

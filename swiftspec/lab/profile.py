@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
-    from swiftspec.engine import join_world
+    from swiftspec.distributed.world import join_world
     from swiftspec.lab.pool import Pair, WorkerPool
     from swiftspec.serve.layers import load
     from swiftspec.serve.session import Found, load_options
@@ -161,7 +161,7 @@ def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, setti
 
 
 def _measure(sweep: Sweep) -> int:
-    from swiftspec.lab import results
+    from swiftspec.lab import outputs, results
 
     try:
         sweep.run()
@@ -169,7 +169,7 @@ def _measure(sweep: Sweep) -> int:
         sweep.close()
     print(results.table(sweep.profile))
     try:
-        for file in results.write(sweep.profile, sweep.file):
+        for file in outputs.write(sweep.profile, sweep.file):
             print(f"wrote {file}")
     except UserError as error:  # no matplotlib; what was measured is written
         print(f"swiftspec: {error}, then python -m swiftspec.profile report {sweep.file}", file=sys.stderr)
@@ -216,7 +216,7 @@ def show_trace(argv: Sequence[str]) -> int:
 
 def write_report(argv: Sequence[str]) -> int:
     """Writes CSV, HTML and the recommended settings of a profile."""
-    from swiftspec.lab import results
+    from swiftspec.lab import outputs, results
     from swiftspec.profiles import store
 
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile report", description=write_report.__doc__)
@@ -224,7 +224,7 @@ def write_report(argv: Sequence[str]) -> int:
     args = made.parse_args(argv)
     profile = store.load(args.file)
     print(results.table(profile))
-    for file in results.write(profile, args.file):
+    for file in outputs.write(profile, args.file):
         print(f"wrote {file}")
     return 0
 

@@ -1,11 +1,10 @@
-"""What a sweep leaves besides its JSON: a table for the terminal, a CSV, the settings for serve, the HTML report."""
+"""A profile as text: a table for the terminal, a CSV, the settings for serve."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from swiftspec.errors import UserError
@@ -16,26 +15,6 @@ COLUMNS = (
     "mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps", "ops", "tokens_per_second", "least",
     "most", "repeats", "tokens_per_round", "target_busy", "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
-
-
-def write(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
-    """Writes CSV, settings and report beside `file` and names them. Without matplotlib there is no report, and the last
-    line says so, as a UserError."""
-    yield file
-    base = file.with_suffix("")
-    table_file = base.with_suffix(".csv") if "." not in base.name else base.with_name(base.name + ".csv")
-    store.save(table_file, as_csv(profile))
-    yield table_file
-    winner = store.best(profile)
-    if winner is not None:
-        settings = base.with_name(base.name + ".best.yaml")
-        store.save(settings, as_yaml(winner, file.name))
-        yield settings
-    from swiftspec.lab import report
-
-    page = base.with_name(base.name + ".html")
-    store.save(page, report.html(profile))
-    yield page
 
 
 def as_csv(profile: Mapping[str, Any]) -> str:

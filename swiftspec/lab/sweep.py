@@ -138,7 +138,7 @@ class Sweep:
                     self._entry(trial, d, variation)  # whoever resumes sees which d are missing
                 for d in steps:
                     if d is not None:
-                        llm.drafter.steps = d
+                        measure.tree_of(llm).drafter.draft_steps = d
                     run = measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
                     self._save()
@@ -190,7 +190,7 @@ class Sweep:
                     with self._crew.engine(Order(plan, alone=side)) as llm:
                         room = llm.max_model_len - 1
                         for rows in trials.ROWS:
-                            seconds = list(measure.step_times(llm.verifier, rows, room, STEP_REPEATS))
+                            seconds = list(measure.step_times(measure.tree_of(llm).verifier, rows, room, STEP_REPEATS))
                             self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
                 except UserError as error:
                     self._show.note(f"no step times of the {side} on {tp} ranks: {error}")

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +34,23 @@ class Batch:
         """These rows [m] int64, in this order."""
         part = (self.tokens[rows], self.positions[rows], self.slots[rows], self.mask[rows], self.sequence[rows])
         return Batch(*part, self.kv_len)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A Batch before it is on the device: the same parts as numpy arrays."""
+
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    mask: NDArray[np.bool_]
+    sequence: Ints
+    kv_len: Ints
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def to(self, device: torch.device) -> Batch:
+        """Its tensors on the device."""
+        parts = (self.tokens, self.positions, self.slots, self.mask, self.sequence, self.kv_len)
+        return Batch(*(torch.from_numpy(part).to(device) for part in parts))

@@ -1,7 +1,4 @@
-"""What operators may do as one call instead of one by one: a model's whole stack, and the inner part of a round.
-
-Letters as in reference.py.
-"""
+"""A model made ready by its operators, and what operators may do with all of it as one call."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.model.batch import Batch
+from swiftspec.model.group import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +37,16 @@ class Stack:
     sin: Tensor
     num_heads: int
     kv_heads: int
-    group: object | None  # the ranks that sum the outputs of O and down
+    group: Group | None  # the ranks that sum the outputs of O and down
 
 
-class Rounds(Protocol):
-    """The inner part of a round as one call, for the only sequence of one cache; host_rounds.HostRounds says what its
-    functions take. What comes back has no logits in it, so it is for requests that nothing else is to be done for."""
+class NativeRounds(Protocol):
+    """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
+    A group's ranks make the same calls; OSError says that one of them is gone. backends/cpu/rounds.py defines it."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
     ) -> Any: ...
-    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int, /) -> Any: ...
     def expand(
         self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float, /
     ) -> tuple[int, float]: ...
@@ -65,6 +62,10 @@ class Fused(Protocol):
         """Writes the rows' keys and values into the cache. Returns logits [n, V], or None without the head."""
         ...
 
-    def rounds(self, cache: Any, /) -> Rounds | None:
-        """The inner part of a round over that cache, if it has one sequence. A group's ranks make the same calls."""
+    def rounds(self, cache: Any, /) -> NativeRounds:
+        """The inner part of a round over a cache of one sequence."""
+        ...
+
+    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int, /) -> Any:
+        """The native side of a draft tree on its arrays, which the caller keeps."""
         ...

@@ -91,6 +91,7 @@ class Transformer:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.num_heads = config.num_heads if shard is None else shard.num_heads
         self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
+        self.head_rows = config.vocab_size if shard is None else len(shard.vocab)  # of this rank, padding counted
         self.group = group
         self._ops = ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)

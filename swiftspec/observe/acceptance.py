@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class Acceptance:
@@ -24,6 +24,14 @@ class Acceptance:
         self.accepted_child: list[int] = []
         self.expected = 0.0
         self.judged = 0
+
+    @staticmethod
+    def of(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
+        """Of rounds: a proposal's parents, the path that was accepted, and its overlaps."""
+        seen = Acceptance()
+        for round_ in rounds:
+            seen.count(*round_)
+        return seen
 
     @property
     def expected_rate(self) -> float | None:

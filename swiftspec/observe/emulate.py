@@ -1,4 +1,4 @@
-"""Step times of another machine: a small model that takes at least as long as a large one would.
+"""Emulated step times: a small model that takes as long for each step as a large one would.
 
 Everything around it (trees, messages, caches, samplers) is the real thing, so a laptop can run it at the pace of eight
 GPUs. A rank that is ahead of that pace sleeps, so that more ranks than cores do not slow each other.
@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftspec.runtime.around import AroundModel, T
-from swiftspec.runtime.runner import Model
-
-SPIN = 120e-6  # seconds before the moment from which on a waiting rank spins: a sleep may end this late
+SPIN = 120e-6  # stop sleeping this many seconds before the deadline and spin: a sleep may end that much too late
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +60,14 @@ class Emulation:
         return Emulation(**sides)
 
 
-class PacedModel(AroundModel):
-    """A model whose every step, prompt chunks too, takes at least the time of `times`."""
+def hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
+    """Makes every step of a model on `tp` ranks, prompt chunks too, last at least as long as `times` say; see
+    `Runner.hooks`."""
 
-    def __init__(self, model: Model, times: StepTimes) -> None:
-        super().__init__(model, self._slowly)
-        self._times = times
-        self._tp = 1 if model.group is None else model.group.size
+    def wait(began: float, rows: int) -> None:
+        wait_until(began + times.at(tp, rows))
 
-    def _slowly(self, rows: int, step: Callable[[], T]) -> T:
-        until = time.perf_counter() + self._times.at(self._tp, rows)
-        result = step()
-        wait_until(until)
-        return result
+    return wait
 
 
 def wait_until(moment: float) -> None:

@@ -1,5 +1,5 @@
-"""Rounds on record: what both lanes did and when, one JSON line per round. Built around the roles when a trace is asked
-for, so that nothing in a round knows of it.
+"""Rounds on record: what both lanes did and when, one JSON line per round. Made by observers of the loops and hooks of
+the models, which are there only when a trace is asked for.
 
 Times are seconds of `time.perf_counter`, which all processes of one machine share. A line has the keys `request`,
 `round`, and, as far as the mode has them:
@@ -18,40 +18,27 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
-from swiftspec.runtime.around import AroundModel, T
-from swiftspec.runtime.drafter import SteppedDrafter
-from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.runner import Model, Runner
-from swiftspec.runtime.verifier import Pending, Verifier
 
 Record = dict[str, Any]
 Forward = tuple[float, float, int]  # begin, end, rows
+Observer = Callable[..., None]  # as swiftspec.decode has it
 VERSION = 1
 
 
-class WatchedModel(AroundModel):
-    """A model whose steps are noted."""
+class Hooked(Protocol):
+    """What of a runner forwards are noted by."""
 
-    def __init__(self, model: Model, forwards: list[Forward]) -> None:
-        super().__init__(model, self._noted)
-        self._forwards = forwards
-
-    def _noted(self, rows: int, step: Callable[[], T]) -> T:
-        began = time.perf_counter()
-        result = step()
-        self._forwards.append((began, time.perf_counter(), rows))
-        return result
+    hooks: list[Callable[[float, int], None]]
 
 
-def watch(runner: Runner) -> list[Forward]:
+def watch(runner: Hooked) -> list[Forward]:
     """The forwards of a runner from now on; whoever reads them clears them."""
     forwards: list[Forward] = []
-    runner.use(WatchedModel(runner.model, forwards))
+    runner.hooks.append(lambda began, rows: forwards.append((began, time.perf_counter(), rows)))
     return forwards
 
 
@@ -107,178 +94,83 @@ class TraceLog:
         self._file.write(json.dumps(line) + "\n")
 
 
-class TracedVerifier:
-    """Rank 0's verifier, whose rounds are noted."""
+class TreeTrace:
+    """Observes the loop on rank 0: the target's lane, and how long a proposal is waited for.
 
-    def __init__(self, verifier: Verifier, log: TraceLog) -> None:
-        self._verifier, self._log = verifier, log
+    `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
+    who is not asked in plain rounds.
+    """
 
-    @property
-    def busy(self) -> float:
-        return self._verifier.busy
+    def __init__(self, log: TraceLog, busy: Callable[[], float], asked: Callable[[], bool] = lambda: True) -> None:
+        self._log, self._busy, self._asked = log, busy, asked
+        self._round, self._at, self._spent = 0, 0.0, 0.0
+        self._opened: tuple[float, float] | None = None
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._log.begin(request)
-        began = time.perf_counter()
-        self._verifier.open(request, tokens, sampling, prompt_len)
-        self._opened: tuple[float, float] | None = (began, time.perf_counter())
+    def __call__(self, event: str, *about: Any) -> None:
+        began, self._at = self._at, time.perf_counter()
+        match event:
+            case "opening":
+                self._log.begin(about[0].request)
+            case "opened":
+                self._opened = began, self._at
+            case "proposed":
+                if self._asked():
+                    self._round = about[0].round
+                    self._log.add(self._round, wait=(began, self._at))
+            case "grown":
+                self._spent = self._busy()
+            case "verified":
+                self._note(about[0], about[1], (began, self._at))
+            case "closed":
+                if self._log.lacks(self._round):
+                    self._log.drain(self._round)
+                self._log.end()
 
-    def submit(self, proposal: Proposal) -> TracedPending:
-        return TracedPending(self, proposal, self._verifier.submit(proposal))
-
-    def settle(self) -> None:
-        self._verifier.settle()
-
-    def close(self) -> None:
-        self._verifier.close()
-        self._log.end()
-
-    def note(self, proposal: Proposal, result: VerifyResult, began: float, forward: float) -> None:
-        """A verification that ends now."""
-        target: Record = {"verify": (began, time.perf_counter()), "forward": forward}
+    def _note(self, proposal: Proposal, result: VerifyResult, verify: tuple[float, float]) -> None:
+        target: Record = {"verify": verify, "forward": self._busy() - self._spent}
         if self._opened is not None:
             target["open"], self._opened = self._opened, None
         tree = {"tokens": proposal.tokens, "parents": proposal.parents}
         self._log.add(proposal.round, target=target, proposal=tree, path=result.path, tokens=result.tokens)
 
 
-class TracedPending:
-    """A verification that is noted when it has been waited for."""
-
-    def __init__(self, verifier: TracedVerifier, proposal: Proposal, pending: Pending) -> None:
-        self._verifier, self._proposal, self._pending = verifier, proposal, pending
-
-    def wait(self) -> VerifyResult:
-        began, busy = time.perf_counter(), self._verifier.busy
-        result = self._pending.wait()
-        self._verifier.note(self._proposal, result, began, self._verifier.busy - busy)
-        return result
-
-
-class TracedDrafter:
-    """Rank 0's drafter: notes how long a proposal is waited for."""
-
-    def __init__(self, drafter: SteppedDrafter, log: TraceLog) -> None:
-        self._drafter, self._log = drafter, log
-        self._round = 0
+class Grown(Protocol):
+    """What a draft's lane is read off: a drafter on a model in this process."""
 
     @property
-    def busy(self) -> float:
-        return self._drafter.busy
-
+    def runner(self) -> Any: ...
     @property
-    def steps(self) -> int:
-        """d, the expansions of a round."""
-        return self._drafter.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._drafter.steps = steps
-
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._log.begin(request)
-        self._drafter.open(request, tokens, sampling, prompt_len)
-
-    def propose(self) -> Proposal:
-        began = time.perf_counter()
-        proposal = self._drafter.propose()
-        self._round = proposal.round
-        self._log.add(proposal.round, wait=(began, time.perf_counter()))
-        return proposal
-
-    def grow(self) -> None:
-        self._drafter.grow()
-
-    def observe(self, result: VerifyResult) -> None:
-        self._drafter.observe(result)
-
-    def close(self) -> None:
-        self._drafter.close()
-        if self._log.lacks(self._round):
-            self._log.drain(self._round)
+    def tree(self) -> Any: ...
 
 
-class TracedPopulation:
-    """Notes the rounds of mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
+class DraftTrace:
+    """Observes the loop that a draft model works in: its lane, of which each round goes to `tell` once it is grown."""
 
-    def __init__(self, target: Runner, draft: Runner, log: TraceLog) -> None:
-        self._log, self._lanes = log, {"target": watch(target), "draft": watch(draft)}
-
-    def begin(self, request: int) -> None:
-        """A request whose prompt has been read."""
-        self._log.begin(request)
-        self._round, self._end = 0, time.perf_counter()
-        for forwards in self._lanes.values():
-            forwards.clear()
-
-    def note(self, tokens: Sequence[int]) -> None:
-        """A round that ends now, and the tokens that all particles have come to share by it."""
-        began, self._end = self._end, time.perf_counter()
-        lanes = {side: {"forwards": list(forwards)} for side, forwards in self._lanes.items()}
-        self._log.add(self._round, population=(began, self._end), tokens=tokens, **lanes)
-        self._round += 1
-        for forwards in self._lanes.values():
-            forwards.clear()
-
-    def end(self) -> None:
-        """Ends the request."""
-        self._log.end()
-
-
-class LaneDrafter:
-    """The draft's own lane: a drafter on a model in this process, whose every round goes to `tell` once it is grown."""
-
-    def __init__(self, drafter: LocalDrafter, tell: Callable[[Record], None]) -> None:
+    def __init__(self, drafter: Grown, tell: Callable[[Record], None]) -> None:
         self._drafter, self._tell = drafter, tell
         self._forwards = watch(drafter.runner)
         self._spans: dict[str, tuple[float, float]] = {}
-        self._request, self._round = 0, 0
+        self._request, self._round, self._at = 0, 0, 0.0
         self._prefix, self._expanded = 0, 0  # KV before this round
 
-    @property
-    def busy(self) -> float:
-        return self._drafter.busy
-
-    @property
-    def steps(self) -> int:
-        """d, the expansions of a round."""
-        return self._drafter.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._drafter.steps = steps
-
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        began = time.perf_counter()
-        self._drafter.open(request, tokens, sampling, prompt_len)
-        self._forwards.clear()  # the prompt's
-        self._spans = {"open": (began, time.perf_counter())}
-        self._request, self._round = request, 0
-        self._prefix, self._expanded = self._books()
-
-    def propose(self) -> Proposal:
-        began = time.perf_counter()
-        proposal = self._drafter.propose()
-        self._spans["propose"] = began, time.perf_counter()
-        self._round = proposal.round
-        return proposal
-
-    def grow(self) -> None:
-        began = time.perf_counter()
-        self._drafter.grow()
-        self._spans["grow"] = began, time.perf_counter()
-        self._end()
-
-    def offer(self) -> None:
-        return None  # an answer that Python does not see would not be on record
-
-    def observe(self, result: VerifyResult) -> None:
-        began = time.perf_counter()
-        self._drafter.observe(result)
-        self._spans["observe"] = began, time.perf_counter()
-
-    def close(self) -> None:
-        self._drafter.close()
+    def __call__(self, event: str, *about: Any) -> None:
+        began, self._at = self._at, time.perf_counter()
+        match event:
+            case "opening":
+                self._request = about[0].request
+            case "drafter opened":
+                self._spans = {"open": (began, self._at)}
+                self._round = 0
+                self._prefix, self._expanded = self._books()
+                self._forwards.clear()  # the prompt's
+            case "observed":
+                self._spans["observe"] = began, self._at
+            case "proposed":
+                self._spans["propose"] = began, self._at
+                self._round = about[0].round
+            case "grown":
+                self._spans["grow"] = began, self._at
+                self._end()
 
     def _end(self) -> None:
         """KV is kept or computed, nothing else: what is missing from the books was wasted."""
@@ -294,3 +186,44 @@ class LaneDrafter:
 
     def _books(self) -> tuple[int, int]:
         return self._drafter.runner.cache.prefix_len[0], self._drafter.tree.expanded
+
+
+class ParticleTrace:
+    """Observes mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
+
+    def __init__(self, target: Hooked, draft: Hooked, log: TraceLog) -> None:
+        self._log, self._lanes = log, {"target": watch(target), "draft": watch(draft)}
+        self._round, self._at = 0, 0.0
+
+    def __call__(self, event: str, *about: Any) -> None:
+        began, self._at = self._at, time.perf_counter()
+        match event:
+            case "opened":
+                self._log.begin(about[0].request)
+                self._round = 0
+                self._clear()
+            case "collected":
+                self._note(about[0], (began, self._at))
+            case "closed":
+                self._log.end()
+
+    def _note(self, tokens: Sequence[int], span: tuple[float, float]) -> None:
+        """A round that ends now, and the tokens that all particles have come to share by it."""
+        lanes = {side: {"forwards": list(forwards)} for side, forwards in self._lanes.items()}
+        self._log.add(self._round, population=span, tokens=tokens, **lanes)
+        self._round += 1
+        self._clear()
+
+    def _clear(self) -> None:
+        for forwards in self._lanes.values():
+            forwards.clear()
+
+
+def both(*observers: Observer) -> Observer:
+    """Tells all of them."""
+
+    def tell(event: str, *about: Any) -> None:
+        for observer in observers:
+            observer(event, *about)
+
+    return tell

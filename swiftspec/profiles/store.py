@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from swiftspec.assemble import fingerprint
 from swiftspec.errors import UserError
+from swiftspec.model.fingerprint import fingerprint
 from swiftspec.observe.emulate import Emulation
 
 Json = dict[str, Any]

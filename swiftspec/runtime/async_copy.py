@@ -1,4 +1,4 @@
-"""What the device has found, on its way to the host."""
+"""Copies from a device to the host that the host waits for only when it reads them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AsyncCopy:
-    """One copy into pinned memory and an event behind it: the host waits for that alone, when it reads."""
+    """A tensor on its way into pinned memory, and an event behind it, which `read` waits for."""
 
     def __init__(self, tensor: Tensor) -> None:
         pinned = tensor.device.type == "cuda"

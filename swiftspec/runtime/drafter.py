@@ -1,16 +1,14 @@
-"""Drafters propose what the target might say. Here: the protocol, the one that proposes nothing, and the guard."""
+"""Drafters propose what the target might say. Here: the protocol, the one that proposes nothing, and the one that goes
+on without a lost drafter."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
+from swiftspec.messages import Opening, Proposal, VerifyResult
 
-T = TypeVar("T")
 FAILURES = (DrafterLost, RuntimeError, MemoryError)  # torch reports a failed device or a full memory as RuntimeError
 
 
@@ -23,8 +21,8 @@ class Drafter(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output."""
+    def open(self, opening: Opening) -> None:
+        """Starts a request, or goes on with one, from its verified tokens."""
         ...
 
     def propose(self) -> Proposal:
@@ -48,28 +46,20 @@ class SteppedDrafter(Drafter, Protocol):
     """A drafter whose d, the expansions of a round, may be set between two rounds; 0 where it has none."""
 
     @property
-    def steps(self) -> int: ...
+    def draft_steps(self) -> int: ...
 
-    @steps.setter
-    def steps(self, steps: int, /) -> None: ...
-
-
-class NearDrafter(SteppedDrafter, Protocol):
-    """A drafter in this process, which may be ready for a result."""
-
-    def offer(self) -> Any:
-        """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
-        ...
+    @draft_steps.setter
+    def draft_steps(self, steps: int, /) -> None: ...
 
 
 class NoDrafter:
     """Proposes nothing but the root: plain decoding."""
 
     busy = 0.0
-    steps = 0
+    draft_steps = 0
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self._root = request, 0, len(tokens) - 1, tokens[-1]
+    def open(self, opening: Opening) -> None:
+        self._root = opening.request, 0, len(opening.tokens) - 1, opening.tokens[-1]
 
     def propose(self) -> Proposal:
         return Proposal.root_only(*self._root)
@@ -100,29 +90,40 @@ class FallbackDrafter:
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+    def open(self, opening: Opening) -> None:
         self.lost = None
-        self._none.open(request, tokens, sampling, prompt_len)
-        self._guard(lambda: self._drafter.open(request, tokens, sampling, prompt_len), lambda: None)
+        self._none.open(opening)
+        try:
+            self._drafter.open(opening)
+        except FAILURES as error:
+            self._lose(error)
 
     def propose(self) -> Proposal:
-        return self._guard(self._drafter.propose, self._none.propose)
+        if self.lost is None:
+            try:
+                return self._drafter.propose()
+            except FAILURES as error:
+                self._lose(error)
+        return self._none.propose()
 
     def grow(self) -> None:
-        self._guard(self._drafter.grow, self._none.grow)
+        if self.lost is None:
+            try:
+                self._drafter.grow()
+            except FAILURES as error:
+                self._lose(error)
 
     def observe(self, result: VerifyResult) -> None:
-        self._guard(lambda: self._drafter.observe(result), lambda: None)  # first: somebody waits for it
+        if self.lost is None:
+            try:
+                self._drafter.observe(result)  # first: somebody waits for it
+            except FAILURES as error:
+                self._lose(error)
         self._none.observe(result)
 
     def close(self) -> None:
         with contextlib.suppress(*FAILURES):
             self._drafter.close()
 
-    def _guard(self, ask: Callable[[], T], otherwise: Callable[[], T]) -> T:
-        if self.lost is None:
-            try:
-                return ask()
-            except FAILURES as error:
-                self.lost = str(error) or type(error).__name__
-        return otherwise()
+    def _lose(self, error: BaseException) -> None:
+        self.lost = str(error) or type(error).__name__

@@ -1,16 +1,14 @@
 """Both models on one GPU at the same time: the target verifies on a stream of its own, fed by a thread, while the draft
-grows on the caller's (design, section 5)."""
+grows on the caller's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.verifier import LocalVerifier
 
 
@@ -32,30 +30,30 @@ class ThreadedVerifier:
     def busy(self) -> float:
         return self.verifier.busy
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        with self._lane():
-            self.verifier.open(request, tokens, sampling, prompt_len)
+    def open(self, opening: Opening) -> None:
+        with self._on_stream():
+            self.verifier.open(opening)
 
     def submit(self, proposal: Proposal) -> ThreadedPending:
         self._running = self._thread.submit(self._verify, proposal)
         return ThreadedPending(self._running)
 
     def settle(self) -> None:
-        with self._lane():
+        with self._on_stream():
             self.verifier.settle()
 
     def close(self) -> None:
         """After an error of the drafter's a forward may still be under way."""
         if self._running is not None:
             wait([self._running])
-        with self._lane():
+        with self._on_stream():
             self.verifier.close()
 
     def _verify(self, proposal: Proposal) -> VerifyResult:
-        with self._lane():
+        with self._on_stream():
             return self.verifier.verify(proposal)
 
-    def _lane(self) -> AbstractContextManager[object]:
+    def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 

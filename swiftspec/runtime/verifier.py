@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-import torch
-
 from swiftspec.errors import UserError
-from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import SamplingParams
-from swiftspec.runtime.graph import Graphs
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.verify_step import VerifyStep, VerifySteps
+from swiftspec.runtime.steps import Request, Steps, choose, features
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.tree import mask as tree_mask
-from swiftspec.tree import walk as tree_walk
-from swiftspec.tree.reject import Rejection
+from swiftspec.tree.walk import Accept, Match
 
 
 class Pending(Protocol):
@@ -33,9 +26,8 @@ class Verifier(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        """Starts from `tokens`, of which the last is the root and those from `prompt_len` on are output. Raises
-        UserError where guidance finds no memory."""
+    def open(self, opening: Opening) -> None:
+        """Starts a request from its verified tokens. Raises UserError where guidance finds no memory."""
         ...
 
     def submit(self, proposal: Proposal) -> Pending:
@@ -54,88 +46,71 @@ class Verifier(Protocol):
 class LocalVerifier:
     """The target model in this process. Its prefix holds every verified token before the root."""
 
-    def __init__(self, runner: Runner, vocab: int, method: str = "match") -> None:
-        self.runner = runner
-        self._vocab = vocab
-        self._method = method  # as EngineConfig.verify has it
-        self._steps = VerifySteps(runner, vocab)
-        self._step: VerifyStep | None = None
+    def __init__(
+        self, runner: Runner, steps: Sequence[Steps], rejection: Callable[[Sampler], Accept] | None = None
+    ) -> None:
+        """`steps`: those that can verify, the fastest first. `rejection`: for sampled requests, in place of Match."""
+        self.runner, self.steps_known = runner, steps
+        self._rejection = rejection
 
     @property
     def busy(self) -> float:
         return self.runner.busy
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        model = self.runner.model
-        self._sampler = Sampler(sampling, tokens[:prompt_len], self._vocab, model.device, model.group, self.runner.ops)
-        self._sampler.observe(tokens[prompt_len:])
-        # at temperature 0 both methods are the same, and only one needs to know what the draft drew
-        rejects = self._method == "reject" and not sampling.greedy
-        self._rejection = Rejection(self._sampler, model.device) if rejects else None
-        guidance = Guidance.of(sampling, tokens, prompt_len)
+    def rejects(self, opening: Opening) -> bool:
+        """Whether a request is verified by rejection. At temperature 0 both ways are the same, and only one needs to
+        know what the draft drew."""
+        return self._rejection is not None and not opening.sampling.greedy
+
+    def choose(self, opening: Opening) -> Steps:
+        """The steps that run a request."""
+        sampling, shard = opening.sampling, self.runner.shard
+        asked = {
+            "guidance": sampling.guided,
+            "rejection": self.rejects(opening),
+            "deep top-k": shard is not None and sampling.filtered and sampling.top_k >= shard.exchanged,
+        }
+        more = [name for name, there in asked.items() if there]
+        return choose(self.steps_known, features(sampling, *more), opening.steps)
+
+    def open(self, opening: Opening) -> None:
+        self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
+        self._sampler.observe(opening.output)
+        guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
         try:
-            self.runner.open(tokens, guidance)
+            self.runner.open(opening.tokens, guidance)
         except (MemoryError, RuntimeError) as error:
             if guidance is None or "memory" not in str(error):
                 raise
             raise UserError("no memory for a second prefix: take a smaller max_model_len, or no guidance") from None
-        self._scoring = None if rejects else self._sampler.scoring(self.runner.rounds)
-        self._step = None if rejects else self._steps.open(self._sampler)
+        accept = self._rejection if self._rejection is not None and self.rejects(opening) else Match
+        self.steps = self.choose(opening)
+        self.steps.open(Request(self._sampler, accept=accept(self._sampler)))
 
     def submit(self, proposal: Proposal) -> LocalPending:
         return LocalPending(self, proposal)
 
-    def close(self) -> None:
-        self.runner.reset()
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        """Forward, then what stands. `settle` commits the accepted path."""
+        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
+        accepted = self._accepted = self.steps.verify(proposal)
+        return VerifyResult(
+            proposal.request, proposal.round, proposal.prefix_len, tuple(accepted.path), tuple(accepted.tokens),
+            accepted.overlaps,
+        )  # fmt: skip
 
     def settle(self) -> None:
-        path, tokens = self._accepted
-        if self._scoring is None:  # else it is done
-            self.runner.cache.commit(path)
-        self._sampler.observe(tokens)
+        self.steps.settle(self._accepted.path)
+        self._sampler.observe(self._accepted.tokens)
 
-    def verify(self, proposal: Proposal) -> VerifyResult:
-        """Forward, then sample at every node and walk, or judge drawn children. `settle` commits the accepted path."""
-        assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
-        overlaps: list[float] = []
-        if self._scoring is not None:
-            path, tokens = self.runner.verify(proposal.tokens, proposal.parents, self._scoring)
-        else:
-            path, tokens, overlaps = self._verify_in_steps(proposal)
-        self._accepted = path, tokens
-        head = (proposal.request, proposal.round, proposal.prefix_len)
-        return VerifyResult(*head, tuple(path), tuple(tokens), tuple(overlaps))
-
-    def _verify_in_steps(self, proposal: Proposal) -> tuple[list[int], list[int], list[float]]:
-        """Where it is no native call. As `Rejection.walk`; where nothing was drawn, no overlaps."""
-        mask = tree_mask.from_parents(proposal.parents)
-        depths = mask.sum(-1) - 1
-        rows = np.array(proposal.tokens), depths, mask
-        if self._step is not None and Graphs.take(len(depths)):
-            found = self.runner.tree_step(self._step, *rows)
-        else:
-            found = self.runner.forward_tree(*rows)
-        if isinstance(found, torch.Tensor):
-            paths = tree_walk.paths(proposal.tokens, proposal.parents) if self._sampler.params.penalised else None
-            positions = torch.from_numpy(depths + proposal.prefix_len).to(found.device)
-            with self.runner.naming_lost():  # a group's ranks speak here, too
-                if self._rejection is not None:
-                    return self._rejection.walk(proposal, found, paths, positions)
-                found = self._sampler.draw(found, paths, positions).tolist()
-        path, tokens = tree_walk.walk(proposal.tokens, proposal.parents, found)
-        return path, tokens, []
-
-
-class Verifies(Protocol):
-    """What runs the forward that a LocalPending stands for."""
-
-    def verify(self, proposal: Proposal) -> VerifyResult: ...
+    def close(self) -> None:
+        self.runner.reset()
 
 
 class LocalPending:
     """Runs the forward when it is waited for: this process has nothing else to do meanwhile."""
 
-    def __init__(self, verifier: Verifies, proposal: Proposal) -> None:
+    def __init__(self, verifier: LocalVerifier, proposal: Proposal) -> None:
         self._verifier = verifier
         self._proposal = proposal
 

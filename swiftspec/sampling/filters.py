@@ -19,11 +19,6 @@ def every(holds: Tensor) -> bool:
     return bool(holds.all())
 
 
-def active(params: SamplingParams) -> bool:
-    """Whether a request has a filter at all."""
-    return params.min_p > 0 or params.top_k > 0 or params.top_p < 1
-
-
 def keep(logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
     """All filters of a request, in their order; what they forbid is -inf."""
     logits = keep_by_rank(logits, params)

@@ -1,4 +1,4 @@
-"""Noise that is a function of seed, stream, position and token, and of nothing else (design: idea 5)."""
+"""Noise that is a function of seed, stream, position and token, and of nothing else."""
 
 from __future__ import annotations
 
@@ -52,31 +52,3 @@ class PositionNoise:
             positions = torch.arange(span.start, span.stop, device=self._device)
             return self._gumbel_rows(self._seed, self._stream, positions, tokens)
         return gumbel(noise_bits(self._seed, self._stream, span, tokens, self._device), dtype)
-
-
-class HeldNoise:
-    """A block of noise in tensors that stay where they are: a graph reads of them what they hold when it is replayed.
-    Columns are all tokens of the vocabulary."""
-
-    def __init__(self, vocab: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self._block = torch.zeros(PositionNoise.BLOCK, vocab, dtype=dtype, device=device)
-        self._first = torch.zeros(1, dtype=torch.int64, device=device)
-        self._holds: tuple[PositionNoise, range] | None = None  # whose noise, of which positions
-
-    def hold(self, noise: PositionNoise, low: int, end: int) -> None:
-        """Sees to the noise of the positions from `low` to before `end`, at most a block of them."""
-        if self._holds is not None and self._holds[0] is noise:
-            held = self._holds[1]
-            if held.start <= low and end <= held.stop:
-                return
-        span = range(low, low + len(self._block))
-        assert end <= span.stop
-        self._block.copy_(noise.made(span, range(self._block.shape[1]), self._block.dtype))
-        self._first.fill_(low)
-        self._holds = noise, span
-
-    def rows(self, positions: Tensor, tokens: range, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `PositionNoise.rows`, without a look at the device; positions that are not held have any noise."""
-        assert dtype == self._block.dtype
-        rows = (positions - self._first).clamp_(0, len(self._block) - 1)
-        return self._block[:, tokens.start : tokens.stop], rows

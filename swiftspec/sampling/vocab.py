@@ -47,6 +47,11 @@ class VocabShard:
         first = self.group.rank * self.width
         return range(min(first, self.vocab), min(first + self.width, self.vocab))
 
+    @property
+    def exchanged(self) -> int:
+        """How many of the likeliest tokens the ranks exchange."""
+        return HEAD * self.group.size
+
     def argmax(self, scores: Tensor) -> Tensor:
         """The best token [n] of all scores [n, m]; of equal ones the lowest."""
         scores = _not_empty(scores)
@@ -82,7 +87,7 @@ class VocabShard:
 
     def keep(self, logits: Tensor, params: SamplingParams, sure: Sure = every) -> Tensor:
         """`filters.keep` on [n, m]. Only where it is not `sure` that the shards' heads settle it are all gathered."""
-        if not filters.active(params):
+        if not params.filtered:
             return logits
         limit = self._limit(logits, params, sure)
         if limit is not None:

@@ -83,7 +83,7 @@ def own_world() -> World | None:
     """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
-    from swiftspec.engine import join_world
+    from swiftspec.distributed.world import join_world
 
     return join_world()
 

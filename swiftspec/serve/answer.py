@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import EngineConfig, SamplingParams
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
     if plan.mode == "smc":
         return None
     most = 0 if plan.mode == "ar" else plan.verify_batch - 1
-    seen, times = stats.acceptance, stats.steering
+    seen, times = Acceptance.of(stats.verified), stats.policy
     return {
         "mean_acceptance_length": mean_acceptance_length(stats),
         "draft_acceptance_rate": _share(stats.accepted, stats.drafted),
@@ -121,7 +122,7 @@ def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:
 
 def policy(stats: Stats) -> Json | None:
     """d and bs in use at the end, and from which round on how many expansions and nodes were decided for."""
-    found = stats.steering
+    found = stats.policy
     if found is None:
         return None
     changes = [{"round": at, "draft_steps": d.steps, "verify_batch": d.nodes} for at, d in found.changes]
@@ -147,10 +148,10 @@ def footer(stats: Stats, tokens: int) -> str:
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
-    if stats.steering is not None and stats.steering.plain_rounds:
-        parts.append(f"{stats.steering.plain_rounds} of {stats.rounds} rounds without the draft")
-    if stats.steering is not None and stats.steering.changes:
-        parts.append(f"now d {stats.steering.steps}, bs {stats.steering.nodes}")
+    if stats.policy is not None and stats.policy.plain_rounds:
+        parts.append(f"{stats.policy.plain_rounds} of {stats.rounds} rounds without the draft")
+    if stats.policy is not None and stats.policy.changes:
+        parts.append(f"now d {stats.policy.steps}, bs {stats.policy.nodes}")
     if stats.population is not None:
         parts.append("approximate")
         if stats.population.full:

@@ -181,7 +181,7 @@ class Chat:
             self._console.print()
         stats, llm = self._session.llm.stats, self._session.llm
         self._last = answer.summary(
-            model=self._session.model, draft_model=self._session.draft_model, plan=llm.plan, stats=stats,
+            model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
             finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling(self._settings),
         )  # fmt: skip
@@ -227,7 +227,7 @@ class Chat:
         if name in ("guidance_scale", "negative_prompt"):
             note = self._settings.note()
         elif name == "temperature":
-            note = self._session.llm.plan.mismatch(self._settings.sampling(self._session.defaults))
+            note = self._session.llm.config.mismatch(self._settings.sampling(self._session.defaults))
         if note is not None:
             self._note(note)
 
@@ -254,7 +254,7 @@ class Chat:
             self._console.print(Text(_table(shown)))
 
     def _banner(self) -> None:
-        session, plan = self._session, self._session.llm.plan
+        session, plan = self._session, self._session.llm.config
         target, draft = _short(session.model), _short(session.draft_model)
         if session.embedded:
             target = "the embedded code model"

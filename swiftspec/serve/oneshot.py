@@ -79,7 +79,7 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
     stats = session.llm.stats
     if command.json:
         result = answer.summary(
-            model=session.model, draft_model=session.draft_model, plan=session.llm.plan, stats=stats,
+            model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
             finish_reason=stream.finish_reason or "abort", sampling=session.sampling(command.settings),
         )  # fmt: skip

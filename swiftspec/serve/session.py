@@ -19,9 +19,10 @@ from swiftspec.serve.terminal import Phases
 from swiftspec.serve.text import Message, TextCodec, check_pair, locate
 
 if TYPE_CHECKING:
-    from swiftspec.assemble import Options
+    from swiftspec.assemble.models import Options
     from swiftspec.distributed.world import World
-    from swiftspec.engine import LLM, Chunk
+    from swiftspec.engine import Chunk
+    from swiftspec.llm import LLM
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
@@ -118,7 +119,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
         if note is not None:
             phases.warn(note)
     phases.begin("target weights")
-    from swiftspec.engine import LLM
+    from swiftspec.llm import LLM
 
     options, dtype, threads = load_options(settings, found.target, world)
     options |= {"vocab_size": codec.size, "progress": _Weights(phases)}
@@ -137,11 +138,11 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
 
 def serve_rank(settings: Settings, world: World) -> None:
     """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
-    from swiftspec import engine
+    from swiftspec import llm
 
     found = Found.of(settings, world.size, Phases(quiet=True))
     options, _, _ = load_options(settings, found.target, world)
-    engine.serve_rank(world, found.target, found.draft, found.plan, **options)
+    llm.serve_rank(world, found.target, found.draft, found.plan, **options)
 
 
 def load_options(settings: Settings, target: Path, world: World | None) -> tuple[Options, str, int]:

@@ -10,30 +10,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from swiftspec.errors import UserError
+from swiftspec.messages import Opening
 from swiftspec.params import PopulationConfig, SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
-from swiftspec.runtime.graph import Rounds
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Steps, choose, features
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
 from swiftspec.tree.mask import WIDTHS
 
 REGION = 32768  # tree slots at most
-NARROW = 16  # windows are multiples of this many slots, where any number of them will do
 
 
-def region(plan: PopulationConfig, context: int) -> int:
+def region(config: PopulationConfig, context: int) -> int:
     """Tree slots for a population: all that N texts of `context` tokens could need, if that is not too many. A
     multiple of the widest window. Raises UserError where two rounds would not fit."""
     widest = WIDTHS[-1]
-    slots = min(plan.particles * context + 2 * plan.slots, REGION)
-    most = (REGION - 1) // (2 * (plan.smc_draft_tokens + 1))
-    if plan.particles > most:
+    slots = min(config.particles * context + 2 * config.slots, REGION)
+    most = (REGION - 1) // (2 * (config.smc_draft_tokens + 1))
+    if config.particles > most:
         raise UserError(
-            f"{plan.particles} particles with {plan.smc_draft_tokens} draft tokens do not fit the cache of {REGION}"
+            f"{config.particles} particles with {config.smc_draft_tokens} draft tokens do not fit the cache of {REGION}"
             f" slots: at most {most} particles do"
         )
     return -(-slots // widest) * widest
@@ -72,74 +71,56 @@ class Answer:
     moved_slots: int  # by compactions; fan-out and resampling move none
 
 
-class Population(Protocol):
-    """What decodes a request in mode smc: `launch` and `collect` in turn, `finish` once."""
-
-    @property
-    def plan(self) -> PopulationConfig: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def answer(self) -> Answer | None: ...
-    @property
-    def busy(self) -> tuple[float, float]:
-        """Seconds that target and draft have spent in forwards."""
-        ...
-
-    @property
-    def runners(self) -> tuple[Runner, Runner]:
-        """Of target and draft."""
-        ...
-
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None: ...
-    def launch(self) -> bool: ...
-    def collect(self) -> Report: ...
-    def finish(self) -> Answer: ...
-    def close(self) -> None: ...
-
-
 class SMC:
     """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
 
-    Where both models' forwards can be captured, and are not a group's, a round is one graph for each width of the
-    window; the seconds that it spends in either model cannot be told apart then, and `busy` leaves them out. In a group
-    of ranks each has its shares of both models; the logits are gathered, so that everything else happens on all of them
-    alike.
+    In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
+    all of them alike.
     """
 
     def __init__(
-        self, target: Runner, draft: Runner, plan: PopulationConfig, vocab: int, *, longest: int, lag: int = 0
+        self,
+        target: Runner,
+        draft: Runner,
+        steps: Sequence[Steps],
+        config: PopulationConfig,
+        *,
+        longest: int,
+        lag: int = 0,
     ) -> None:
-        self.target, self.draft, self.plan = target, draft, plan
+        """`steps`: those that run rounds of both models, the fastest first."""
+        self.target, self.draft, self.config = target, draft, config
+        self.steps_known = steps
         self._lag = lag
-        self.round = SMCRound(target, draft, plan, vocab, longest)
+        self.round = SMCRound(target, draft, config, longest)
         self.particles = self.round.particles
-        self._graphs: Rounds | None = None
-        alone = target.model.group is None  # a graph has no room for the gathering of whole logits, a library's
-        if alone and target.capture is not None and draft.capture is not None:
-            self._graphs = Rounds(self.round, self.particles.state, target.capture)
 
     @property
     def busy(self) -> tuple[float, float]:
         return self.target.busy, self.draft.busy
 
     @property
-    def runners(self) -> tuple[Runner, Runner]:
-        return self.target, self.draft
+    def drafted(self) -> int:
+        return self.config.particles * self.config.smc_draft_tokens
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`.
-        `sampling` is one that `check_sampling` lets pass."""
+    def choose(self, opening: Opening) -> Steps:
+        """The steps that run a request."""
+        return choose(self.steps_known, features(opening.sampling, "population"), opening.steps)
+
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None:
+        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`. The
+        request is one that `check_sampling` lets pass."""
+        prompt = opening.tokens
+        self._steps = self.choose(opening)
         for runner in (self.target, self.draft):
             runner.reset()
             runner.prefill(prompt[:-1])
             runner.cache.append_tree(1)
-        if self.round.open(prompt, sampling, stops, limit) and self._graphs is not None:
-            self._graphs.forget()
+        self.round.open(prompt, opening.sampling, stops, limit)
         self.rounds = self.compactions = self.moved_slots = 0
         self.full = self._done = False
-        self._mail: deque[AsyncCopy] = deque()
-        self._due = 2 * self.plan.slots  # tree slots in use from which compaction is worth its while
+        self._told: deque[AsyncCopy] = deque()
+        self._due = 2 * self.config.slots  # tree slots in use from which compaction is worth its while
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
         self.report = Report([], False)
@@ -153,20 +134,23 @@ class SMC:
         """Starts a round. False where none is needed, or none fits (`full`)."""
         if self._done or self.rounds == self._last:
             return False
-        if self.target.cache.tree_len >= self._due or self._room() < self.plan.slots:
+        if self.target.cache.tree_len >= self._due or self._room() < self.config.slots:
             self._compact()
-        self.full = self._room() < self.plan.slots
+        self.full = self._room() < self.config.slots
         if self.full:
             return False
         for runner in (self.target, self.draft):
-            runner.cache.append_tree(self.plan.slots)
-        self._mail.append(AsyncCopy((self._graphs or self.round)(self._width(self.target.cache.tree_len))))
+            runner.cache.append_tree(self.config.slots)
+        told = self._steps.round(
+            self.round, self._width(self.target.cache.tree_len), self.round.shaping, self.particles.state
+        )
+        self._told.append(AsyncCopy(told))
         self.rounds += 1
         return True
 
     def collect(self) -> Report:
         """What is known by now: the last round's outcome, or of the one `lag` rounds before."""
-        while len(self._mail) > self._lag:
+        while len(self._told) > self._lag:
             self._read()
         return self.report
 
@@ -190,22 +174,17 @@ class SMC:
         return self.answer
 
     def _width(self, slots: int) -> int:
-        """The window that covers `slots` tree slots; where rounds are captured, one of few, each with its graph."""
-        step = WIDTHS[-1]
-        if self._graphs is None:
-            step = NARROW
-        elif slots < step:
-            step = next(width for width in WIDTHS if width >= slots)
-        return min(-(-slots // step) * step, self.particles.mask.shape[1])
+        """Of the window that covers so many tree slots."""
+        return min(self._steps.window(slots), self.particles.mask.shape[1])
 
     def _room(self) -> int:
         return self.particles.mask.shape[1] - self.target.cache.tree_len
 
     def _read(self) -> None:
-        """Takes in the oldest mail."""
-        head = self._mail.popleft().read()
+        """Takes in the oldest copy."""
+        head = self._told.popleft().read()
         common, finished = head[:2].tolist()
-        self.report = Report(head[2 : 2 + common].tolist(), finished == self.plan.particles)
+        self.report = Report(head[2 : 2 + common].tolist(), finished == self.config.particles)
         self._done = self.report.done
 
     def _compact(self) -> None:
@@ -215,7 +194,7 @@ class SMC:
         state = self.particles.columns(self._width(used))[:used].cpu()
         path = (state == SHARED).nonzero().flatten().tolist()
         keep = (state == LIVE).nonzero().flatten().tolist()
-        self._due = len(keep) + max(len(keep), 2 * self.plan.slots)
+        self._due = len(keep) + max(len(keep), 2 * self.config.slots)
         if len(path) + len(keep) == used and not path:
             return  # nothing to gain
         for runner in (self.target, self.draft):

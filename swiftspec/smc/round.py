@@ -9,7 +9,7 @@ Source: SMC-SD engine v0.2, sections 3 to 5; the law is in smc/weights.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -52,32 +52,32 @@ class Drafted:
 class SMCRound:
     """Both models, one population and its noise."""
 
-    def __init__(self, target: Runner, draft: Runner, plan: PopulationConfig, vocab: int, longest: int) -> None:
-        self._target, self._draft, self._plan, self._vocab = target, draft, plan, vocab
+    def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, longest: int) -> None:
+        vocab = target.vocab
+        self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
         device = target.model.device
         self._ops = target.ops
         slots = min(target.tree_slots, draft.tree_slots)
-        self.particles = Particles(plan.particles, plan.smc_draft_tokens, slots, longest, device)
+        self.particles = Particles(config.particles, config.smc_draft_tokens, slots, longest, device)
         self.prefix = torch.zeros(1, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequence = torch.zeros(PREFILL_CHUNK, dtype=torch.int64, device=device)
         self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self._ticks = torch.arange(plan.smc_draft_tokens + 1, device=device)
-        self._rows = torch.arange(plan.particles, device=device)
+        self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
+        self._rows = torch.arange(config.particles, device=device)
         # every round adds a token at least, so there are no more of them than tokens
-        self.streams = Streams(0, plan.particles, vocab, device, self._ops.gumbel_keyed, longest)
-        self._shaping: tuple[object, ...] = ()
+        self.streams = Streams(0, config.particles, vocab, device, self._ops.gumbel_keyed, longest)
+        self.shaping: tuple[Hashable, ...] = ()  # what of a request its rounds have by value
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> bool:
-        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0. Returns whether the
-        rounds will run other operators, or on other tensors, than the last request's."""
+    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
+        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
         bias = tuple(sampling.logit_bias.items())
         shaping = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
-        other, self._shaping = shaping != self._shaping, shaping
-        if other:
+        if shaping != self.shaping:  # else the tensors that graphs have captured stay
+            self.shaping = shaping
             unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target does
-            self._filtered = filters.active(sampling)
+            self._filtered = sampling.filtered
             self._shape = Shaper(sampling, self._vocab, self._stops.device)
             self._sampler = Sampler(unfiltered, (), self._vocab, self._stops.device)
         self.streams.seed(sampling.seed)
@@ -85,12 +85,11 @@ class SMCRound:
         self._stops[torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)] = True
         self.prefix.fill_(len(prompt) - 1)
         self.particles.fan_out(prompt[-1], len(prompt) - 1, limit)
-        return other
 
     @property
     def rejects(self) -> bool:
         """Whether a particle may grow by fewer than K + 1 tokens."""
-        return self._filtered or self._plan.smc_exact > 0
+        return self._filtered or self._config.smc_exact > 0
 
     @torch.inference_mode()  # saves a microsecond an operator
     def __call__(self, width: int) -> Tensor:
@@ -106,7 +105,7 @@ class SMCRound:
         judge = self._judge_in_part if self.rejects else self._judge
         kept, extra, terms = judge(self._score(drafted, slots), drafted, next(noise))
         p.take(drafted.tokens, kept, extra, terms, self._stops, width)
-        p.resample(self._plan.ess_threshold, self.streams.resampling(p.rounds), width)
+        p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
         return torch.cat((p.common()[None], p.finished.sum()[None], p.tokens[0]))
 
     def _draft_tokens(self, slots: Tensor, width: int, noise: Iterator[Tensor]) -> Drafted:
@@ -116,7 +115,7 @@ class SMCRound:
         views, tokens, log_q, kept = [pending], [], [], []
         both = (p.tail_tokens.t().flatten(), p.tail_positions.t().flatten(), tail.t().flatten())
         logits = self._forward(self._draft, *both, torch.cat((last, pending)))[p.count :]
-        for step in range(self._plan.smc_draft_tokens):
+        for step in range(self._config.smc_draft_tokens):
             if step > 0:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
@@ -124,7 +123,7 @@ class SMCRound:
             tokens.append(self._ops.draw(logits, self._vocab, scores))
             log_q.append(self._ops.log_probs(logits, self._vocab, tokens[-1], scores))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
-            if self._filtered or step < self._plan.smc_exact:
+            if self._filtered or step < self._config.smc_exact:
                 kept.append(self._sampler.shape(logits, None))
         return Drafted(torch.stack(tokens, 1), torch.stack(log_q, 1).to(torch.float64), kept, tail[:, 1], views)
 
@@ -154,7 +153,7 @@ class SMCRound:
     def _judge(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """How many draft tokens stay [N], here all; the token after them [N]; the log-weights by place [N, K + 1].
         `logits` [(K + 1) N, >= V]: the target's, step by step."""
-        p, power = self.particles, self._plan.power
+        p, power = self.particles, self._config.power
         ahead, last = logits[: -p.count], logits[-p.count :]
         scores = self._sampler.scores()
         log_p = self._ops.log_probs(ahead, self._vocab, drafted.tokens.t().reshape(-1), scores).view(-1, p.count).t()
@@ -163,12 +162,12 @@ class SMCRound:
         if power != 1:
             shaped = self._sampler.shape(last, None)
             norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power)
-        kept = torch.full_like(extra, self._plan.smc_draft_tokens)
+        kept = torch.full_like(extra, self._config.smc_draft_tokens)
         return kept, extra, torch.cat((power * log_p - drafted.log_q, norm[:, None]), 1)
 
     def _judge_in_part(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same where draft tokens may be rejected."""
-        p, power, exact = self.particles, self._plan.power, self._plan.smc_exact
+        p, power, exact = self.particles, self._config.power, self._config.smc_exact
         logits = self._shape(logits).view(p.step, p.count, -1).transpose(0, 1)
         whole = logits.logsumexp(-1)
         norms = weights.log_normaliser(logits, whole, power)
@@ -186,7 +185,7 @@ class SMCRound:
 
         The first `smc_exact` tokens are verified; the others must only be inside the target's filters.
         """
-        power, exact = self._plan.power, self._plan.smc_exact
+        power, exact = self._config.power, self._config.smc_exact
         stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
         if exact:
             coins = self.streams.coins(self.particles.clock + self._ticks[:exact])
@@ -217,5 +216,5 @@ class SMCRound:
             logits = runner.model.forward(batch, runner.cache)
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
-        runner.busy += time.perf_counter() - began
+        runner.note(began, tokens.shape[0])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -28,6 +28,8 @@ from torch import Tensor
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits, row_key, row_keys
 from swiftspec.messages import Drawn
 from swiftspec.sampling.noise import DRAFT_STREAM
+from swiftspec.sampling.sampler import Paths, Sampler
+from swiftspec.tree.tree import Leaves
 
 WIDTH = 64  # the likeliest tokens of the draft, which are all that is drawn from
 LIFETIME = 3  # re-roots
@@ -35,24 +37,36 @@ DIGITS = 6  # of a weight's logarithm
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 
 
-class Draws:
-    """The q of every expanded node of a draft tree, by its tree slot, and the noise that its children take."""
+class DrawnChildren:
+    """k children of each leaf, drawn; and the q of every expanded node of a draft tree, by its tree slot."""
 
-    def __init__(self, slots: int, vocab: int) -> None:
+    drawn = True
+
+    def __init__(self, k: int, slots: int, vocab: int, *, carry: bool) -> None:
+        """`carry`: proposals tell what their nodes were drawn from, for who verifies them by rejection."""
+        self.k, self._carry = k, carry
         self.width = min(WIDTH, vocab)
         self._tokens = np.zeros((slots, self.width), np.int32)
         self._probs = np.zeros((slots, self.width), np.float32)
         self._counters = counters(range(self.width))
 
-    def open(self, seed: int, position: int) -> None:
-        """Starts a request, or goes on with one, at the root's absolute position: the noise is that of no other."""
-        self._key = torch.tensor([row_key(seed, DRAFT_STREAM, position)], dtype=torch.uint32).view(torch.int32)
+    def open(self, sampler: Sampler, position: int, tau: float) -> None:
+        """Starts a request, or goes on with one, at the root's absolute position: the noise is that of no other. `tau`
+        is the exponent of the draft's confidence."""
+        self._sampler, self._exponent = sampler, tau
+        key = row_key(sampler.params.seed, DRAFT_STREAM, position)
+        self._key = torch.tensor([key], dtype=torch.uint32).view(torch.int32)
         self._rows = 0  # expanded so far
         self._age = 0
 
-    def children(self, first: int, tokens: Tensor, logprobs: Tensor, k: int, exponent: float) -> tuple[Ints, Floats]:
-        """Draws k children for leaves in tree slots `first` and on: tokens [n, k] in the order drawn and the logarithms
-        of their weights [n, k]. `tokens`, `logprobs` [n, width]: the draft's likeliest."""
+    def rank(self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor) -> tuple[Ints, Floats]:
+        """As `Children.rank`; tokens in the order drawn."""
+        likeliest = self._sampler.children(logits, paths, positions, k=self.width)
+        return self.draw(leaves.mask.shape[1] - len(leaves.nodes), *likeliest)  # slots are handed out in order
+
+    def draw(self, first: int, tokens: Tensor, logprobs: Tensor) -> tuple[Ints, Floats]:
+        """Draws children for leaves in tree slots `first` and on, from the draft's likeliest `tokens` and their
+        `logprobs` [n, width]."""
         rows = tokens.shape[0]
         here = slice(first, first + rows)
         self._tokens[here] = tokens.cpu().numpy()
@@ -60,7 +74,7 @@ class Draws:
         self._probs[here] = q.numpy()
         order = self._order(q := q.double())
         q = q.gather(-1, order)
-        return tokens.cpu().gather(-1, order[:, :k]).numpy(), weights(q.numpy(), exponent)[:, :k]
+        return tokens.cpu().gather(-1, order[:, : self.k]).numpy(), weights(q.numpy(), self._exponent)[:, : self.k]
 
     def _order(self, q: Tensor) -> Tensor:
         """Draws all of each row: [n, width], the first draw first."""
@@ -81,9 +95,9 @@ class Draws:
         self._tokens[: len(slots)] = self._tokens[slots]
         self._probs[: len(slots)] = self._probs[slots]
 
-    def of(self, slots: Ints) -> Drawn:
+    def carried(self, slots: Ints) -> Drawn | None:
         """What the children of the nodes in these tree slots were drawn from."""
-        return Drawn(self._tokens[slots], self._probs[slots])
+        return Drawn(self._tokens[slots], self._probs[slots]) if self._carry and len(slots) > 0 else None
 
 
 def weights(q: Floats, exponent: float) -> Floats:

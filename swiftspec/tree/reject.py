@@ -23,8 +23,8 @@ from torch import Tensor
 from swiftspec.backends.reference.noise import counters, row_bits, row_keys, stream_key
 from swiftspec.messages import Drawn, Proposal
 from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
-from swiftspec.sampling.sampler import Sampler
-from swiftspec.sampling.vocab import VocabShard
+from swiftspec.sampling.sampler import Paths, Sampler, Shard
+from swiftspec.tree.walk import Accepted
 
 Families = dict[int, list[int]]  # node -> its children
 TINY = 1e-30  # share of p in a residual: it decides only where rounding leaves nothing else
@@ -70,22 +70,15 @@ def judge(p: Tensor, q: Tensor, places: Tensor, coins: Tensor) -> Judged:
 class Rejection:
     """Verifies the proposals of one request. On several ranks all must ask, and all get the same."""
 
-    def __init__(self, sampler: Sampler, device: torch.device | str) -> None:
+    def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._noise = sampler.noise_of(RESIDUAL_STREAM)
         key = torch.tensor([stream_key(sampler.params.seed, COIN_STREAM)], dtype=torch.uint32)
-        self._coins = key.view(torch.int32).to(device)
+        self._coins = key.view(torch.int32).to(sampler.device)
 
-    def walk(
-        self, proposal: Proposal, logits: Tensor, paths: list[list[int]] | None, positions: Tensor
-    ) -> tuple[list[int], list[int], list[float]]:
-        """The accepted path (nodes, the root first), the tokens along it, as many: the last one is the target's, and
-        the overlaps of the path's nodes that have children.
-
-        `logits` raw, a row for each node; `paths` as `Sampler.shape` takes them; `positions` [n] of the nodes. Raises
-        ValueError where the proposal does not tell what its nodes were drawn from.
-        """
-        shaped, shard = self._sampler.shape(logits, paths), self._sampler.shard(logits)
+    def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
+        """As `Accept`. Raises ValueError where the proposal does not tell what its nodes were drawn from."""
+        shaped, shard = self._sampler.shape(logits, paths), self._sampler.shard
         families = _families(proposal)
         path, tokens, overlaps = [0], [], []
         scores = shaped[:1]
@@ -103,10 +96,10 @@ class Rejection:
         block, rows = self._noise.rows(positions[path[-1:]] + 1, _columns(shard, scores), scores.dtype)
         noisy = scores + block[rows]
         last = noisy.argmax(-1) if shard is None else shard.argmax(noisy)
-        return path, [*tokens, int(last)], overlaps
+        return Accepted(path, [*tokens, int(last)], tuple(overlaps))
 
     def _judge(
-        self, proposal: Proposal, families: Families, shaped: Tensor, positions: Tensor, shard: VocabShard | None
+        self, proposal: Proposal, families: Families, shaped: Tensor, positions: Tensor, shard: Shard | None
     ) -> tuple[Judged, Callable[[int], Tensor]]:
         """What became of the children of these rows; and, for one of them, the scores [1, m] that it leaves."""
         drawn = proposal.drawn
@@ -135,7 +128,7 @@ class Rejection:
         return judged, residual
 
 
-def _columns(shard: VocabShard | None, shaped: Tensor) -> range:
+def _columns(shard: Shard | None, shaped: Tensor) -> range:
     return range(shaped.shape[-1]) if shard is None else shard.tokens
 
 

@@ -1,8 +1,44 @@
-"""Verification of a proposal by the target's own tokens: down the tree, as far as they are among its nodes."""
+"""What of a proposal stands: down the tree, as far as the target's own tokens are among its nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from swiftspec.messages import Proposal
+from swiftspec.sampling.sampler import Paths, Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What of a proposal stands: its nodes from the root down, and the tokens along them, as many; the last token is
+    the bonus token. `overlaps`: of the path's nodes whose children were drawn, 1 - TV(p, q)."""
+
+    path: list[int]
+    tokens: list[int]
+    overlaps: tuple[float, ...] = ()
+
+
+class Accept(Protocol):
+    """Decides by the target's logits what of a proposal stands."""
+
+    def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor, /) -> Accepted:
+        """`logits` raw, a row for each node; `paths` of the rows, for penalties; `positions` [n] of the nodes."""
+        ...
+
+
+class Match:
+    """Samples the target's token at every node and walks down while it is a child: the text is plain decoding's."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
+        drawn = self._sampler.draw(logits, paths, positions).tolist()
+        return Accepted(*walk(proposal.tokens, proposal.parents, drawn))
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -10,7 +46,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) 
 
     `tokens`, `parents`: the proposal's nodes in topological order, the root first; `sampled[i]`: the target's token
     after node i. Returns the accepted path (nodes, the root first) and the sampled tokens along it, as many: the last
-    one is the bonus token. Source: paper section 3.1; design section 6.
+    one is the bonus token. Source: paper section 3.1.
     """
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path, out = [0], [sampled[0]]

@@ -13,17 +13,17 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.local_drafter import LocalDrafter
+from tests.support.roles import drafter_of
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -258,7 +258,7 @@ def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, leve
 def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: Options, ops: Any) -> None:
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
     llm = LLM(tmp_path, tmp_path, **options)
-    assert isinstance(llm.drafter, LocalDrafter) and llm.drafter.runner.ops is ops
+    assert drafter_of(llm).runner.ops is ops
     answer = llm.generate([5, 17, 3], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     assert len(answer.token_ids) == 24 and answer.stats.rounds < 24 and answer.stats.drafter_lost is None
 

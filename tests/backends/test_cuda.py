@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.assemble import operators
+from swiftspec.assemble.models import operators
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
 from swiftspec.backends.cuda.checks import check

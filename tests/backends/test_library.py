@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.heldout import DEMO
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
 from swiftspec.model.loader import load_model

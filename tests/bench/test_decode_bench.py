@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from bench import decode, peers, to_gguf
 from bench.heldout import DEMO, read_prompts
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.params import SamplingParams
 from tests.support.tiny import make_checkpoint

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from swiftspec.control.controller import Controller
 from swiftspec.control.forecast import Forecast, Seen
 from swiftspec.control.policy import PROBE, SKIP, WINDOW, Decision, Pace, decide
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.emulate import StepTimes
 from swiftspec.params import EngineConfig, SamplingParams
+from tests.support.roles import opening
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through
 
@@ -109,8 +110,8 @@ def test_in_turn_bs_shrinks_where_rows_cost_and_nobody_comes_that_far() -> None:
 def test_a_cut_proposal_is_judged_whole_once_its_text_is_known() -> None:
     """Node 3 was not verified, but the text goes through it and on through node 4."""
     drafter = FixedDrafter()
-    steered = Controller(drafter, Pace(4, 3, batches=(8, 3)), clock=lambda: 0.0)
-    steered.open(1, [0], SamplingParams(), 1)
+    steered = Controller(drafter, lambda: Pace(4, 3, batches=(8, 3)), clock=lambda: 0.0)
+    steered.open(opening([0], SamplingParams()))
     at = 0
     for round_ in range(SKIP + 2):
         proposal = steered.propose()
@@ -119,16 +120,16 @@ def test_a_cut_proposal_is_judged_whole_once_its_text_is_known() -> None:
         steered.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
         at += len(tokens)
     assert [seen.hits for seen in steered.pace.trees] == [(1, 3, 4), ()]
-    assert drafter.steps == 4
+    assert drafter.draft_steps == 4
 
 
 class FixedDrafter:
     """Proposes the same tree of five nodes."""
 
-    busy, steps = 0.0, 3
+    busy, draft_steps = 0.0, 3
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self.round, self.at = 0, len(tokens) - 1
+    def open(self, opening: Opening) -> None:
+        self.round, self.at = 0, len(opening.tokens) - 1
 
     def propose(self) -> Proposal:
         return Proposal(1, self.round, self.at, (0, 11, 12, 13, 14), (-1, 0, 1, 1, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,11 @@ import torch
 
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import PATIENCE, PROBE, REFRESH, SKIP, WINDOW, Decision, Pace, decide
-from swiftspec.engine import LLM
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.llm import LLM
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 from tests.support.jobs import switched_by_dice
+from tests.support.roles import drafter_of, make_drafter, opening, put
 from tests.support.tiny import make_checkpoint
 from tests.test_decode import GREEDY, PROMPT, SAMPLED
 
@@ -24,10 +24,10 @@ TRIAL, GLANCE = SKIP + WINDOW, SKIP + PROBE
 class FakeDrafter:
     """Proposes three nodes, and insists on hearing of every token."""
 
-    busy, steps = 0.0, 3
+    busy, draft_steps = 0.0, 3
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self.round, self.at, self.grown = 0, len(tokens) - 1, 0
+    def open(self, opening: Opening) -> None:
+        self.round, self.at, self.grown = 0, len(opening.tokens) - 1, 0
 
     def propose(self) -> Proposal:
         return Proposal(1, self.round, self.at, (0, 0, 0), (-1, 0, 1))
@@ -49,8 +49,8 @@ class Room:
 
     def __init__(self, times: Callable[[int], tuple[float, int, float]], pace: Pace | None = None) -> None:
         self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
-        self.switch = Controller(self.drafter, pace or Pace(3, 8), clock=lambda: self.now)
-        self.switch.open(1, [0], GREEDY, 1)
+        self.switch = Controller(self.drafter, lambda: pace or Pace(3, 8), clock=lambda: self.now)
+        self.switch.open(opening([0], GREEDY))
         self.kinds = ""
 
     def run(self, rounds: int) -> str:
@@ -131,26 +131,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, draft
 
 
-@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_no_decision_changes_a_token(
-    pair: tuple[Path, Path], kind: type[LocalDrafter], sampling: SamplingParams
-) -> None:
+def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampling: SamplingParams) -> None:
     """Decided by dice, in stretches short and long: the draft sleeps, catches up by more than w tokens, and goes on,
     with another d and another bs."""
     plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
     llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
-    assert isinstance(llm.drafter, LocalDrafter)
-    llm.drafter = kind(llm.drafter.runner, llm.plan, llm.vocab_size)
+    drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
+    switch = Controller(drafter, lambda: Pace.of(llm.config))
+    put(llm, switch)
     for chance in (0.5, 0.1):
         with switched_by_dice(chance):
             answer = llm.generate(PROMPT, sampling)
         assert answer.token_ids == plain and answer.stats.drafter_lost is None
-        steering = answer.stats.steering
-        assert steering is not None and 10 < steering.plain_rounds < answer.stats.rounds - 10
+        steering = switch.report()
+        assert 10 < steering.plain_rounds < answer.stats.rounds - 10
         assert len(steering.changes) > 5
 
 
 def test_the_switch_can_be_left_out(pair: tuple[Path, Path]) -> None:
-    assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.steering is None
-    assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.steering is None
+    assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
+    assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,11 @@ from swiftspec.distributed.bridge import DraftService, GroupDrafter
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import Call, LeadingDrafter, Team
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter
-from swiftspec.runtime.runner import Runner
 from tests.distributed.test_channel import connect
+from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
@@ -32,12 +32,16 @@ class FakeDraft:
     """Proposes the root and one token, which is the round's number; sleeps or fails when told."""
 
     def __init__(self) -> None:
-        self.busy, self.steps, self.sleep, self.fails = 0.0, 3, 0.0, False
+        self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
         self.calls: list[str] = []
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
-        self.calls.append(f"open {request}")
-        self.request, self.round, self.at, self.root = request, 0, len(tokens) - 1, tokens[-1]
+    def choose(self, opening: Opening) -> SimpleNamespace:
+        return SimpleNamespace(name="eager")
+
+    def open(self, opening: Opening) -> None:
+        self.calls.append(f"open {opening.request}")
+        self.request, self.round = opening.request, 0
+        self.at, self.root = len(opening.tokens) - 1, opening.tokens[-1]
 
     def propose(self) -> Proposal:
         time.sleep(self.sleep)
@@ -52,7 +56,7 @@ class FakeDraft:
     def observe(self, result: VerifyResult) -> None:
         self.round, self.at, self.root = result.round + 1, self.at + len(result.tokens), result.tokens[-1]
 
-    def offer(self) -> None:
+    def reply(self) -> None:
         return None
 
     def close(self) -> None:
@@ -79,16 +83,16 @@ def result(request: int, round_: int, at: int) -> VerifyResult:
 
 def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
     drafter, draft, _ = bridge
-    drafter.steps = 5
-    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.draft_steps = 5
+    drafter.open(opening([4, 5], GREEDY))
     assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
     for round_ in range(3):
         drafter.grow()
         drafter.observe(result(1, round_, 1 + round_))
         assert drafter.propose() == Proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
-    assert drafter.busy == 1.0 and draft.steps == 5
+    assert drafter.busy == 1.0 and draft.draft_steps == 5
     drafter.close()
-    drafter.open(2, [7], GREEDY, 1)
+    drafter.open(opening([7], GREEDY, request=2))
     assert drafter.propose().request == 2
     assert draft.calls[:6] == ["open 1", "grow", "grow", "grow", "grow", "close"]
 
@@ -97,7 +101,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
     bridge: tuple[GroupDrafter, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = bridge
-    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     draft.sleep = 0.5
     drafter.observe(result(1, 0, 1))
@@ -105,7 +109,7 @@ def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
         drafter.propose()
     draft.sleep = 0.0
     drafter.close()
-    drafter.open(2, [7], GREEDY, 1)
+    drafter.open(opening([7], GREEDY, request=2))
     assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
 
 
@@ -113,7 +117,7 @@ def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
     bridge: tuple[GroupDrafter, FakeDraft, Channel],
 ) -> None:
     drafter, draft, _ = bridge
-    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     draft.fails = True
     drafter.observe(result(1, 0, 1))
@@ -121,20 +125,20 @@ def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
         drafter.propose()
     drafter.observe(result(1, 1, 2))  # as a target that has not heard of it would
     draft.fails = False
-    drafter.open(2, [7], GREEDY, 1)
+    drafter.open(opening([7], GREEDY, request=2))
     assert drafter.propose().request == 2
 
 
 def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
     drafter, _, there = bridge
-    drafter.open(1, [4, 5], GREEDY, 2)
+    drafter.open(opening([4, 5], GREEDY))
     drafter.propose()
     drafter._send(Call.LEAVE)
     time.sleep(0.2)  # its process is about to end
     there.close()
     for _ in range(2):
         with pytest.raises(DrafterLost, match="gone"):
-            drafter.open(2, [7], GREEDY, 1)
+            drafter.open(opening([7], GREEDY, request=2))
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -143,7 +147,8 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     make_checkpoint(tmp_path, vocab=40, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
     plan, prompt = EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=3), [3, 1, 4, 1, 5]
     models = (load_model(tmp_path, dtype=torch.float32, ops=host, max_positions=260) for _ in range(2))
-    ours, theirs = (AheadDrafter(Runner(model, host, context=200, tree_slots=60), plan, 40) for model in models)
+    runners = (make_runner(model, host, context=200, tree_slots=60) for model in models)
+    ours, theirs = (make_drafter(runner, plan, ahead=True) for runner in runners)
     said: list[Proposal] = []  # by Python
     propose = DraftService._propose
     monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
@@ -153,7 +158,7 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     drafter, heard = GroupDrafter(here, 3), []
     try:
         for each in (drafter, ours):
-            each.open(1, prompt, GREEDY, len(prompt))
+            each.open(opening(prompt, GREEDY))
         for _ in range(20):
             heard.append(drafter.propose())
             assert heard[-1] == ours.propose()

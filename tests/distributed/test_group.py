@@ -13,13 +13,14 @@ import torch
 import transformers
 
 from swiftspec import _C
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.params import DEFAULT_STEPS, EngineConfig
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import AheadDrafter
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.jobs import sampling_from
 from tests.support.ranks import Pool
+from tests.support.roles import drafter_of, make_drafter, put
 from tests.support.tiny import make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -165,8 +166,7 @@ def test_rounds_are_the_same_in_groups(
     shape: dict[str, Any] = {"draft_steps": 3, **how}
     alone = LLM(*pair, EngineConfig(**shape), dtype=torch.float64)
     if mode == "async":
-        assert isinstance(alone.drafter, LocalDrafter)
-        alone.drafter = AheadDrafter(alone.drafter.runner, alone.plan, alone.vocab_size)
+        put(alone, make_drafter(drafter_of(alone).runner, alone.config, ahead=True))
     sampled = [(prompt, values) for prompt, values in REQUESTS if values["temperature"] > 0]
     expected = [alone.generate(prompt, sampling_from(values)) for prompt, values in sampled]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y, **shape}, requests=sampled)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from swiftspec.assemble import Models
+from swiftspec.assemble.models import Models
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda import linear as cuda_linear
@@ -28,8 +28,7 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.messages import Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.verifier import LocalVerifier
+from tests.support.roles import make_runner, make_verifier, opening
 from tests.support.thread_group import ThreadGroup
 from tests.support.tiny import make_checkpoint
 
@@ -231,11 +230,11 @@ def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
     make_checkpoint(tmp_path)
     model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
-    runner = Runner(model, unfused, context=32, tree_slots=8)
     sums = cuda_linear.Communicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
     group, ends, store = (SimpleNamespace(name="target", rank=0, size=3, all_reduce=None, sums=sums) for _ in range(3))
     stands_in: tuple[Any, Any, Any] = (store, group, ends)
     model.group = peers.PeerParallel(*stands_in)
+    runner = make_runner(model, unfused, context=32, tree_slots=8)
 
     def fail(*args: Any, **more: Any) -> Tensor:
         raise RuntimeError("CUDA error: unspecified launch failure\nand advice")
@@ -248,11 +247,11 @@ def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word
     )
     with pytest.raises(kind, match=text):
         runner.prefill([1, 2])
-    verifier = LocalVerifier(runner, 64)
+    verifier = make_verifier(runner)
     model.forward = lambda *args, **more: torch.zeros(1, 64)
     group.all_gather = fail  # what the ranks say of their logits
     stands_in[2].sums.takes = lambda x: False
-    verifier.open(0, [1], SamplingParams(temperature=0), 1)
+    verifier.open(opening([1], SamplingParams(temperature=0), request=0))
     with pytest.raises(kind, match=text):
         verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
 

@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from swiftspec.runtime.graph import Capture, CudaCapture
 
 from bench.heldout import DEMO
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
 from swiftspec.distributed.groups.peers import PeerParallel
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.graph import Capture, CudaCapture
 from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swiftspec.engine import LLM
 from swiftspec.errors import DrafterLost
 from swiftspec.lab.exactness import trial
-from swiftspec.lab.exactness.biased import BiasedVerifier
 from swiftspec.lab.exactness.command import main
 from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
+from swiftspec.llm import LLM
 from swiftspec.messages import VerifyResult
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.serve.test_serve import bare_environment, pair
+from tests.support.biased import LongestBranch
+from tests.support.roles import put, tools, verifier_of
 
 __all__ = ["bare_environment", "pair"]  # fixtures
 
@@ -78,8 +80,8 @@ def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str])
     plain = LLM(target)
     tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
     assert trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
-    assert isinstance(tree.verifier, LocalVerifier)
-    tree.verifier = BiasedVerifier(tree.verifier.runner, tree.vocab_size, "reject")
+    runner = verifier_of(tree).runner
+    put(tree, verifier=LocalVerifier(runner, kinds.for_target(runner, tools(runner)), LongestBranch))
     assert not trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 
@@ -101,7 +103,7 @@ def test_guided_requests_are_guided_by_the_negative_prompt(
 
     def noted(plain: LLM, tree: trial.Watched, prompt: Any, sampling: SamplingParams, *more: Any) -> trial.Verdict:
         asked.append(sampling)
-        assert isinstance(tree.engine, LLM) and not tree.engine.plan.self_switch
+        assert isinstance(tree.engine, LLM) and not tree.engine.config.self_switch
         return whole(plain, tree, prompt, sampling, *more)
 
     monkeypatch.setattr(trial, "draw", noted)
@@ -156,7 +158,6 @@ def test_the_embedded_pair_passes_and_the_biased_verifier_fails(capsys: pytest.C
         (["--json"], "--json has no use here"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read"),
-        (["--biased"], "--biased stands in for --verify reject on one rank"),
         (["--verify", "reject", "--proposal", "top"], "proposal top carries none: take proposal sample"),
         (["--verify", "reject", "--temperature", "0"], "temperature 0 leaves nothing to draw"),
         (["--top-k", "5000"], "top_k 5000 is above the vocabulary"),

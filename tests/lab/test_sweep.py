@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.lab import measure
 from swiftspec.lab.measure import Books
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.profile import main
+from swiftspec.llm import LLM
 from swiftspec.serve import session
 from swiftspec.serve.cli import parse
 from swiftspec.serve.terminal import Phases
@@ -105,7 +105,7 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     def by_rounds(llm: LLM, *args: Any) -> measure.Run:
         """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
         run = decode_all(llm, *args)
-        run.seconds = run.rounds * (1 + llm.plan.steps * 0.1 * (llm.plan.mode == "serial"))
+        run.seconds = run.rounds * (1 + llm.config.steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
     monkeypatch.setattr(WorkerPool, "engine", counting)
@@ -140,7 +140,7 @@ def test_what_was_killed_between_two_d_goes_on_with_the_next(
         if max_tokens == 8:
             if len(decoded) == killed_at:
                 raise KeyboardInterrupt
-            decoded.append(llm.drafter.steps)
+            decoded.append(measure.tree_of(llm).drafter.draft_steps)
         return decode_all(llm, prompts, max_tokens, deadline)
 
     monkeypatch.setattr(measure, "decode_all", counting)

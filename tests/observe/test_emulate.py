@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.observe.emulate import Emulation, StepTimes, wait_until
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.profiles import emulation

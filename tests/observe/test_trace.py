@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from swiftspec.engine import LLM
+from swiftspec.decode import nobody
+from swiftspec.engine import TreeDecoding
 from swiftspec.errors import UserError
 from swiftspec.lab import timeline
 from swiftspec.lab.measure import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
+from swiftspec.llm import LLM
 from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
-from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.ranks import Pool
+from tests.support.roles import drafter_of, verifier_of
 from tests.support.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -104,10 +106,10 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
     assert [a["tokens"] for a in plain] == [a["tokens"] for a in answers]
 
 
-def test_without_a_trace_nothing_is_wrapped(pair: tuple[Path, Path]) -> None:
+def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
-    assert type(llm.drafter) is LocalDrafter
-    assert type(llm.drafter.runner.model).__name__ == "Transformer"
+    assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []
+    assert isinstance(llm.engine.decoding, TreeDecoding) and llm.engine.decoding._tell is nobody
 
 
 def lines(*costs: tuple[float, float, float]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from swiftspec.errors import UserError
-from swiftspec.lab import results
+from swiftspec.lab import outputs, results
 from swiftspec.profiles import store
 from swiftspec.serve.layers import load as load_settings
 from tests.support.profiles import KEY, profile, run
@@ -154,7 +154,7 @@ def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
 
 def test_without_matplotlib_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    written = results.write(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
+    written = outputs.write(profile(run("ar", 4, 0, 1.0)), tmp_path / "p.json")
     with pytest.raises(UserError, match=r"needs matplotlib: pip install 'swiftspec\[report\]'"):
         list(written)
     assert (tmp_path / "p.csv").exists()

@@ -21,9 +21,11 @@ from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.steps.graph import FORWARDS
+from swiftspec.runtime.steps.graph_expansions import GraphExpansions
 from tests.support.recording import Rerun
+from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.same_rounds import as_paths, same_rounds
 from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny import make_checkpoint
@@ -90,25 +92,28 @@ def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
 
 
-def drafters(
-    checkpoint: Path, plan: EngineConfig, kind: type[LocalDrafter], group: Any = None
-) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
+def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
     """One with the host, one without."""
     model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
-    with_tree: Any = SimpleNamespace(**vars(unfused), DeviceTree=cuda_tree.DeviceTree)
-    capture, slots = Rerun(), 8 * W * D
-    runners = [
-        Runner(model, unfused, context=128, tree_slots=slots),
-        Runner(model, with_tree, context=128, tree_slots=slots, capture=capture),
-    ]
-    host, ours = (kind(runner, plan, 64) for runner in runners)
-    return host, ours, capture
+    with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
+    capture = Rerun()
+    runners = [make_runner(model, ops, context=128, tree_slots=8 * W * D) for ops in (unfused, with_tree)]
+    return make_drafter(runners[0], config), make_drafter(runners[1], config, capture), capture
+
+
+def grown(drafter: LocalDrafter) -> list[Any]:
+    """The families of graphs that a drafter has for expansions in a row."""
+    found: list[Any] = []
+    for kind in drafter.steps_known:
+        if isinstance(kind, GraphExpansions):
+            found += [name for name, family in kind.graphs._families.items() if name != FORWARDS and family.graphs]
+    return found
 
 
 def expansions(drafter: LocalDrafter) -> list[str]:
-    """Notes the calls by which the drafter's runner is used."""
+    """Notes the batches that the drafter's runner makes."""
     calls: list[str] = []
-    for name in ("forward_chain", "forward_tree"):
+    for name in ("chain_batch", "tree_batch"):
         whole = getattr(drafter.runner, name)
         setattr(drafter.runner, name, lambda *a, whole=whole, name=name: (calls.append(name), whole(*a))[1])
     return calls
@@ -123,20 +128,17 @@ SAMPLING = [
 
 
 @pytest.mark.parametrize("proposal", ["coupled", "top"])
-@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+@pytest.mark.parametrize("mode", ["serial", "async"])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "filtered", "penalised"])
-def test_rounds_are_those_with_the_host(
-    checkpoint: Path, kind: type[LocalDrafter], sampling: SamplingParams, proposal: Any
-) -> None:
-    mode = "async" if kind is AheadDrafter else "serial"
+def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any) -> None:
     plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
-    host, ours, capture = drafters(checkpoint, plan, kind)
+    host, ours, capture = drafters(checkpoint, plan)
     calls = expansions(ours)
     same_rounds(host, ours, sampling, 64)
     plain = sampling.repetition_penalty == 1 and sampling.top_p == 1
-    assert ours._on_device is not None and bool(ours._on_device._graphs) == plain and capture.captures > 0
-    if plain and kind is LocalDrafter:
-        assert "forward_tree" not in calls[:10], "after the root no expansion has the host"
+    assert (ours.steps.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
+    if plain and mode == "serial":
+        assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
 
 
 def peers(group: ThreadGroup, most: int) -> PeerParallel:
@@ -156,10 +158,10 @@ def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: in
     plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
 
     def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
-        host, ours, capture = drafters(checkpoint, plan, AheadDrafter, peers(group, 1 << 16))
+        host, ours, capture = drafters(checkpoint, plan, peers(group, 1 << 16))
         same_rounds(host, ours, sampling, 64)
-        assert ours._on_device is not None and ours._on_device._graphs
-        ours.open(0, [1, 2, 3], sampling, 3)
+        assert grown(ours)
+        ours.open(opening([1, 2, 3], sampling, request=0))
         return capture.captures, capture.replays, [as_paths(ours.propose())]
 
     found = on_ranks(size, work)
@@ -170,15 +172,15 @@ def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path)
     plan = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D)
     longest = 8 * W * (2 * K + 1)
 
-    def work(group: ThreadGroup) -> list[bool]:
-        made = [drafters(checkpoint, plan, LocalDrafter, peers(group, most))[1] for most in (longest - 1, longest)]
-        return [drafter._on_device is not None for drafter in made]
+    def work(group: ThreadGroup) -> list[str]:
+        made = [drafters(checkpoint, plan, peers(group, most))[1] for most in (longest - 1, longest)]
+        return [drafter.choose(opening([1], SAMPLING[0])).name for drafter in made]
 
-    assert on_ranks(2, work) == [[False, True]] * 2
+    assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 
 
 def test_a_graph_holds_the_calibration(checkpoint: Path) -> None:
     config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7)
-    given = drafters(checkpoint, config, LocalDrafter)
+    given = drafters(checkpoint, config)
     same_rounds(*given[:2], SAMPLING[0], 64)
-    assert given[1]._on_device is not None and {key[2] for key in given[1]._on_device._graphs} == {1.7}
+    assert [family[2] for family in grown(given[1])] == [1.7]

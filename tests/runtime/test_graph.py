@@ -1,4 +1,4 @@
-"""runtime/graph.py on the CPU: which shapes there are, and that a replay sees its inputs and nothing else.
+"""runtime/steps/graph.py on the CPU: which shapes there are, and that a replay sees its inputs and nothing else.
 
 The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; what was
 not copied into them would still be the batch that came first. tests/gpu/test_graph.py has the real one.
@@ -15,15 +15,16 @@ import torch
 
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
-from swiftspec.model.batch import Batch
+from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import PopulationConfig, SamplingParams
-from swiftspec.runtime.graph import ROWS, Graphs, HostBatch, Inputs
-from swiftspec.runtime.runner import Runner
-from swiftspec.smc.population import SMC
+from swiftspec.runtime.steps import Request
+from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.runtime.steps.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs
 from swiftspec.tree import mask as tree_mask
 from tests.support.histories import HistoryModel
 from tests.support.recording import Rerun
+from tests.support.roles import make_population, make_runner, opening
 from tests.support.tiny import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -51,16 +52,44 @@ def test_every_part_reaches_the_device_and_added_rows_repeat_the_last() -> None:
 
 def test_few_shapes_serve_all_numbers_of_rows() -> None:
     capture = Rerun()
-    graphs = Graphs(lambda batch: batch.tokens.float().unsqueeze(1), CPU, capture)
+    graphs = Graphs(capture)
+    graphs.open("forwards", lambda: None)
+
+    def forwards(batch: HostBatch) -> list[float]:
+        return graphs.run_batch("forwards", batch, lambda placed: placed.tokens.float(), CPU).tolist()
+
     for rows in range(1, ROWS[-1] + 1):
         batch = random_batch(rows, 8, rows)
-        assert (
-            Graphs.take(rows) and graphs(batch).squeeze(1).tolist() == torch.from_numpy(batch.tokens).float().tolist()
-        )
+        assert forwards(batch) == torch.from_numpy(batch.tokens).float().tolist()
     assert capture.captures == len(ROWS) and capture.replays == ROWS[-1]
-    assert not Graphs.take(ROWS[-1] + 1)
-    graphs(random_batch(3, 16, 0))
+    forwards(random_batch(3, 16, 0))
     assert capture.captures == len(ROWS) + 1
+
+
+def test_families_go_when_they_rest_longest_and_all_with_their_buffer() -> None:
+    capture = Rerun()
+    graphs, buffers, owners = Graphs(capture), [torch.zeros(3), torch.zeros(3)], []
+
+    def run(family: int, buffer: int = 0) -> int:
+        before = capture.captures
+        graphs.bind(buffers[buffer])
+        owners.append(graphs.open(family, object))
+        graphs.run(family, "key", lambda: buffers[buffer] + 1)
+        return capture.captures - before
+
+    assert [run(family) for family in range(FAMILIES)] == [1] * FAMILIES
+    assert run(0) == 0 and owners[-1] is owners[0], "what a family was captured with stays as long"
+    assert run(FAMILIES) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
+    assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
+    graphs.forget(0)
+    assert run(0, 1) == 1
+
+
+def test_a_run_before_the_capture_leaves_its_state_as_it_was() -> None:
+    graphs, state = Graphs(Rerun()), torch.zeros(2)
+    graphs.open("rounds", lambda: None)
+    for count in (1, 2, 3):
+        assert graphs.run("rounds", "key", lambda: state.add_(1), [state]).tolist() == [count, count]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +103,10 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
     """Rounds of trees of changing size: logits, and the whole cache but for slots that nobody has."""
     capture = Rerun()
     model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
-    plain = Runner(model, unfused, context=96, tree_slots=32)
-    graphed = Runner(model, unfused, context=96, tree_slots=32, capture=capture)
+    plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
+    steps = EagerSteps(plain), GraphForwards(graphed, Graphs(capture))
+    for kind in steps:
+        kind.open(Request(kind.runner.sampler(SamplingParams(), ())))
     noise, prefix = np.random.default_rng(3), noise_tokens(41)
     for runner in (plain, graphed):
         runner.prefill(prefix)
@@ -83,7 +114,7 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
         tokens, parents = noise.integers(0, 64, rows), [-1, *(int(noise.integers(0, i)) for i in range(1, rows))]
         mask = tree_mask.from_parents(parents)
         path = [0, *([node for node in range(1, rows) if parents[node] == 0][:1])]
-        want, got = (runner.forward_tree(tokens, mask.sum(1) - 1, mask) for runner in (plain, graphed))
+        want, got = (kind.forward(kind.runner.tree_batch(tokens, mask.sum(1) - 1, mask)) for kind in steps)
         assert (want - got).abs().max() < 1e-12
         for runner in (plain, graphed):
             runner.cache.commit(path)
@@ -98,14 +129,15 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
     captures, workers = [Rerun(), None], []
     for capture in captures:
         models = HistoryModel(3, 1), HistoryModel(3, 2)
-        pair = [Runner(model, reference, context=40, tree_slots=256, capture=capture) for model in models]
-        workers.append(SMC(pair[0], pair[1], PopulationConfig(3, 2, 0.7, 1.0, exact), 3, longest=20))
+        pair = [make_runner(model, reference, context=40, tree_slots=256) for model in models]
+        plan = PopulationConfig(3, 2, 0.7, 1.0, exact)
+        workers.append(make_population(pair[0], pair[1], plan, longest=20, captures=(capture, capture)))
     requests = [(1, 0.8, {}), (2, 0.8, {}), (2, 0.8, {1: 0.5}), (2, 0.8, {1: -0.5}), (3, 1.2, {}), (3, 1.2, {})]
     counts = []
     for seed, temperature, bias in requests:
         sampling = SamplingParams(temperature=temperature, seed=seed, logit_bias=bias)
         for worker in workers:
-            worker.open([0, 1, 2], sampling, {1}, 18)
+            worker.open(opening([0, 1, 2], sampling), {1}, 18)
             while worker.launch():
                 worker.collect()
         graphed, plain = (worker.finish() for worker in workers)

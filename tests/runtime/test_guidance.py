@@ -12,13 +12,14 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.messages import Opening
+from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.smc.population import check_sampling
+from tests.support.roles import verifier_of
 from tests.support.tiny import make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -130,15 +131,14 @@ def test_sampled_trees_equal_plain_decoding(pair: Pair, scale: float) -> None:
 def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
     target, draft, _ = pair
     llm = LLM(target, draft, dtype=torch.float64)
-    assert isinstance(llm.verifier, LocalVerifier)
-    cache, rows = llm.verifier.runner.cache, []
-    forward = llm.verifier.runner.model.forward
+    runner = verifier_of(llm).runner
+    cache, rows, forward = runner.cache, [], runner.model.forward
 
     def count(batch: Any, cache: Any, *, head: bool = True) -> Any:
         rows.append((len(batch), cache.k.shape[1]))
         return forward(batch, cache, head=head)
 
-    llm.verifier.runner.model.forward = count  # type: ignore[method-assign]
+    runner.model.forward = count  # type: ignore[method-assign]
     want = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)).token_ids
     plain = list(rows)
     llm.generate(PROMPT, guided(2.0))
@@ -152,9 +152,9 @@ def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:
     """Target and draft the same model: at scale 1 q is p, and every first child passes; guided p is another."""
     values = {"temperature": 0.8, "seed": 5, "max_tokens": 60}
     llm = LLM(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
-    free = llm.generate(PROMPT, guided(1.0, **values)).stats.acceptance
+    free = Acceptance.of(llm.generate(PROMPT, guided(1.0, **values)).stats.verified)
     assert free.expected_rate == pytest.approx(1, abs=1e-6) and free.accepted_child[0] == free.tried_child[0]
-    away = llm.generate(PROMPT, guided(3.0, **values)).stats.acceptance
+    away = Acceptance.of(llm.generate(PROMPT, guided(3.0, **values)).stats.verified)
     assert away.expected_rate is not None and away.expected_rate < 0.9
 
 

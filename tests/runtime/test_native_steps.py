@@ -21,10 +21,10 @@ from swiftspec.backends.cpu.shm import SharedGroup
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.sampling.sampler import Sampler
+from tests.support import roles
+from tests.support.roles import opening
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -48,18 +48,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_runner(path: Path, dtype: torch.dtype) -> Runner:
     model = load_model(path, dtype=dtype, ops=host, max_positions=200 + TREE)
-    return Runner(model, host, context=200, tree_slots=TREE)
-
-
-class InSteps:
-    """Makes every request opened inside one whose logits Python must see."""
-
-    def __enter__(self) -> None:
-        self._kept = Sampler.scoring
-        Sampler.scoring = lambda self, rounds: None
-
-    def __exit__(self, *_: Any) -> None:
-        Sampler.scoring = self._kept
+    return roles.make_runner(model, host, context=200, tree_slots=TREE)
 
 
 def same_caches(one: Runner, other: Runner) -> None:
@@ -100,10 +89,11 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
         calibration=data.draw(st.sampled_from([None, 1.3])),
     )
     sampling = data.draw(st.sampled_from(SAMPLINGS))
-    fused, stepped = (LocalDrafter(make_runner(checkpoint, dtype), plan, VOCAB) for _ in range(2))
-    fused.open(1, PROMPT, sampling, len(PROMPT))
-    with InSteps():
-        stepped.open(1, PROMPT, sampling, len(PROMPT))
+    fused, stepped = (roles.make_drafter(make_runner(checkpoint, dtype), plan) for _ in range(2))
+    roles.only(stepped, "eager")
+    fused.open(opening(PROMPT, sampling))
+    stepped.open(opening(PROMPT, sampling))
+    assert (fused.steps.name, stepped.steps.name) == ("native", "eager")
     for _ in range(data.draw(st.integers(1, 5))):
         proposal = fused.propose()
         assert proposal == stepped.propose()
@@ -123,16 +113,16 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
         verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),
         catch_up=data.draw(st.booleans()),
     )  # fmt: skip
-    drafter = AheadDrafter(make_runner(checkpoint, torch.float32), plan, VOCAB)
-    drafter.open(1, PROMPT, SAMPLINGS[0], len(PROMPT))
+    drafter = roles.make_drafter(make_runner(checkpoint, torch.float32), plan, ahead=True)
+    drafter.open(opening(PROMPT, SAMPLINGS[0]))
     proposal = drafter.propose()
     for _ in range(4):
         drafter.grow()
-        offer, result = drafter.offer(), any_result(proposal, data)
-        answer = offer.answer(result.pack())
+        reply, result = drafter.reply(), any_result(proposal, data)
+        answer = reply.answer(result.pack())
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert offer.answer(other.pack()) == []
-        assert offer.answer(result.pack()[:-1]) == offer.answer([]) == []
+            assert reply.answer(other.pack()) == []
+        assert reply.answer(result.pack()[:-1]) == reply.answer([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()
@@ -147,15 +137,15 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
 @given(data=st.data())
 def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
     sampling = data.draw(st.sampled_from(SAMPLINGS))
-    fused, stepped = (LocalVerifier(make_runner(checkpoint, dtype), VOCAB) for _ in range(2))
-    fused.open(1, PROMPT, sampling, len(PROMPT))
-    with InSteps():
-        stepped.open(1, PROMPT, sampling, len(PROMPT))
-    plain = LocalVerifier(make_runner(checkpoint, dtype), VOCAB)  # one token ahead, to have something to accept
+    fused, stepped = (roles.make_verifier(make_runner(checkpoint, dtype)) for _ in range(2))
+    roles.only(stepped, "eager")
+    fused.open(opening(PROMPT, sampling))
+    stepped.open(opening(PROMPT, sampling))
+    plain = roles.make_verifier(make_runner(checkpoint, dtype))  # one token ahead, to have something to accept
     text = list(PROMPT)
     for round_ in range(4):
         root, at = text[-1], len(text) - 1
-        plain.open(1, text, sampling, len(PROMPT))
+        plain.open(opening(text, sampling, len(PROMPT)))
         (likely,) = plain.verify(Proposal.root_only(1, 0, at, root)).tokens
         tokens, parents = [root, likely], [-1, 0]
         for _ in range(data.draw(st.integers(0, 6))):
@@ -175,13 +165,16 @@ def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject
 class Ranks:
     """One rank of a group as the models take it, over shared memory; the ranks are threads."""
 
-    shared: SharedGroup
+    memory: SharedGroup
 
     def __post_init__(self) -> None:
-        self.rank, self.size = self.shared.rank, self.shared.size
-        self.all_reduce, self.all_gather = self.shared.all_reduce, self.shared.all_gather
+        self.rank, self.size = self.memory.rank, self.memory.size
+        self.all_reduce, self.all_gather = self.memory.all_reduce, self.memory.all_gather
 
-    def lost(self, error: OSError) -> Exception:
+    def captures(self, x: torch.Tensor) -> bool:
+        return False
+
+    def lost(self, error: Exception) -> Exception:
         return error
 
 
@@ -191,16 +184,18 @@ def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
         return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout=20))), range(size)))
 
 
-def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams) -> list[Any]:
+def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:
     """A draft's trees and a target's results, round for round, on one rank."""
     runners = []
     for _ in range(2):
         model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
-        runners.append(Runner(model, host, context=200, tree_slots=TREE))
-    drafter = LocalDrafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3), VOCAB)
-    verifier = LocalVerifier(runners[1], VOCAB)
-    drafter.open(1, PROMPT, sampling, len(PROMPT))
-    verifier.open(1, PROMPT, sampling, len(PROMPT))
+        runners.append(roles.make_runner(model, host, context=200, tree_slots=TREE))
+    drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3))
+    verifier = roles.make_verifier(runners[1])
+    for role in (drafter, verifier):
+        roles.only(role, steps)
+    drafter.open(opening(PROMPT, sampling))
+    verifier.open(opening(PROMPT, sampling))
     seen: list[Any] = []
     for _ in range(12):
         proposal = drafter.propose()
@@ -215,9 +210,8 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams) -> list[Any
 @pytest.mark.parametrize("size", [2, 3, 4])  # 4: one has none of the tokens
 def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
     """Every rank sees the same rounds, and they are the rounds in steps."""
-    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling))
-    with InSteps():
-        stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling))
+    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "native"))
+    stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "eager"))
     for rank in others:
         for (*facts, logprob), (*same, also) in zip(first, rank, strict=True):
             assert facts == same
@@ -229,20 +223,23 @@ def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams)
 
 
 def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:
-    runner = make_runner(checkpoint, torch.float32)
+    """And so do the roles of a group's follower whose leader has chosen that."""
+    verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
-        assert Sampler(sampling, PROMPT, VOCAB, "cpu", ops=host).scoring(runner.rounds) is not None
+        assert verifier.choose(opening(PROMPT, sampling)).name == "native"
+        assert verifier.choose(replace(opening(PROMPT, sampling), steps="eager")).name == "eager"
     plain = SamplingParams(temperature=0.8)
-    for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
-        sampling = replace(plain, **values)
-        assert Sampler(sampling, PROMPT, VOCAB, "cpu", ops=host).scoring(runner.rounds) is None
+    for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guidance_scale": 2.0}):
+        assert verifier.choose(opening(PROMPT, replace(plain, **values))).name == "eager"
+    drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
+    assert drawing.choose(opening(PROMPT, plain)).name == "eager"
 
 
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
     """A wrong number from Python is an exception, not a crash."""
     runner = make_runner(checkpoint, torch.float32)
-    rounds = runner.rounds
-    assert rounds is not None
+    model: Any = runner.model
+    rounds = model.fused.rounds(runner.cache)
     scoring = rounds.scoring(VOCAB, 1.0, None, False, 0, 0)
     for tokens, parents, prefix, message in [
         ([1, 2], [-1], 0, "has a parent"),
@@ -252,7 +249,7 @@ def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             rounds.verify(tokens, parents, prefix, scoring)
-    drafter = LocalDrafter(runner, EngineConfig(), VOCAB)
+    drafter = roles.make_drafter(runner, EngineConfig())
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
         rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0)

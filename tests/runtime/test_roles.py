@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftspec.backends import reference
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
-from swiftspec.runtime.verifier import LocalVerifier
+from tests.support import roles
+from tests.support.roles import opening
 from tests.support.tiny import make_checkpoint
 
 VOCAB = 40
@@ -54,7 +55,7 @@ def truth(checkpoint: Path) -> list[int]:
 
 def make_runner(path: Path, context: int = 400) -> Runner:
     model = load_model(path, dtype=torch.float64, ops=reference, max_positions=context + TREE)
-    return Runner(model, reference, context=context, tree_slots=TREE)
+    return roles.make_runner(model, reference, context=context, tree_slots=TREE)
 
 
 def poison_free(runner: Runner) -> None:
@@ -108,9 +109,9 @@ def check_drafter(drafter: LocalDrafter, oracle: Oracle, verified: list[int]) ->
 def test_draft_cache_holds_the_truth(checkpoint: Path, data: st.DataObject) -> None:
     w, d, sampling = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 3), st.sampled_from([GREEDY, GUIDED])))
     plan = EngineConfig(verify_batch=5, draft_leaves=w, draft_steps=d)
-    kind = data.draw(st.sampled_from([LocalDrafter, AheadDrafter]))
-    drafter, oracle = kind(make_runner(checkpoint), plan, VOCAB), Oracle(checkpoint)
-    drafter.open(1, PROMPT, sampling, len(PROMPT))
+    ahead, oracle = data.draw(st.booleans()), Oracle(checkpoint)
+    drafter = roles.make_drafter(make_runner(checkpoint), plan, ahead=ahead)
+    drafter.open(opening(PROMPT, sampling))
     verified = list(PROMPT)
     proposal = drafter.propose()
     for round_ in range(data.draw(st.integers(1, 5))):
@@ -145,9 +146,9 @@ def answer(proposal: Proposal, data: st.DataObject) -> list[int]:
 @given(data=st.data())
 def test_target_cache_holds_the_truth(checkpoint: Path, sampling: SamplingParams, data: st.DataObject) -> None:
     """Proposals hide the target's own next tokens among others, at slots that have to be moved."""
-    verifier, oracle = LocalVerifier(make_runner(checkpoint), VOCAB), Oracle(checkpoint)
+    verifier, oracle = roles.make_verifier(make_runner(checkpoint)), Oracle(checkpoint)
     truth = text_of(checkpoint, sampling)
-    verifier.open(1, PROMPT, sampling, len(PROMPT))
+    verifier.open(opening(PROMPT, sampling))
     verified = list(PROMPT)
     for round_ in range(4):
         tokens, parents, path = [verified[-1]], [-1], [0]
@@ -185,8 +186,8 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
         return forward(batch, cache, head=head)
 
     runner.model.forward = count  # type: ignore[method-assign]
-    drafter = LocalDrafter(runner, EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=2), VOCAB)
-    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
+    drafter = roles.make_drafter(runner, EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=2))
+    drafter.open(opening(PROMPT, GREEDY))
     assert rows == len(PROMPT) - 1
     drafter.propose()
     at, reused = len(PROMPT), 0
@@ -217,8 +218,8 @@ def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> No
 
 def test_a_full_tree_region_stops_growth_and_nothing_else(checkpoint: Path) -> None:
     """Expanding on and on without a result, as a drafter does whose target is slow."""
-    drafter = LocalDrafter(make_runner(checkpoint), EngineConfig(verify_batch=2, draft_leaves=8, draft_steps=8), VOCAB)
-    drafter.open(1, PROMPT, GREEDY, len(PROMPT))
+    drafter = roles.make_drafter(make_runner(checkpoint), EngineConfig(verify_batch=2, draft_leaves=8, draft_steps=8))
+    drafter.open(opening(PROMPT, GREEDY))
     drafter.propose()
     for _ in range(20):
         drafter.expand()

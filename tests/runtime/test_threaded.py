@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from swiftspec.backends import reference
-from swiftspec.decode import Round, decode
-from swiftspec.engine import LLM
+from swiftspec.decode import decode
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams, split_ranks
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.local_drafter import AheadDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.serve.settings import Settings
+from tests.support.roles import make_drafter, make_runner, make_verifier, opening
 from tests.support.tiny import make_checkpoint
 
 PROMPT = [5, 17, 3, 29, 11]
@@ -38,16 +38,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def runner(checkpoint: Path) -> Runner:
     model = load_model(checkpoint, dtype=torch.float64, ops=reference, max_positions=192)
-    return Runner(model, reference, context=128, tree_slots=64)
+    return make_runner(model, reference, context=128, tree_slots=64)
 
 
-def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[Round]:
+def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[tuple[Proposal, VerifyResult]]:
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
-    verifier: Any = LocalVerifier(runner(checkpoint), 64)
+    verifier: Any = make_verifier(runner(checkpoint))
     verifier = ThreadedVerifier(verifier) if beside else verifier
-    drafter = AheadDrafter(runner(checkpoint), plan, 64)
+    drafter = make_drafter(runner(checkpoint), plan)
     for role in (drafter, verifier):
-        role.open(1, PROMPT, sampling, len(PROMPT))
+        role.open(opening(PROMPT, sampling))
     found = list(islice(decode(drafter, verifier), 15))
     for role in (drafter, verifier):
         role.close()
@@ -59,20 +59,19 @@ def test_the_rounds_are_those_in_turn(checkpoint: Path, sampling: SamplingParams
     """And their text is the target's own."""
     ours = rounds(checkpoint, sampling, beside=True)
     assert ours == rounds(checkpoint, sampling, beside=False)
-    text = [token for round_ in ours for token in round_.tokens]
-    alone = LocalVerifier(runner(checkpoint), 64)
-    alone.open(1, PROMPT, sampling, len(PROMPT))
-    drafter = NoDrafter()
-    drafter.open(1, PROMPT, sampling, len(PROMPT))
-    plain = [token for round_ in islice(decode(drafter, alone), len(text)) for token in round_.tokens]
+    text = [token for _, result in ours for token in result.tokens]
+    drafter, alone = NoDrafter(), make_verifier(runner(checkpoint))
+    for role in (drafter, alone):
+        role.open(opening(PROMPT, sampling))
+    plain = [token for _, result in islice(decode(drafter, alone), len(text)) for token in result.tokens]
     assert text == plain
 
 
 class Waits(LocalVerifier):
     """A target that is not ready before the draft has grown."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, verifier: LocalVerifier) -> None:
+        super().__init__(verifier.runner, verifier.steps_known)
         self.began, self.grown = Event(), Event()
 
     def verify(self, proposal: Proposal) -> VerifyResult:
@@ -82,7 +81,7 @@ class Waits(LocalVerifier):
 
 
 def test_the_draft_grows_while_the_target_verifies(checkpoint: Path) -> None:
-    target = Waits(runner(checkpoint), 64)
+    target = Waits(make_verifier(runner(checkpoint)))
 
     class Grows(NoDrafter):
         def grow(self) -> None:
@@ -91,15 +90,15 @@ def test_the_draft_grows_while_the_target_verifies(checkpoint: Path) -> None:
 
     verifier, drafter = ThreadedVerifier(target), Grows()
     for role in (drafter, verifier):
-        role.open(1, PROMPT, SAMPLED, len(PROMPT))
+        role.open(opening(PROMPT, SAMPLED))
     assert len(list(islice(decode(drafter, verifier), 3))) == 3
     verifier.close()
 
 
 def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoint: Path) -> None:
-    target = Waits(runner(checkpoint), 64)
+    target = Waits(make_verifier(runner(checkpoint)))
     verifier = ThreadedVerifier(target)
-    verifier.open(1, PROMPT, SAMPLED, len(PROMPT))
+    verifier.open(opening(PROMPT, SAMPLED))
     proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
     target.grown.set()
     with pytest.raises(AssertionError, match="differ in their prefix"):

@@ -12,22 +12,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from swiftspec.backends import library as unfused
 from swiftspec.messages import Proposal
+from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.graph import ROWS, HostBatch, Inputs
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps.graph import FAMILIES, ROWS, Inputs
+from swiftspec.runtime.steps.graph_verifications import DeviceHistory, GraphVerifications, Lineage
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.runtime.verify_step import MOST_STEPS, VerifyStep, _lineage
-from swiftspec.sampling.sampler import History
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree import walk as tree_walk
 from tests.runtime.test_draft_graph import peers
 from tests.support.recording import Blind, Recorder, Rerun
+from tests.support.roles import make_runner, make_verifier, opening
 from tests.support.same_rounds import drawn, same_verdicts
 from tests.support.thread_group import ThreadGroup, on_ranks
 from tests.support.tiny import make_checkpoint
@@ -48,10 +47,14 @@ def verifiers(checkpoint: Path, group: Any = None, method: str = "match") -> tup
     model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=256, group=group)
     capture = Recorder() if group is None else Blind()
     steps, graphed = (
-        LocalVerifier(Runner(model, unfused, context=160, tree_slots=64, capture=c), VOCAB, method)
-        for c in (None, capture)
+        make_verifier(make_runner(model, unfused, context=160, tree_slots=64), method, each) for each in (None, capture)
     )
     return steps, graphed, capture
+
+
+def in_one_graph(verifier: LocalVerifier) -> bool:
+    """Whether the request's verifications are."""
+    return isinstance(verifier.steps, GraphVerifications)
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -73,14 +76,12 @@ SAMPLING = {
 @pytest.mark.parametrize("name", SAMPLING)
 def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every row, in requests with another seed too; where the filters' heads do not settle it, outside the graph."""
-    unsure, call = [], VerifyStep.__call__
-    monkeypatch.setattr(
-        VerifyStep, "__call__", lambda *a: unsure.append(isinstance(found := call(*a), Tensor)) or found
-    )
+    outside, accept = [], GraphVerifications.accept
+    monkeypatch.setattr(GraphVerifications, "accept", lambda *a: outside.append(a[0]) or accept(*a))
     steps, graphed, capture = verifiers(checkpoint)
     same_verdicts(steps, graphed, SAMPLING[name], VOCAB)
-    assert steps._step is None and graphed._step is not None and graphed.runner.graphs is not None
-    assert len(unsure) == 80 == capture.replays and all(unsure) == any(unsure) == (name == "flat")
+    assert not in_one_graph(steps) and in_one_graph(graphed)
+    assert capture.replays == 80 and len(outside) == (80 if name == "flat" else 0)
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
 
 
@@ -90,7 +91,7 @@ def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
     def work(group: ThreadGroup) -> int:
         steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16))
         same_verdicts(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
-        assert graphed._step is not None
+        assert in_one_graph(graphed)
         return capture.captures
 
     assert len(set(on_ranks(size, work))) == 1
@@ -103,8 +104,8 @@ def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -
         found = []
         for most, top_k in ((longest - 1, 0), (longest, 0), (longest, 2 * HEAD - 1), (longest, 2 * HEAD)):
             _, graphed, _ = verifiers(checkpoint, peers(group, most))
-            graphed.open(0, PROMPT, replace(SAMPLED, top_k=top_k), len(PROMPT))
-            found.append(graphed._step is not None)
+            graphed.open(opening(PROMPT, replace(SAMPLED, top_k=top_k), request=0))
+            found.append(in_one_graph(graphed))
         return found
 
     assert on_ranks(2, work) == [[False, True, True, False]] * 2
@@ -117,18 +118,18 @@ def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
     same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
     before = capture.captures
     same_verdicts(steps, graphed, replace(SAMPLED, guidance_scale=1.5, negative_prompt_ids=(7, 2)), VOCAB, rounds=3)
-    assert graphed._step is None and capture.captures == before
+    assert not in_one_graph(graphed) and capture.captures == before
     same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
-    assert graphed._step is not None and capture.captures > before
+    assert in_one_graph(graphed) and capture.captures > before
     many = Proposal(0, 0, 5, tuple(range(ROWS[-1] + 1)), tuple(range(-1, ROWS[-1])))
     before = capture.captures
     for verifier in (steps, graphed):
-        verifier.open(0, PROMPT, SAMPLED, len(PROMPT))
+        verifier.open(opening(PROMPT, SAMPLED, request=0))
     assert drawn(graphed, many) == drawn(steps, many) and capture.captures == before
     _, rejecting, _ = verifiers(checkpoint, method="reject")
     for sampling, captured in ((SAMPLED, False), (GREEDY, True)):
-        rejecting.open(0, PROMPT, sampling, len(PROMPT))
-        assert (rejecting._step is not None) == captured
+        rejecting.open(opening(PROMPT, sampling, request=0))
+        assert in_one_graph(rejecting) == captured
 
 
 def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> None:
@@ -137,14 +138,14 @@ def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> Non
 
     def captured(sampling: SamplingParams) -> int:
         before = capture.captures
-        verifier.open(0, PROMPT, sampling, len(PROMPT))
+        verifier.open(opening(PROMPT, sampling, request=0))
         verifier.verify(Proposal(0, 0, 5, (9,), (-1,)))
         verifier.close()
         return capture.captures - before
 
-    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MOST_STEPS + 1)]
-    assert [captured(way) for way in ways[:-1]] == [1] * MOST_STEPS
-    assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * MOST_STEPS
+    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(FAMILIES)]
+    assert [captured(way) for way in ways[:-1]] == [1] * len(ways[:-1])
+    assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * len(ways[:-1])
     assert captured(ways[0]) == 0 and captured(ways[-1]) == 1
     assert captured(ways[0]) == 0 and captured(ways[1]) == 1, "the one that rested longest goes"
     fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "logit_bias": {3: 1.0}, "repetition_penalty": 1.1}
@@ -162,6 +163,8 @@ def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) ->
     mask, slots = tree_mask.from_parents(parents), np.arange(prefix, prefix + nodes)
     inputs, zeros = Inputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
     inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
-    history = History([1, 2], 4, "cpu")
+    history = DeviceHistory([1, 2], 4, "cpu")
     history.extend([0, 3, 3])
-    assert torch.equal(history.counts(_lineage(inputs.batch))[:nodes], history.counts(tree_walk.paths(tokens, parents)))
+    assert torch.equal(
+        history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_walk.paths(tokens, parents))
+    )

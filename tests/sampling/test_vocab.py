@@ -52,8 +52,9 @@ def piece(logits: Tensor, group: ThreadGroup, extra: int) -> Tensor:
     return padded[:, group.rank * width :][:, :width]
 
 
-def samplers(p: SamplingParams, vocab: int, group: ThreadGroup | None) -> Sampler:
-    sampler = Sampler(p, [vocab - 1, 0], vocab, "cpu", group)
+def samplers(p: SamplingParams, vocab: int, group: ThreadGroup | None, extra: int = 0) -> Sampler:
+    shard = None if group is None else VocabShard(group, math.ceil((vocab + extra) / group.size), vocab)
+    sampler = Sampler(p, [vocab - 1, 0], vocab, "cpu", shard=shard)
     sampler.observe([vocab // 2, 0, vocab // 2])
     return sampler
 
@@ -75,7 +76,7 @@ def test_draws(kind: str, vocab: int, size: int, extra: int, p: SamplingParams, 
     logits, positions = draw_logits(kind, vocab, seed, dtype), torch.tensor([7, 9, 40])
     paths = [[vocab - 1], [], [0, vocab // 2]]
     want = samplers(p, vocab, None).draw(logits, paths, positions)
-    for got in on_ranks(size, lambda g: samplers(p, vocab, g).draw(piece(logits, g, extra), paths, positions)):
+    for got in on_ranks(size, lambda g: samplers(p, vocab, g, extra).draw(piece(logits, g, extra), paths, positions)):
         assert torch.equal(got, want) and got.dtype == want.dtype
 
 
@@ -106,7 +107,9 @@ def test_children(
 
     def children(group: ThreadGroup | None, k: int = 8) -> tuple[Tensor, Tensor]:
         own = logits if group is None else piece(logits, group, extra)
-        return samplers(p, vocab, group).children(own, paths, torch.tensor([7, 9, 40]), k=k, coupled=coupled, tau=0.7)
+        return samplers(p, vocab, group, extra).children(
+            own, paths, torch.tensor([7, 9, 40]), k=k, coupled=coupled, tau=0.7
+        )
 
     tokens, logprobs = children(None)
     order, values = children(None, vocab)

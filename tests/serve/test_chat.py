@@ -38,7 +38,7 @@ class FakeEngine:
     """Answers with `reply`, three tokens a round, the first two guessed; `during` is called after each round."""
 
     def __init__(self, codec: TextCodec) -> None:
-        self.plan, self.max_model_len = EngineConfig("serial"), 200
+        self.config, self.max_model_len = EngineConfig("serial"), 200
         self.reply = "return a + b, read"
         self.during: Callable[[], None] = lambda: None
         self.lost: str | None = None
@@ -148,7 +148,7 @@ def test_set(room: Room) -> None:
 
 def test_a_temperature_at_which_the_draft_samples_otherwise(room: Room) -> None:
     assert "proposal" not in room.run("/set temperature 1", EOFError)
-    room.engine.plan = EngineConfig("serial", proposal="top")
+    room.engine.config = EngineConfig("serial", proposal="top")
     assert "proposal top does not see the noise" in room.run("/set temperature 1", EOFError)
     assert "proposal" not in room.run("/set temperature 0", EOFError)
 
@@ -175,7 +175,7 @@ def test_stats(room: Room) -> None:
 
 
 def test_stats_of_a_population(room: Room) -> None:
-    room.engine.plan = EngineConfig("smc")
+    room.engine.config = EngineConfig("smc")
     room.engine.population = Answer([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
     shown = room.run("a", "/stats", EOFError)
     told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])

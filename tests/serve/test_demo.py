@@ -10,10 +10,10 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
-from swiftspec.engine import LLM
+from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from tests.support.roles import drafter_of, make_drafter, put
 
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 
@@ -72,8 +72,7 @@ def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
     those of two groups of ranks, so one process can count them."""
     llm, every = LLM(TARGET, DRAFT, EngineConfig(draft_steps=8), dtype=torch.bfloat16), len(prompts())
     serial = tokens_per_round(llm, 0.0, every)
-    assert isinstance(llm.drafter, LocalDrafter)
-    llm.drafter = AheadDrafter(llm.drafter.runner, llm.plan, llm.vocab_size)
+    put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
     ahead = tokens_per_round(llm, 0.0, every)
     print(f"serial {serial:.3f}, ahead {ahead:.3f} tokens a round: {ahead / serial:.1%}")
     assert 0.94 * serial <= ahead < serial  # 0.952 where it was measured

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec import engine
+from swiftspec import llm
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.settings import Settings, env_name
 from tests.support.toy_pair import byte_level_tokenizer, make_pair
@@ -66,6 +66,6 @@ def test_a_draft_that_samples_otherwise_is_warned_of(capsys: pytest.CaptureFixtu
 def test_what_cannot_be_drawn_is_refused_before_weights_are_read(
     capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LLM", None)
+    monkeypatch.setattr(llm, "LLM", None)
     assert main([*flags, "--verify", "reject"]) == 1
     assert "proposal sample draws tokens, and temperature 0 leaves nothing to draw" in capsys.readouterr().err

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftspec.backends import reference
 from swiftspec.decode import decode_smc
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
-from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
-from swiftspec.smc.population import SMC, region
+from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.smc.population import region
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode
+from tests.support.roles import make_population, make_runner, opening, population_of
 from tests.support.tiny import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
@@ -58,7 +59,7 @@ def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters
     shapes = []
     worker = make_worker(HistoryModel(6, 1), HistoryModel(6, 2), plan)
     for seed, stops in ((1, set()), (2, {0}), (3, {0, 1, 2}), (4, set(range(6)))):
-        worker.open([1, 2], replace(WARM, seed=seed, **filters), stops, 12)
+        worker.open(opening([1, 2], replace(WARM, seed=seed, **filters)), stops, 12)
         for _ in range(2):
             for runner in (worker.target, worker.draft):
                 runner.cache.append_tree(plan.slots)
@@ -73,7 +74,7 @@ def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters
 def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters: dict[str, Any]) -> None:
     """On meta tensors `.tolist()`, `.item()` and `if tensor:` raise."""
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
-    worker.open([1, 2], replace(WARM, **filters), (), 12)
+    worker.open(opening([1, 2], replace(WARM, **filters)), (), 12)
     head = worker.round(48)
     assert head.shape == (2 + 16 + plan.smc_draft_tokens + 1,)
     with pytest.raises(RuntimeError):
@@ -113,16 +114,16 @@ def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
     worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(3, 1, 1.0))
     early = 0
     for seed in range(16):
-        worker.open([0, 1], replace(WARM, seed=seed), {1}, 14)
+        worker.open(opening([0, 1], replace(WARM, seed=seed)), {1}, 14)
         told: list[int] = []
-        for round_ in decode_smc(worker):
+        for tokens in decode_smc(worker):
             if worker.answer is None:
-                told += round_.tokens
+                told += tokens
                 rows, lengths = worker.particles.tokens.tolist(), worker.particles.length.tolist()
                 assert all(row[: len(told)] == told and len(told) <= n for row, n in zip(rows, lengths, strict=True))
-                early += len(round_.tokens)
+                early += len(tokens)
             else:
-                assert told + list(round_.tokens) == worker.answer.tokens
+                assert told + list(tokens) == worker.answer.tokens
     assert early > 8
 
 
@@ -165,10 +166,10 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
     runners, oracles = [], []
     for path in pair:
         model = load_model(path, dtype=torch.float64, ops=reference, max_positions=400)
-        runners.append(Runner(model, reference, context=64, tree_slots=128))
-        oracles.append(Runner(model, reference, context=64, tree_slots=128))
-    worker = SMC(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), 40, longest=40)
-    worker.open(PROMPT, replace(WARM, temperature=0.5, seed=9), {7}, 30)
+        runners.append(make_runner(model, reference, context=64, tree_slots=128))
+        oracles.append(make_runner(model, reference, context=64, tree_slots=128))
+    worker = make_population(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), longest=40)
+    worker.open(opening(PROMPT, replace(WARM, temperature=0.5, seed=9)), {7}, 30)
     checked = 0
     while worker.launch():
         worker.collect()
@@ -230,14 +231,13 @@ def test_a_stream_closed_midway_leaves_no_trace(pair: tuple[Path, Path]) -> None
 def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     """64 particles over 1,000 tokens: slots grow by new tokens only, and fan-out and resampling move none."""
     engine = llm(pair, particles=64, smc_draft_tokens=3)
-    smc = engine.smc
-    assert isinstance(smc, SMC)
+    smc = population_of(engine)
     moves: list[int] = []
     cache = smc.target.cache
     move = cache._move
     assert move is not None
     cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
-    smc.open([i % 40 for i in range(1000)], WARM, (), 24)
+    smc.open(opening([i % 40 for i in range(1000)], WARM), (), 24)
     assert cache.kv_len() == [1000] and not moves
     rounds = []
     while smc.launch():

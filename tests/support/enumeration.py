@@ -18,11 +18,11 @@ from swiftspec.backends import reference
 from swiftspec.control.controller import Controller
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import drawn
-from swiftspec.tree.drawn import Draws
+from swiftspec.tree.drawn import DrawnChildren
 from tests.support.histories import HistoryModel, Law, distance, filtered
+from tests.support.roles import make_drafter, make_runner, opening
 
 PROMPT = (1, 0)
 
@@ -143,8 +143,7 @@ class Pair:
         draft = HistoryModel(vocab, seed + 100, sharpness)
         self.vocab, self.plan, self.sampling = vocab, plan, sampling
         slots = plan.draft_leaves * (plan.steps + 1) * (drawn.LIFETIME + 1)
-        runner = Runner(draft, reference, context=24, tree_slots=slots)
-        self.drafter = (AheadDrafter if plan.mode == "async" else LocalDrafter)(runner, plan, vocab)
+        self.drafter = make_drafter(make_runner(draft, reference, context=24, tree_slots=slots), plan)
         self._laws: dict[tuple[int, ...], list[float]] = {}
         self.judge = outcomes
         self.around: Callable[[LocalDrafter], LocalDrafter | Controller] = lambda drafter: drafter
@@ -159,7 +158,7 @@ class Pair:
         """Some rounds, judged by `self.judge`, or fewer where they give so many tokens."""
         text: tuple[int, ...] = ()
         drafter = self.around(self.drafter)
-        drafter.open(1, PROMPT, self.sampling, len(PROMPT))
+        drafter.open(opening(PROMPT, self.sampling))
         for _ in range(rounds):
             proposal = Proposal.unpack(drafter.propose().pack())
             told = text
@@ -175,10 +174,10 @@ class Pair:
         """How far the law of the first `tokens` tokens is from the target's, and in how many runs it was found."""
         choices, found, count = Choices(), {}, 0
 
-        def order(draws: Draws, q: Tensor) -> Tensor:
+        def order(children: DrawnChildren, q: Tensor) -> Tensor:
             return torch.tensor([choices.choose(list(orders(row, self.plan.children))) for row in q.tolist()])
 
-        monkeypatch.setattr(Draws, "_order", order)
+        monkeypatch.setattr(DrawnChildren, "_order", order)
         for _ in choices.runs():
             count += 1
             for text, mass in self.completed(self.run(choices, rounds, tokens)[:tokens], tokens):

@@ -19,8 +19,8 @@ from swiftspec.model.group import Group
 from swiftspec.model.stack import Fused
 from swiftspec.params import PopulationConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.runner import Runner
 from swiftspec.smc.population import SMC
+from tests.support.roles import make_population, make_runner, opening
 
 Law = dict[tuple[int, ...], float]  # text -> mass
 
@@ -78,10 +78,10 @@ def make_worker(
     slots: int = 64,
     lag: int = 0,
 ) -> SMC:
-    runners = [Runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
+    runners = [make_runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
         runner.cache.k.fill_(POISON)
-    return SMC(runners[0], runners[1], plan, target.vocab, longest=longest, lag=lag)
+    return make_population(runners[0], runners[1], plan, longest=longest, lag=lag)
 
 
 def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
@@ -146,10 +146,10 @@ def distance(one: Law, other: Law) -> float:
 
 def run(worker: SMC, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
     """To the end."""
-    worker.open(prompt, sampling, stops, limit)
+    worker.open(opening(prompt, sampling), stops, limit)
     while worker.launch():
         worker.collect()
-    while worker._mail:
+    while worker._told:
         worker._read()
 
 

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.control import policy
 from swiftspec.control.policy import Decision, Pace
 from swiftspec.distributed.groups.shm import SharedParallel
-from swiftspec.engine import LLM, join_world, serve_rank
+from swiftspec.distributed.world import join_world
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.runner import Runner
+from tests.support.roles import make_runner
 
 Json = dict[str, Any]
 
@@ -83,7 +84,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
     whole = load_model(model, dtype=getattr(torch, dtype), ops=ops, max_positions=64, group=group)
     if not fused:
         whole.fused = None
-    runner = Runner(whole, ops, context=32, tree_slots=1)
+    runner = make_runner(whole, ops, context=32, tree_slots=1)
     rows = runner.forward_chain(tokens)
     if group is not None:
         rows = group.all_gather(rows).transpose(0, 1).flatten(1)
@@ -117,10 +118,10 @@ def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
         "reason": answer.finish_reason,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
-        "plain_rounds": stats.steering and stats.steering.plain_rounds,
+        "plain_rounds": stats.policy and stats.policy.plain_rounds,
         "busy": stats.target_busy_time / stats.decode_time,
         "draft_busy": stats.draft_busy_time,
-        "steps": llm.plan.draft_steps,
+        "steps": llm.config.draft_steps,
         "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,
     }
 
@@ -130,12 +131,13 @@ def _failing_at(call: int | None) -> Iterator[None]:
     """The `call`-th expansion of this process fails."""
     expand, calls = LocalDrafter.expand, 0
 
-    def failing(self: LocalDrafter) -> None:
+    def failing(self: LocalDrafter, count: int = 1) -> None:
         nonlocal calls
-        calls += 1
-        if calls == call:
-            raise RuntimeError("the draft model broke")
-        expand(self)
+        for _ in range(count):
+            calls += 1
+            if calls == call:
+                raise RuntimeError("the draft model broke")
+            expand(self)
 
     LocalDrafter.expand = failing  # type: ignore[method-assign]
     try:

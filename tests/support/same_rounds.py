@@ -4,8 +4,8 @@ with and without a GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import Tensor
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.steps.graph import GraphForwards
 from swiftspec.runtime.verifier import LocalVerifier
+from tests.support.roles import opening
 
 
 def as_paths(proposal: Proposal) -> set[tuple[int, ...]]:
@@ -33,7 +35,7 @@ def same_rounds(
     for request in range(2):
         prompt = dice.integers(0, vocab, 9).tolist()
         for drafter in (one, other):
-            drafter.open(request, prompt, sampling, len(prompt))
+            drafter.open(opening(prompt, sampling, request=request))
         for round_ in range(rounds):
             want, got = one.propose(), other.propose()
             paths = as_paths(want)
@@ -50,16 +52,18 @@ def same_rounds(
 
 def drawn(verifier: LocalVerifier, proposal: Proposal) -> list[int]:
     """What the target draws after every node, accepted or not."""
-    found: list[list[int] | Tensor] = []
+    found: list[Tensor] = []
 
-    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args: (found.append(call(*args)), found[-1])[1]
 
-    sampler, runner = verifier._sampler, verifier.runner
-    draw = mock.patch.object(sampler, "draw", noted(sampler.draw))
-    with draw, mock.patch.object(runner, "tree_step", noted(runner.tree_step)):
+    sampler, steps = verifier._sampler, verifier.steps
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(sampler, "draw", noted(sampler.draw)))
+        if isinstance(steps, GraphForwards):
+            patches.enter_context(mock.patch.object(steps.graphs, "run_batch", noted(steps.graphs.run_batch)))
         verifier.submit(proposal).wait()
-    return found[-1].tolist() if isinstance(found[-1], Tensor) else found[-1]
+    return found[-1].tolist()
 
 
 def same_verdicts(
@@ -70,7 +74,8 @@ def same_verdicts(
     for request in range(2):
         prompt, output = dice.integers(0, vocab, 6).tolist(), dice.integers(0, vocab, 3).tolist()
         for verifier in (one, other):
-            verifier.open(request, [*prompt, *output], replace(sampling, seed=sampling.seed + request), len(prompt))
+            seeded = replace(sampling, seed=sampling.seed + request)
+            verifier.open(opening([*prompt, *output], seeded, len(prompt), request))
         root = output[-1]
         for round_ in range(rounds):
             nodes, at = int(dice.choice([1, 2, 3, 5, 8])), one.runner.cache.prefix_len[0]
@@ -86,7 +91,7 @@ def same_verdicts(
             proposal = replace(proposal, tokens=(root, *guesses))
             assert drawn(other, proposal) == drawn(one, proposal)
             assert other._accepted == one._accepted
-            root = one._accepted[1][-1]
+            root = one._accepted.tokens[-1]
             for verifier in (one, other):
                 verifier.settle()
         for verifier in (one, other):

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from bench.heldout import DEMO
-from swiftspec.assemble import Options
+from swiftspec.assemble.models import Options
 from swiftspec.backends import reference
-from swiftspec.engine import LLM
 from swiftspec.errors import UserError
+from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.linear import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model

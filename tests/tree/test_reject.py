@@ -18,6 +18,7 @@ from swiftspec.messages import Drawn, Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.sampling.sampler import Sampler
+from swiftspec.sampling.vocab import VocabShard
 from swiftspec.tree import reject
 from swiftspec.tree.reject import Rejection, judge
 from tests.support.enumeration import PROMPT, orders, outcomes, penalised
@@ -130,19 +131,18 @@ Found = tuple[list[int], list[float]]  # tokens, overlaps
 
 def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> Found:
     vocab = logits.shape[1]
-    sampler = Sampler(sampling, PROMPT, vocab, "cpu", group)
+    shard = None if group is None else VocabShard(group, math.ceil(vocab / group.size), vocab)
+    sampler = Sampler(sampling, PROMPT, vocab, "cpu", shard=shard)
     paths = [[], *([proposal.tokens[i]] for i in (1, 2)), *([proposal.tokens[1], proposal.tokens[i]] for i in (3, 4))]
     if group is not None:
         width = math.ceil(vocab / group.size)
         padded = torch.nn.functional.pad(logits, (0, width * group.size - vocab), value=1e9)
         logits = padded[:, group.rank * width :][:, :width]
     positions = torch.tensor([7, 8, 8, 9, 9])
-    path, tokens, overlaps = Rejection(sampler, "cpu").walk(
-        proposal, logits, paths if sampling.penalised else None, positions
-    )
-    assert [proposal.tokens[node] for node in path[1:]] == tokens[:-1]
-    assert len(overlaps) == sum(node in (0, 1) for node in path)  # the nodes that have children
-    return tokens, overlaps
+    found = Rejection(sampler)(proposal, logits, paths if sampling.penalised else None, positions)
+    assert [proposal.tokens[node] for node in found.path[1:]] == found.tokens[:-1]
+    assert len(found.overlaps) == sum(node in (0, 1) for node in found.path)  # the nodes that have children
+    return found.tokens, list(found.overlaps)
 
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
@@ -157,7 +157,7 @@ def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) ->
 
 
 class Walked:
-    """`Rejection.walk` on one proposal, over all that its coins and its noise can be."""
+    """`Rejection` on one proposal, over all that its coins and its noise can be."""
 
     def __init__(self, patch: pytest.MonkeyPatch, proposal: Proposal, logits: Tensor, sampling: SamplingParams) -> None:
         self._ask = lambda: tuple(walk(proposal, logits, sampling, None)[0])

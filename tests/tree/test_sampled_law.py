@@ -12,8 +12,9 @@ from swiftspec.control import policy
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import Decision, Pace
 from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import drawn
-from swiftspec.tree.drawn import Draws
+from swiftspec.tree.drawn import DrawnChildren
 from tests.support.enumeration import Pair, longest_branch, orders
 
 
@@ -93,7 +94,7 @@ def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPa
 def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The self-switch: after a first round the drafter sleeps for one, and wakes to what was said meanwhile."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
-    pair.around = lambda drafter: Controller(drafter, Pace.of(pair.plan))
+    pair.around = lambda drafter: Controller(drafter, lambda: Pace.of(pair.plan))
     monkeypatch.setattr(policy, "decide", lambda pace: Decision(2, 3, pace.count != 1))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 
@@ -113,7 +114,7 @@ def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.Monk
 def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]
 ) -> None:
-    """What swiftspec.lab.exactness.biased does."""
+    """What tests/support/biased.py does."""
     mode, bs, w, d, vocab, rounds, tokens = case
     pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
     pair.judge = longest_branch
@@ -137,12 +138,12 @@ def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> N
 
 def test_draws_follow_q_without_replacement() -> None:
     q, rows, count = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0]), 4000, 6
-    draws = Draws(rows, 5)
-    draws.open(7, 100)
+    draws, sampler = DrawnChildren(2, rows, 5, carry=True), Sampler(SamplingParams(seed=7), (), 5, "cpu")
+    draws.open(sampler, 100, 1.0)
     found: dict[tuple[int, ...], int] = {}
     names = torch.arange(10, 15).expand(rows, 5)
     for _ in range(count):
-        tokens, _ = draws.children(0, names, q.log().expand(rows, 5), 2, 1.0)
+        tokens, _ = draws.draw(0, names, q.log().expand(rows, 5))
         for pair in tokens.tolist():
             found[tuple(pair)] = found.get(tuple(pair), 0) + 1
     square = 0.0
@@ -150,8 +151,8 @@ def test_draws_follow_q_without_replacement() -> None:
         expected = chance * rows * count
         square += (found.pop((10 + order[0], 10 + order[1])) - expected) ** 2 / expected
     assert square < 31.3 and not found  # chi-square, 11 degrees of freedom, 0.1 %
-    again = Draws(4, 5)
-    again.open(7, 100)
-    first, _ = again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)
-    again.open(7, 101)
-    assert not np.array_equal(first, again.children(0, names[:4], q.log().expand(4, 5), 2, 1.0)[0])
+    again = DrawnChildren(2, 4, 5, carry=True)
+    again.open(sampler, 100, 1.0)
+    first, _ = again.draw(0, names[:4], q.log().expand(4, 5))
+    again.open(sampler, 101, 1.0)
+    assert not np.array_equal(first, again.draw(0, names[:4], q.log().expand(4, 5))[0])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from numpy.typing import NDArray
 
-from swiftspec import _C
-from swiftspec.runtime.native_tree import NativeTree
+from swiftspec.backends.cpu.decoder import HostDecoder
+from swiftspec.runtime.steps.native import NativeTree
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB = 24, 3, 7
@@ -147,12 +146,8 @@ class TreeMachine(RuleBasedStateMachine):
 
 class NativeTreeMachine(TreeMachine):
     def make(self) -> DraftTree:
-        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, _tree)
-
-
-def _tree(arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
-    token, parent, slot, logprob, visible, sizes = (array.ctypes.data for array in arrays)
-    return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
+        native: Any = HostDecoder  # its trees need no model
+        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, native)
 
 
 for _machine in (TreeMachine, NativeTreeMachine):

@@ -18,15 +18,17 @@ from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import Packed, pack
-from swiftspec.backends.reference import PLAIN, Cache, Scores, embed, rope_tables
+from swiftspec.backends.reference import CAPTURES, PLAIN, Cache, Scores, device_tree, embed, rope_tables
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
     from swiftspec.model.config import ModelConfig
 
 __all__ = [
+    "CAPTURES",
     "Scores",
     "children",
+    "device_tree",
     "draw",
     "embed",
     "fits",

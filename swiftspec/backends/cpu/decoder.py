@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
@@ -20,32 +21,18 @@ if TYPE_CHECKING:
 Rows = tuple[int, int, int, int, int, int, int]  # first, count, mask, width, length, keys, values
 
 
-@runtime_checkable
-class SharedRanks(Protocol):
-    """A group of ranks that the native side can sum over."""
-
-    shared: SharedGroup
-
-    def lost(self, error: OSError) -> Exception:
-        """What to raise when a peer is gone."""
-        ...
-
-
 def fuse(stack: Stack) -> HostDecoder | None:
-    """The stack as one call; None where its ranks are not those of one machine."""
-    if stack.group is None or isinstance(stack.group, SharedRanks):
-        return HostDecoder(stack, stack.group)
-    return None
+    """The stack as one call; None where its ranks share no memory."""
+    return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
 
 class HostDecoder:
     """Runs a stack that host.py has packed. Its buffers grow to the largest batch; one thread at a time uses it."""
 
-    def __init__(self, stack: Stack, ranks: SharedRanks | None) -> None:
+    def __init__(self, stack: Stack) -> None:
         self._stack = stack  # keeps alive what the native side points to
-        self._ranks = ranks
         self._outputs = stack.head.outputs
-        shared = None if ranks is None else ranks.shared
+        shared: SharedGroup | None = None if stack.group is None else stack.group.memory
         self._native = _C.Decoder(
             stack.embedding.dtype == torch.float32,
             stack.norm.eps,
@@ -65,11 +52,17 @@ class HostDecoder:
             0.0 if shared is None else shared.timeout,
         )
 
-    def rounds(self, cache: Cache) -> HostRounds | None:
-        """The inner part of a round over that cache, if it has one sequence."""
-        if cache.k.shape[1] > 1:
-            return None
-        return HostRounds(self._native, cache.k, cache.v, None if self._ranks is None else self._ranks.lost)
+    def rounds(self, cache: Cache) -> HostRounds:
+        """The inner part of a round over the only sequence of a cache."""
+        return HostRounds(self._native, cache.k, cache.v)
+
+    @staticmethod
+    def tree(arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
+        """The native side of a draft tree on its arrays, which the caller keeps: token, parent, slot, logprob, visible
+        and sizes."""
+        assert all(array.flags.c_contiguous for array in arrays)
+        token, parent, slot, logprob, visible, sizes = (array.ctypes.data for array in arrays)
+        return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V] (float32), or None without `head`."""
@@ -94,8 +87,8 @@ class HostDecoder:
                 0 if logits is None else logits.data_ptr(),
             )
         except OSError as error:
-            assert self._ranks is not None
-            raise self._ranks.lost(error) from None
+            lost = None if self._stack.group is None else self._stack.group.lost(error)
+            raise lost or error from None
         return logits if logits is None or order is None else logits[order.argsort()]
 
 

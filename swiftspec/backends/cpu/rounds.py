@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
@@ -15,18 +14,15 @@ class HostRounds:
     """Rounds of one decoder over the only sequence of one cache, `k` and `v` [layers, 1, G, capacity, hd].
 
     The native side finds rows, masks and positions itself and keeps the logits to itself; a group's ranks exchange the
-    best of theirs. `lost`: what to raise when one of them is gone.
+    best of theirs. Raises OSError when one of them is gone.
     """
 
-    def __init__(
-        self, decoder: _C.Decoder, k: Tensor, v: Tensor, lost: Callable[[OSError], Exception] | None = None
-    ) -> None:
+    def __init__(self, decoder: _C.Decoder, k: Tensor, v: Tensor) -> None:
         _, sequences, kv_heads, capacity, head_dim = k.shape
         assert sequences == 1 and k.is_contiguous() and v.is_contiguous()
         layer = kv_heads * capacity * head_dim * k.element_size()
         self._region = (k.data_ptr(), v.data_ptr(), capacity, layer)
         self._kept = k, v
-        self._lost = lost
         self._native = _C.Rounds(decoder)
 
     def scoring(
@@ -37,13 +33,6 @@ class HostRounds:
         address = 0 if bias is None else bias.data_ptr()
         return HostScoring(_C.Scoring(self._native, vocab, temperature, address, noisy, seed, stream), bias)
 
-    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
-        """A tree on the arrays of spec.tree.DraftTree, which the caller keeps: token, parent, slot, logprob, visible
-        and sizes."""
-        assert all(array.flags.c_contiguous for array in arrays)
-        token, parent, slot, logprob, visible, sizes = (array.ctypes.data for array in arrays)
-        return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
-
     def expand(
         self, tree: _C.Tree, prefix: int, pending: list[int], w: int, k: int, scoring: HostScoring, coupled: bool,
         tau: float,
@@ -51,23 +40,14 @@ class HostRounds:
         """Expands the w likeliest leaves into k children each, `coupled` and `tau` as in `Sampler.children`. `prefix`:
         verified tokens with KV; `pending`: those without, before a root that is all there is. Returns how many leaves,
         and the seconds of the forward."""
-        try:
-            return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, coupled, tau)
-        except OSError as error:
-            raise self._reason(error) from None
+        return self._native.expand(tree, *self._region, prefix, pending, w, k, scoring.native, coupled, tau)
 
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: HostScoring
     ) -> tuple[list[int], list[int], float]:
         """The accepted path, whose slots now follow the prefix, and the tokens drawn along it, as spec.verify.walk has
         them; and the forward's seconds."""
-        try:
-            return self._native.verify(tokens, parents, *self._region, prefix, scoring.native)
-        except OSError as error:
-            raise self._reason(error) from None
-
-    def _reason(self, error: OSError) -> Exception:
-        return error if self._lost is None else self._lost(error)
+        return self._native.verify(tokens, parents, *self._region, prefix, scoring.native)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tr
 from swiftspec.backends.cuda.checks import check, current_stream
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
 from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
-from swiftspec.backends.cuda.tree import DeviceTree
+from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import PLAIN, Scores, gumbel_keyed, log_probs, rope_tables
 from swiftspec.errors import UserError
 from swiftspec.model.stack import Stack
@@ -32,6 +32,7 @@ __all__ = [
     "DeviceTree",
     "Scores",
     "children",
+    "device_tree",
     "draw",
     "embed",
     "fits",

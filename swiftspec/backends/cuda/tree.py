@@ -13,10 +13,9 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.sampling import MOST_CANDIDATES
 
 MOST_LEAVES = 64
-
-
 LEAF = -1  # the slot of a node that has none
 
 
@@ -162,6 +161,13 @@ class DeviceTree:
             check("logprobs", logprobs, torch.float32, shape, self.token.device),
             current_stream(),
         )
+
+
+def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:
+    """A tree whose expansions the kernels can do; None where they are too wide for them."""
+    if leaves > MOST_LEAVES or children > min(MOST_CANDIDATES, vocab):
+        return None
+    return DeviceTree(slots, children, leaves, device)
 
 
 def _parts(buffer: Tensor, fields: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:

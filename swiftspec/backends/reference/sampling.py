@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import noise
+from swiftspec.backends.reference.noise import gumbel, noise_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,6 @@ class Scores:
 
 
 PLAIN = Scores()
-gumbel_keyed = noise.gumbel_keyed
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +37,7 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
     """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
-    return noise.gumbel(noise.noise_bits(seed, stream, positions.tolist(), tokens, positions.device), torch.float32)
+    return gumbel(noise_bits(seed, stream, positions.tolist(), tokens, positions.device), torch.float32)
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:

@@ -14,17 +14,14 @@ from swiftspec.errors import RankLost
 from swiftspec.model.group import sum_in_rank_order
 
 
-def prefixed(store: Store, name: str) -> Store:
-    """The store's keys under a name of their own."""
-    return PrefixStore(name, store)
-
-
 class TensorParallel:
     """A `Group` of processes over torch's default process group: gloo for CPU tensors, NCCL for CUDA ones.
 
     A process belongs to exactly one of them, so no communicator spans the draft's ranks and the target's. A peer that
     is gone or silent raises RankLost after `timeout` at the latest; NCCL ends the process instead.
     """
+
+    memory = None
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self.name, self.rank, self.size = name, rank, size
@@ -71,6 +68,12 @@ class TensorParallel:
         are small, so that gathering them costs little more; those of a prefill are bound by the forward anyway.
         """
         return sum_in_rank_order(self.all_gather(x))
+
+    def captures(self, x: Tensor) -> bool:
+        return False  # they are a library's
+
+    def lost(self, error: Exception) -> RankLost | None:
+        return None  # a lost peer has raised RankLost already
 
     def close(self) -> None:
         """Leaves the group, after which the process may join another."""

@@ -8,10 +8,11 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cuda.linear import Sums, lines_of
 from swiftspec.backends.cuda.peers import Peers
-from swiftspec.distributed.groups.gloo import Store, TensorParallel
+from swiftspec.distributed.groups.gloo import TensorParallel
 from swiftspec.errors import RankLost
 
 PATIENCE = 10.0  # seconds that a kernel waits for a peer; ranks begin a forward within milliseconds of each other
@@ -25,6 +26,8 @@ class PeerParallel:
 
     A peer that does not come ends the kernels that wait for it, and with them the process's use of its GPU.
     """
+
+    memory = None
 
     def __init__(self, store: Store, group: TensorParallel, peers: Peers) -> None:
         self.name, self.rank, self.size = group.name, group.rank, group.size
@@ -49,12 +52,10 @@ class PeerParallel:
         sums = self._peers.sums
         return sums.gather(x) if sums.takes(x) else self._group.all_gather(x)
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `all_gather` of x is a kernel of ours, which a graph may hold."""
+    def captures(self, x: Tensor) -> bool:
         return self._peers.sums.takes(x)
 
-    def lost(self) -> RankLost | None:
-        """Whether a peer that did not come is why the device reports an error."""
+    def lost(self, error: Exception) -> RankLost | None:
         found = self._peers.sums.trouble()
         return None if found is None else RankLost(f"group {self.name}: {found}")
 

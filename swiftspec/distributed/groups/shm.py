@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cpu.shm import SharedGroup, new_name
-from swiftspec.distributed.groups.gloo import Store
 from swiftspec.errors import RankLost
 
 
@@ -19,7 +19,7 @@ class SharedParallel:
 
     def __init__(self, name: str, group: SharedGroup) -> None:
         self.name, self.rank, self.size = name, group.rank, group.size
-        self.shared = group  # for operators that sum by themselves
+        self.memory = group
 
     @staticmethod
     def join(store: Store, name: str, rank: int, size: int, *, spin: bool, timeout: timedelta) -> SharedParallel:
@@ -35,21 +35,27 @@ class SharedParallel:
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""
         try:
-            return self.shared.all_gather(x)
+            return self.memory.all_gather(x)
         except OSError as error:
-            raise self.lost(error) from None
+            raise self._gone(error) from None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in rank order. May be in place: `x` is of no more use."""
         try:
-            return self.shared.all_reduce(x)
+            return self.memory.all_reduce(x)
         except OSError as error:
-            raise self.lost(error) from None
+            raise self._gone(error) from None
 
-    def lost(self, error: OSError) -> RankLost:
+    def captures(self, x: Tensor) -> bool:
+        return False  # the host makes them
+
+    def lost(self, error: Exception) -> RankLost | None:
+        return self._gone(error) if isinstance(error, OSError) else None
+
+    def _gone(self, error: OSError) -> RankLost:
         """What has become of a peer."""
         return RankLost(f"group {self.name}: rank {self.rank} of {self.size}: {error}")
 
     def close(self) -> None:
         """Leaves the group."""
-        self.shared.close()
+        self.memory.close()

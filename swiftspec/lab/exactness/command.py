@@ -16,7 +16,6 @@ from swiftspec.serve.__main__ import guarded, own_world
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from swiftspec.distributed.world import World
     from swiftspec.lab.exactness.trial import Texts, Verdict, Watched
     from swiftspec.serve.session import Session
     from swiftspec.serve.settings import Settings
@@ -50,7 +49,6 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     parser.add_argument("--samples", type=int, default=2000, help="answers drawn each way (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4, help="tokens of each (default: %(default)s)")
     parser.add_argument("--greedy-tokens", type=int, default=64, help="tokens of a greedy answer (%(default)s)")
-    parser.add_argument("--biased", action="store_true", help=argparse.SUPPRESS)
     own, rest = parser.parse_known_args(argv)
     command = parse(rest)
     settings = command.settings
@@ -94,12 +92,10 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
         plain = open_session(alone, Phases(quiet=True))
     finally:
         phases.close()
-    if tree.llm.plan.mode not in ("serial", "async"):
+    if tree.llm.config.mode not in ("serial", "async"):
         drafted = settings.draft_model is not None or settings.model is None
         why = "the profile's best plan is mode ar: --plan none" if drafted else "there is no draft model: --draft-model"
         raise UsageError(f"{why} gives something to test")
-    if own.biased:
-        _bias(tree, world)
     tested = Watched(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
@@ -119,7 +115,7 @@ def _trials(
     """The distribution, unless the request is greedy; then what must be the same token for token."""
     from swiftspec.lab.exactness.trial import draw, same_texts
 
-    plan = tree.llm.plan
+    plan = tree.llm.config
     sampling = replace(plain.sampling(settings), max_tokens=own.tokens)
     plan.check_request(sampling)
     tokens = plain.encode(prompt, settings)
@@ -138,17 +134,6 @@ def _trials(
     return verdict, texts
 
 
-def _bias(tree: Session, world: World | None) -> None:
-    from swiftspec.lab.exactness.biased import BiasedVerifier
-    from swiftspec.runtime.verifier import LocalVerifier
-    from swiftspec.serve.settings import UsageError
-
-    verifier = tree.llm.verifier
-    if world is not None or tree.llm.plan.verify != "reject" or not isinstance(verifier, LocalVerifier):
-        raise UsageError("--biased stands in for --verify reject on one rank")
-    tree.llm.verifier = BiasedVerifier(verifier.runner, tree.llm.vocab_size, "reject")
-
-
 def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list[Texts]) -> int:
     """Prints the table and the verdict. Returns the exit code."""
     from rich.console import Console
@@ -156,7 +141,7 @@ def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list
 
     from swiftspec.lab.exactness.trial import LEVEL
 
-    out, plan = Console(), tree.llm.plan
+    out, plan = Console(), tree.llm.config
     out.print(f"mode {plan.mode}, verify {plan.verify}, proposal {plan.proposal}, {plan.ranks} rank(s), {tree.dtype}")
     out.print(f"{tested.accepted} draft tokens were accepted in {tested.rounds} rounds")
     same = all(not text.parted for text in texts)

@@ -1,37 +1,40 @@
-"""What one rank holds: the models of its group and the roles on them."""
+"""The two models of a job: whether everything fits, how they are loaded, and the roles on them in one process."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
-from swiftspec.backends import cpu as host
-from swiftspec.backends import cuda, reference
-from swiftspec.backends import library as unfused
+from swiftspec.backends import cpu, cuda, library, reference
 from swiftspec.control.measure import MOST_STEPS
-from swiftspec.distributed.groups.peers import PeerParallel
+from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from swiftspec.observe.emulate import Emulation, PacedModel
+from swiftspec.observe import emulate
+from swiftspec.observe.emulate import Emulation
 from swiftspec.params import EngineConfig
-from swiftspec.runtime.graph import CudaCapture
 from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import kinds
+from swiftspec.runtime.steps.graph import CudaCapture
+from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.vocab import VocabShard
 from swiftspec.smc.population import SMC, region
-from swiftspec.tree.drawn import LIFETIME
+from swiftspec.tree.children import BestChildren, Children
+from swiftspec.tree.drawn import LIFETIME, DrawnChildren
+from swiftspec.tree.reject import Rejection
 
-Progress = Callable[[str, int, int], None]  # what is being done, step, steps
+Side = Literal["target", "draft"]
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 
 
@@ -99,7 +102,7 @@ class Models:
     def check(
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: Ranks | None, options: Options
     ) -> Models:
-        """Raises UserError where pair, plan, ranks and options do not fit each other; before anything is loaded."""
+        """Raises UserError where pair, config, ranks and options do not fit each other; before anything is loaded."""
         if plan.mode != "ar" and draft is None:
             raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
         count = 1 if ranks is None else ranks.size
@@ -125,12 +128,16 @@ class Models:
         dtype = options.get("dtype")
         return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
 
-    def facts(self, plan: EngineConfig) -> str:
-        """What all ranks of a job must agree on, as text."""
+    def with_vocab(self, vocab_size: int) -> Models:
+        """The same with the vocabulary of the whole job."""
+        return replace(self, vocab_size=vocab_size)
+
+    def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> list[str]:
+        """What all ranks of a job must agree on, then what those of the group with these models must."""
         same_draft = "" if self.draft is None else fingerprint(self.draft)
         limits = (self.max_model_len, self.vocab_size)
         how = (str(plan), str(self.dtype), self.device.type, self.ops, str(self.emulate))
-        return json.dumps([*how, *limits, same_draft])
+        return [json.dumps([*how, *limits, same_draft]), *map(fingerprint, self._paths(target=target, draft=draft))]
 
     def described(self, plan: EngineConfig) -> dict[str, object]:
         """What the first line of a trace says of a run."""
@@ -138,37 +145,10 @@ class Models:
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
-    def runner(
-        self, side: Literal["target", "draft"], plan: EngineConfig, tree_slots: int, group: Group | None,
-        progress: Progress | None,
-    ) -> Runner:  # fmt: skip
-        """Loads one of the two models, or this rank's share of it."""
-        path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
-        assert path is not None
-        context = self.max_model_len + plan.verify_batch  # the last round may overshoot
-        config = ModelConfig.from_dir(path)
-        kind = self._kind(config)
-        ops = operators(self.ops, config, kind, self.device)
-        positions = context + tree_slots
-        model = self.load(
-            path, dtype=kind, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
-        )
-        # only operators that read nothing on the host say CAPTURES; sums over ranks in a library are not among them
-        whole = group is None or isinstance(group, PeerParallel)
-        captures = self.device.type == "cuda" and whole and getattr(ops, "CAPTURES", False)
-        capture = CudaCapture(self.capturing) if captures else None
-        paced = model if times is None else PacedModel(model, times)
-        return Runner(paced, ops, context=context, tree_slots=tree_slots, capture=capture)
-
-    def _kind(self, config: ModelConfig) -> torch.dtype:
-        return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
-
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
         """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
         width = 0
-        for path in (self.target if target else None, self.draft if draft else None):
-            if path is None:
-                continue
+        for path in self._paths(target=target, draft=draft):
             config = ModelConfig.from_dir(path)
             if self.share_device or operators(self.ops, config, self._kind(config), self.device) is not cuda:
                 return 0
@@ -179,8 +159,9 @@ class Models:
         self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
         """The target."""
-        runner = self.runner("target", plan, plan.verify_batch, group, progress)
-        return LocalVerifier(runner, self.vocab_size, plan.verify)
+        runner, tools = self._runner("target", plan, plan.verify_batch, group, progress)
+        rejection = Rejection if plan.verify == "reject" else None
+        return LocalVerifier(runner, kinds.for_target(runner, tools), rejection)
 
     def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
@@ -189,16 +170,56 @@ class Models:
         slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
         if plan.proposal == "sample":
             slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
-        kind = AheadDrafter if plan.mode == "async" else LocalDrafter
-        return kind(self.runner("draft", plan, slots, group, progress), plan, self.vocab_size)
+        runner, tools = self._runner("draft", plan, slots, group, progress)
+        return drafter_on(runner, tools, plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
         """Both models, for mode smc."""
         slots = region(plan.population, self.max_model_len)
-        target = self.runner("target", plan, slots, group, progress)
-        draft = self.runner("draft", plan, slots, group, progress)
+        target, tools = self._runner("target", plan, slots, group, progress)
+        draft, draft_tools = self._runner("draft", plan, slots, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-        return SMC(target, draft, plan.population, self.vocab_size, longest=self.max_model_len, lag=lag)
+        steps = kinds.for_population(target, tools, draft_tools)
+        return SMC(target, draft, steps, plan.population, longest=self.max_model_len, lag=lag)
+
+    def _runner(
+        self, side: Side, plan: EngineConfig, tree_slots: int, group: Group | None, progress: Progress | None
+    ) -> tuple[Runner, Tools]:
+        """Loads one of the two models, or this rank's share of it."""
+        path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
+        assert path is not None
+        context = self.max_model_len + plan.verify_batch  # the last round may overshoot
+        config = ModelConfig.from_dir(path)
+        dtype = self._kind(config)
+        ops = operators(self.ops, config, dtype, self.device)
+        positions = context + tree_slots
+        model = self.load(
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
+        )
+        shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
+        runner = Runner(model, ops, self.vocab_size, context=context, tree_slots=tree_slots, shard=shard)
+        if times is not None:
+            runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
+        captures = self.device.type == "cuda" and ops.CAPTURES
+        return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
+
+    def _paths(self, *, target: bool, draft: bool) -> list[Path]:
+        """Of the models that a group holds."""
+        paths = (self.target if target else None, self.draft if draft else None)
+        return [path for path in paths if path is not None]
+
+    def _kind(self, config: ModelConfig) -> torch.dtype:
+        return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+
+def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:
+    """A drafter on a model of this process."""
+    steps, tree = kinds.for_draft(runner, tools, plan)
+    children: Children = BestChildren(plan.children, plan.proposal == "coupled")
+    if plan.proposal == "sample":
+        children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
+    kind = AheadDrafter if plan.mode == "async" else LocalDrafter
+    return kind(runner, steps, tree, children, plan)
 
 
 def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
@@ -206,10 +227,10 @@ def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: to
     if name == "cuda" or (name == "auto" and device.type == "cuda"):
         if name == "cuda":
             cuda.require(config, dtype, device)
-        return cuda if cuda.fits(config, dtype, device) else unfused
+        return cuda if cuda.fits(config, dtype, device) else library
     if name == "unfused":
-        return unfused
-    return host if name == "auto" and host.fits(config, dtype, device) else reference
+        return library
+    return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
 
 
 def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
@@ -227,15 +248,3 @@ def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch
             " --share-gpus"
         )
     return torch.device("cuda", ranks.local_rank % count)
-
-
-def fingerprint(path: Path) -> str:
-    """What tells one model directory from another: its configs, and of its weights the names, sizes and first bytes."""
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.json")):
-        digest.update(file.name.encode() + file.read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
-    return digest.hexdigest()

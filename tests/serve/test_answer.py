@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from swiftspec.control.controller import PolicyReport
 from swiftspec.control.policy import Decision
-from swiftspec.decode import Round
 from swiftspec.engine import Stats
 from swiftspec.params import EngineConfig
 from swiftspec.serve.answer import footer, metrics
@@ -13,7 +12,7 @@ from swiftspec.serve.answer import footer, metrics
 def test_the_policy_tells_what_it_measured_and_decided() -> None:
     changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
     stats = Stats(
-        steering=PolicyReport(3, 8, 6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0)
+        policy=PolicyReport(3, 8, 6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0)
     )
     told = metrics(EngineConfig(), stats, 0)
     assert told["policy"] == {
@@ -34,16 +33,14 @@ def test_the_policy_tells_what_it_measured_and_decided() -> None:
 
 
 def test_what_was_to_be_accepted_stands_beside_what_was() -> None:
-    stats = Stats()
-    stats.count(Round((3, 4), 2, (-1, 0, 0), (0, 1), (0.75,)))
-    stats.count(Round((5,), 1, (-1, 0), (0,), (0.25,)))
+    stats = Stats(verified=[((-1, 0, 0), (0, 1), (0.75,)), ((-1, 0), (0,), (0.25,))])
     spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
     assert spec["expected_first_child_acceptance_rate"] == 0.5
     assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
 
 
 def test_what_was_not_measured_is_null() -> None:
-    told = metrics(EngineConfig(), Stats(steering=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
+    told = metrics(EngineConfig(), Stats(policy=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
     assert told["policy"]["plain_round_ms"] is None and told["policy"]["tree_round_ms"] == 3.0
     assert told["speculative_decoding"]["break_even_acceptance_length"] is None
     spec = metrics(EngineConfig(), Stats(), 0)["speculative_decoding"]

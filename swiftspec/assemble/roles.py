@@ -1,0 +1,101 @@
+"""The roles that rank 0, or a process alone, decodes on, and who observes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swiftspec.assemble.models import Models
+from swiftspec.control.controller import Controller
+from swiftspec.control.policy import Pace
+from swiftspec.decode import Observer, nobody
+from swiftspec.distributed.rank import Progress, Rank
+from swiftspec.distributed.world import World
+from swiftspec.engine import Decoding, Limits, ParticleDecoding, TreeDecoding
+from swiftspec.model.config import ModelConfig
+from swiftspec.observe.trace import DraftTrace, ParticleTrace, TraceLog, TreeTrace, both
+from swiftspec.params import EngineConfig
+from swiftspec.runtime.drafter import NoDrafter, SteppedDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.verifier import Verifier
+from swiftspec.smc.population import SMC, check_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The roles that decode by a draft tree, before anything is put around the drafter."""
+
+    drafter: SteppedDrafter
+    verifier: Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What rank 0 decodes on: a tree or a population. `config` has d filled in, where it was measured."""
+
+    decoding: Decoding
+    parts: Tree | SMC
+    config: EngineConfig
+    limits: Limits
+    rank: Rank | None
+    log: TraceLog | None
+
+    def close(self) -> None:
+        """Sends the other ranks home and closes the trace."""
+        if self.rank is not None:
+            self.rank.leave()
+        if self.log is not None:
+            self.log.close()
+
+
+def assemble(models: Models, config: EngineConfig, world: World | None, progress: Progress | None) -> Roles:
+    """Loads the models and makes the roles of rank 0, or of a process alone."""
+    log = None if models.trace is None else TraceLog(models.trace)
+    rank = None if world is None else Rank(world, config, models, progress)
+    if config.mode == "smc":
+        parts, decoding = _population(models, config, rank, log, progress)
+    else:
+        parts, decoding, config = _tree(models, config, rank, log, progress)
+    check = check_sampling if config.mode == "smc" else config.check_request
+    eos = ModelConfig.from_dir(models.target).eos_token_ids
+    if log is not None:
+        log.head(models.described(config))
+    return Roles(decoding, parts, config, Limits(models.max_model_len, models.vocab_size, eos, check), rank, log)
+
+
+def _population(
+    models: Models, config: EngineConfig, rank: Rank | None, log: TraceLog | None, progress: Progress | None
+) -> tuple[SMC, ParticleDecoding]:
+    """The population, led by rank 0 where there are several."""
+    population = models.population(config, None, progress) if rank is None else rank.population
+    assert population is not None
+    tell = nobody if log is None else ParticleTrace(population.target, population.draft, log)
+    return population, ParticleDecoding(population if rank is None else rank.lead_population(), tell)
+
+
+def _tree(
+    models: Models, config: EngineConfig, rank: Rank | None, log: TraceLog | None, progress: Progress | None
+) -> tuple[Tree, TreeDecoding, EngineConfig]:
+    """Drafter and verifier, a controller between if the config leaves something to it, and who observes them."""
+    if rank is not None:
+        verifier, drafter, config = rank.lead(config, log)
+        local, parts = rank.drafter, Tree(drafter, verifier)
+    else:
+        alone = models.verifier(config, None, progress)
+        local = None if config.mode == "ar" else models.drafter(config, None, progress)
+        parts = Tree(local or NoDrafter(), ThreadedVerifier(alone) if config.mode == "async" else alone)
+    controller = None
+    if config.mode != "ar" and (config.self_switch or config.adapts):
+        controller = Controller(parts.drafter, lambda: Pace.of(config))
+    tell = nobody if log is None else _observers(log, parts.verifier, local, controller)
+    report = (lambda: None) if controller is None else controller.report
+    return parts, TreeDecoding(controller or parts.drafter, parts.verifier, tell, report), config
+
+
+def _observers(
+    log: TraceLog, verifier: Verifier, local: LocalDrafter | None, controller: Controller | None
+) -> Observer:
+    """Of both lanes on rank 0; a draft elsewhere sends the records of its own."""
+    asked = (lambda: True) if controller is None else (lambda: controller.pace.speculating)
+    target = TreeTrace(log, lambda: verifier.busy, asked)
+    return target if local is None else both(DraftTrace(local, log.draft), target)

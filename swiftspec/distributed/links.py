@@ -1,0 +1,135 @@
+"""How the ranks of a job are connected, and whether all of them are ready."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from swiftspec.distributed.channel import Channel, accept, dial
+from swiftspec.distributed.followers import Call, to_text, to_words
+from swiftspec.distributed.world import START_TIMEOUT, World
+from swiftspec.errors import RankLost, UserError
+from swiftspec.messages import Words, bytes_to_words
+from swiftspec.params import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. The first rank of a group leads it, and rank 0 leads the target's and the job."""
+
+    side: str  # "target" or "draft"; in modes serial and ar there is one group, the target's
+    rank: int  # in its group
+    size: int
+
+    @staticmethod
+    def of(rank: int, plan: EngineConfig) -> Place:
+        if rank < plan.target_tp:
+            return Place("target", rank, plan.target_tp)
+        return Place("draft", rank - plan.target_tp, plan.draft_tp)
+
+
+@dataclass(slots=True)
+class Links:
+    """A rank's connections. A follower has its leader; a leader its followers; and between the two leaders lies the
+    bridge, whose ends are `drafts` on the target's and `target` on the draft's."""
+
+    leader: Channel | None = None
+    followers: list[Channel] = field(default_factory=list)
+    drafts: Channel | None = None
+    target: Channel | None = None
+
+    @staticmethod
+    def connect(world: World, plan: EngineConfig) -> Links:
+        """Connects this rank; all ranks call it at about the same time. Raises RankLost when one does not come."""
+        here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
+        first = world.rank - here.rank
+        try:
+            host = None if world.one_machine else _address_towards(world.host)
+            if here.rank > 0:
+                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
+                return links
+            for rank in range(first + 1, first + here.size):
+                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=START_TIMEOUT)
+                links.followers.append(follower)
+            if plan.mode == "async" and here.side == "target":
+                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=START_TIMEOUT)
+            elif plan.mode == "async":
+                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=START_TIMEOUT)
+        except (OSError, RuntimeError) as error:  # the store's are RuntimeErrors
+            raise RankLost(f"rank {world.rank} found no connection at the start: {_line(error)}") from None
+        return links
+
+    def share(self, value: int) -> int:
+        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone."""
+        up = self.leader or self.target
+        try:
+            if up is not None:
+                value = up.recv()[1][0]
+            for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
+                channel.send(Call.READY, [value])
+        except ConnectionError as error:
+            raise RankLost(str(error)) from None
+        return value
+
+    def report(self, facts: Sequence[str], error: str | None, kinds: set[str]) -> set[str]:
+        """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
+
+        `facts`: what must be equal in the whole job, then what must be in the group. `kinds`: of steps that this rank
+        can use; returned are those that all ranks of its group can, as far as this rank knows. Raises UserError on rank
+        0 with the first reason.
+        """
+        marks = bytes_to_words(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts))
+        for channel in self.followers:
+            heard, theirs = _heard(channel, marks, marks)
+            error, kinds = error or heard, kinds & theirs
+        if self.drafts is not None:
+            heard, _ = _heard(self.drafts, marks[:2], marks)
+            error = error or heard
+        up = self.leader or self.target
+        if up is not None:
+            ready = [*marks, *to_words(",".join(sorted(kinds)))]
+            try:
+                up.send(*((Call.READY, ready) if error is None else (Call.LOST, to_words(error))))
+            except ConnectionError as gone:
+                raise RankLost(str(gone)) from None
+        elif error is not None:
+            raise UserError(error)
+        return kinds
+
+    def leave(self) -> None:
+        """Sends home whoever is led from here, and closes all connections."""
+        for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
+            with contextlib.suppress(ConnectionError):  # gone already
+                channel.send(Call.LEAVE)
+        for channel in (self.leader, self.target, self.drafts, *self.followers):
+            if channel is not None:
+                channel.close()
+
+
+def _heard(channel: Channel, wanted: Words, marks: Words) -> tuple[str | None, set[str]]:
+    """What a rank that reports here has to complain of, or is to be blamed for; and its kinds of steps."""
+    try:
+        kind, words = channel.recv()
+    except ConnectionError as error:
+        return f"{error}: it left while the models were loading", set()
+    if kind == Call.LOST:
+        return to_text(words), set()
+    if words[:2] != marks[:2]:
+        return f"{channel.peer} was started with other settings: start all ranks with the same command", set()
+    if words[: len(wanted)] != wanted:
+        return f"{channel.peer} has another model directory than its leader: give all ranks the same files", set()
+    return None, set(to_text(words[len(marks) :]).split(","))
+
+
+def _line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _address_towards(host: str) -> str:
+    """This machine's address on the way to `host`. No packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])

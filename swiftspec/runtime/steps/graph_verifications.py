@@ -1,0 +1,140 @@
+"""A verification as one graph: the target's forward, what shapes its logits, a draw in every row.
+
+The graph holds by value the batch's shape and how a request shapes logits; the batch, the noise and the tokens that
+penalties count lie in tensors that stay where they are. The host sends a batch, waits for one copy and reads tokens.
+The draws are `Sampler.draw`'s, operator by operator, so they are the same to the bit.
+
+A filter may want a look at the device: whether the few likeliest tokens settle it. The graph takes it that they do and
+marks the rows where they do not; then the draw is done once more outside, from the logits that it has left.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from swiftspec.messages import Proposal
+from swiftspec.model.batch import Batch
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.async_copy import AsyncCopy
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Accepted, Features, Request
+from swiftspec.runtime.steps.graph import ROWS, GraphForwards, Graphs, padded
+from swiftspec.runtime.steps.held_noise import HeldNoise
+from swiftspec.sampling.sampler import History, Paths, Sampler
+from swiftspec.tree import walk
+
+UNSURE = -1
+
+
+class GraphVerifications(GraphForwards):
+    """Verifications that the host waits for once."""
+
+    name = "graph"
+    TAKES: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties"})
+
+    def __init__(self, runner: Runner, graphs: Graphs) -> None:
+        super().__init__(runner, graphs)
+        # of logits, as operators give them
+        dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
+        self._noise = HeldNoise(runner.vocab, dtype, runner.model.device)
+
+    def open(self, request: Request) -> None:
+        super().open(request)
+        params = request.sampler.params
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        filtered = params.top_k, params.top_p, params.min_p
+        self._family = ("verifications", params.temperature, *penalties, *filtered, *params.logit_bias.items())
+        self._draws = self.graphs.open(self._family, lambda: _Draws(self.runner, params, self._noise))
+        self._draws.share_history(request.sampler)
+
+    def verify(self, proposal: Proposal) -> Accepted:
+        runner, began = self.runner, time.perf_counter()
+        batch, depths = self.proposal_batch(proposal)
+        if len(batch) > ROWS[-1]:
+            with runner.naming_lost():
+                return self.accept(proposal, depths, self.forward(batch))
+        sampler = self._request.sampler
+        if not sampler.params.greedy:
+            first, last = int(batch.positions[0]), int(batch.positions.max())
+            self._noise.hold(sampler.noise, first + 1, last + 2)
+        with runner.naming_lost():
+            drawn = self.graphs.run_batch(self._family, batch, self._drawn, runner.model.device)
+            tokens = AsyncCopy(drawn).read().tolist()
+            runner.note(began, len(batch))
+            if min(tokens) == UNSURE:
+                logits = self._draws.logits[padded(len(batch)), batch.mask.shape[1]][: len(batch)]
+                return self.accept(proposal, depths, logits)
+        return Accepted(*walk.walk(proposal.tokens, proposal.parents, tokens))
+
+    def _drawn(self, batch: Batch) -> Tensor:
+        """The target's token after each row [n] int64, UNSURE where a filter would have had to look."""
+        draws, logits = self._draws, self.model_forward(batch)
+        draws.assumed.clear()  # of a draw that failed
+        lineage: Any = None if draws.history is None else Lineage.of(batch)
+        tokens = draws.sampler.draw(logits, lineage, batch.positions)
+        if draws.assumed:
+            # kept: the graph's memory is not given to anybody else
+            draws.logits[len(batch), batch.mask.shape[1]] = logits
+        while draws.assumed:
+            tokens = tokens.masked_fill(~draws.assumed.pop().view(-1), UNSURE)
+        return tokens
+
+
+class _Draws:
+    """Draws for requests that shape logits alike, one request after the other, without a look at the device."""
+
+    def __init__(self, runner: Runner, params: SamplingParams, noise: HeldNoise) -> None:
+        self.sampler = runner.sampler(params, ())
+        self.sampler.noise_rows, self.sampler.sure = noise.rows, self._assume
+        self.history: DeviceHistory | None = None
+        if params.penalised:
+            self.history = self.sampler.history = DeviceHistory((), runner.vocab, runner.model.device)
+        self.assumed: list[Tensor] = []  # what a draw took for granted, [n] or [n, 1] each
+        self.logits: dict[tuple[int, int], Tensor] = {}  # by rows and width, where something was
+
+    def share_history(self, sampler: Sampler) -> None:
+        """Takes over the tokens that a request's penalties count; from then on it counts in these tensors."""
+        if self.history is not None and sampler.history is not None:
+            self.history.take(sampler.history)
+            sampler.history = self.history
+
+    def _assume(self, holds: Tensor) -> bool:
+        self.assumed.append(holds)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The paths of rows whose tokens are each other's, without the host."""
+
+    tokens: Tensor  # [n] int64
+    above: Tensor  # [n, n] bool: whether column j's token is on row i's path
+
+    @staticmethod
+    def of(batch: Batch) -> Lineage:
+        """Of a tree whose slots all lie in the window, the root's first."""
+        column = batch.slots - (batch.kv_len - batch.mask.shape[1])
+        # the root is on nobody's path, and rows that pad repeat the last
+        counts = F.pad(batch.slots[1:] > batch.slots[:-1], (1, 0))
+        return Lineage(batch.tokens, batch.mask.index_select(1, column) & counts)
+
+
+class DeviceHistory(History):
+    """A history that stays in its tensors from request to request, and counts lineages too."""
+
+    def take(self, other: History) -> None:
+        """What another request's history holds."""
+        self.prompt.copy_(other.prompt)
+        self.output.copy_(other.output)
+
+    def counts(self, paths: Paths | Lineage) -> Tensor:
+        if not isinstance(paths, Lineage):
+            return super().counts(paths)
+        counts = self.output.repeat(len(paths.tokens), 1)
+        return counts.index_add_(1, paths.tokens, paths.above.to(counts.dtype))

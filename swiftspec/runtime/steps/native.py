@@ -1,0 +1,129 @@
+"""Steps as one native call each, on a CPU: Python is otherwise what a small model's round waits for.
+
+The native side finds rows, masks and positions itself, keeps the logits to itself and gives back tokens. So it takes
+requests whose logits need no more than a bias, a temperature and noise. A verification also commits the accepted path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from swiftspec.messages import Proposal
+from swiftspec.model.stack import Fused, NativeRounds
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Accepted, Features, Request
+from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.sampling.noise import TARGET_STREAM
+from swiftspec.tree.tree import DraftTree
+
+
+class Handle(Protocol):
+    """The native side of a tree."""
+
+    def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
+    def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
+    def walk(self, tokens: Sequence[int], /) -> list[int]: ...
+    def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
+    def offer(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
+
+
+class NativeTree(DraftTree):
+    """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeSteps` can expand."""
+
+    def __init__(self, nodes: int, slots: int, fused: Fused) -> None:
+        super().__init__(nodes, slots)
+        arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
+        self.native: Handle = fused.tree(arrays, nodes, slots)
+
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
+        if first > 0:
+            return super().best_subtree(bs, root, first)
+        return self.native.best_subtree(bs, root)
+
+    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+        return self.native.prospects(bs, w, root)
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        return self.native.walk(tokens)
+
+    def reroot(self, node: int) -> tuple[list[int], list[int]]:
+        return self.native.reroot(node)
+
+
+class NativeSteps(EagerSteps):
+    """Expansions and verifications of one decoder that is a native call (`Fused`). A draft's tree is a `NativeTree`."""
+
+    name = "native"
+    EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias"})
+
+    def __init__(self, runner: Runner, fused: Fused) -> None:
+        super().__init__(runner)
+        self._fused, self._group = fused, runner.model.group
+        self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` knows
+
+    def takes(self, wanted: Features) -> bool:
+        return wanted <= self.EXPANDS
+
+    def open(self, request: Request) -> None:
+        super().open(request)
+        cache: KVCache = self.runner.cache
+        if self._bound is not cache.k:
+            self._rounds: NativeRounds = self._fused.rounds(cache)
+            self._bound = cache.k
+        sampler = request.sampler
+        p = sampler.params
+        temperature = 1.0 if p.greedy else p.temperature
+        self._scoring = self._rounds.scoring(
+            sampler.vocab, temperature, sampler.bias, not p.greedy, p.seed, TARGET_STREAM
+        )
+
+    def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
+        assert isinstance(tree, NativeTree)
+        runner, shape = self.runner, self._request.expansion
+        assert shape is not None
+        for _ in range(count):
+            if not self.has_room(tree, pending):
+                return
+            began = time.perf_counter()
+            leaves = shape.leaves if tree.expanded > 0 else 1  # as many rows as there are: the root's
+            rows = len(pending) + leaves
+            prefix = runner.cache.prefix_len[0]
+            try:
+                expanded, seconds = self._rounds.expand(
+                    tree.native, prefix, pending, leaves, shape.children, self._scoring, shape.coupled, shape.tau
+                )
+            except OSError as error:
+                raise self._reason(error) from None
+            if pending:
+                runner.cache.append_prefix(len(pending))
+                pending.clear()
+            runner.cache.append_tree(expanded)
+            runner.note(began, rows, seconds)
+
+    def verify(self, proposal: Proposal) -> Accepted:
+        runner, began = self.runner, time.perf_counter()
+        prefix = runner.cache.prefix_len[0]
+        try:
+            path, tokens, seconds = self._rounds.verify(proposal.tokens, proposal.parents, prefix, self._scoring)
+        except OSError as error:
+            raise self._reason(error) from None
+        runner.cache.append_prefix(len(path))
+        runner.note(began, len(proposal.tokens), seconds)
+        return Accepted(path, tokens)
+
+    def _reason(self, error: OSError) -> Exception:
+        """What an error of the memory that ranks share means."""
+        lost = None if self._group is None else self._group.lost(error)
+        return lost or error
+
+    def settle(self, path: Sequence[int]) -> None:
+        pass  # `verify` has committed it
+
+    def reply(self, tree: DraftTree, *where: Any) -> Any:
+        assert isinstance(tree, NativeTree)
+        return tree.native.offer(*where)

@@ -1,0 +1,75 @@
+"""How the children of expanded leaves are chosen, and what a proposal has to carry of it. Here: the best ones.
+
+drawn.py draws them instead.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swiftspec.messages import Drawn
+from swiftspec.sampling.sampler import Paths, Sampler
+from swiftspec.tree.tree import Ints, Leaves
+
+
+class Children(Protocol):
+    """The children of one request's tree. `drawn`: which nodes are expanded or sent must not depend on their own draw.
+
+    `tau` makes a child's weight the chance that the target agrees.
+    """
+
+    drawn: bool
+
+    def open(self, sampler: Sampler, position: int, tau: float) -> None:
+        """Begins a request whose root stands at an absolute position."""
+        ...
+
+    def rank(
+        self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor
+    ) -> tuple[Ints, NDArray[np.floating]]:
+        """k children of each leaf: tokens [n, k] and log-weights [n, k], from raw logits [n, vocab]; `paths` of the
+        leaves, for penalties, and their `positions` [n]."""
+        ...
+
+    def reroot(self) -> bool:
+        """Told of a re-root within the tree. False: the tree has to start over."""
+        ...
+
+    def keep(self, slots: list[int]) -> None:
+        """Follows the tree, of whose slots these survive, ascending; none: it has started over."""
+        ...
+
+    def carried(self, slots: Ints) -> Drawn | None:
+        """What a proposal carries, of nodes with children in these tree slots, in the order of the nodes."""
+        ...
+
+
+class BestChildren:
+    """The k likeliest children, or `coupled` those that are likeliest under the noise that the target draws with."""
+
+    drawn = False
+
+    def __init__(self, k: int, coupled: bool) -> None:
+        self.k, self.coupled = k, coupled
+
+    def open(self, sampler: Sampler, position: int, tau: float) -> None:
+        self._sampler, self._tau = sampler, tau
+
+    def rank(
+        self, logits: Tensor, leaves: Leaves, paths: Paths | None, positions: Tensor
+    ) -> tuple[Ints, NDArray[np.floating]]:
+        best = self._sampler.children(logits, paths, positions, k=self.k, coupled=self.coupled, tau=self._tau)
+        return best[0].cpu().numpy(), best[1].cpu().numpy()
+
+    def reroot(self) -> bool:
+        return True
+
+    def keep(self, slots: list[int]) -> None:
+        pass
+
+    def carried(self, slots: Ints) -> Drawn | None:
+        return None
