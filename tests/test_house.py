@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 320
 
 ROOMS = (
-    "errors", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc", "chains",
-    "control", "distributed", "decode", "engine", "assemble", "profiles", "serve", "lab", "profile", "exactness",
+    "errors", "setting", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc",
+    "chains", "control", "distributed", "decode", "engine", "assemble", "profiles", "serve", "lab", "profile",
+    "exactness",
 )  # fmt: skip
 FLOORS = {room: floor for floor, room in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to

@@ -16,12 +16,13 @@ from swiftspec.engine import LLM
 from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams, split_ranks
+from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.local_drafter import AheadDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.serve.plan import split_ranks
 from swiftspec.serve.settings import Settings
 from tests.support.tiny import make_checkpoint
 
