@@ -191,10 +191,7 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     if run is None:
         return settings
     phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
-    own = ("mode", "target_tp") if run["plan"]["mode"] == "ar" else store.PLAN
-    open_ = {name: run["plan"][name] for name in own if name not in fixed}
-    if run["plan"]["mode"] != "async":
-        open_.pop("draft_tp", None)
+    open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
     return filled
