@@ -126,11 +126,7 @@ class Opening:
         if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
             raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
         try:
-            values = json.loads(words_to_bytes(rest[1:])[: rest[0]])
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-            for name in ("stop", "stop_token_ids", "negative_prompt_ids"):
-                values[name] = tuple(values[name])
-            sampling = SamplingParams(**values)
+            sampling = SamplingParams.from_json(json.loads(words_to_bytes(rest[1:])[: rest[0]]))
         except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
             raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
         return Opening(request, tuple(tokens), sampling, prompt_len)

@@ -3,7 +3,8 @@ its field (see setting.py); what remains to be checked in code is what several f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from swiftspec.setting import check_fields, require, setting
 
@@ -79,6 +80,14 @@ class SamplingParams:
         require(all(self.stop), "a stop string must not be empty")
         require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """What `dataclasses.asdict` made of one, with JSON in between, which knows no tuples and no numbers as keys.
+        Raises KeyError, TypeError, ValueError or UserError on anything else."""
+        tuples = {item.name: tuple(values[item.name]) for item in fields(cls) if item.default == ()}
+        bias = {int(token): value for token, value in values["logit_bias"].items()}
+        return cls(**{**values, **tuples, "logit_bias": bias})
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -113,7 +122,7 @@ class PopulationConfig:
     )  # fmt: skip
     smc_exact: int = setting(  # the leading ones; K of them: nothing approximate
         0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
-        must="lie in 0..K", beside="smc_draft_tokens", shapes=POPULATION,
+        must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -61,21 +61,28 @@ def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    run = parser.add_argument_group("this run")
-    run.add_argument("--prompt", metavar="TEXT", help="Answer this and leave.")
-    run.add_argument(
-        "--prompt-file", metavar="FILE", help="The same from a file; one final newline is dropped unless --raw."
-    )
-    run.add_argument("--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics.")
-    run.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`.")
-    run.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version.")
-    run.add_argument("-h", "--help", action="help", help="Show this page.")
+    run_flags(parser.add_argument_group("this run"))
     groups: dict[str, Any] = {}
     for flag in kind.table.flags.values():
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
         _add(groups[flag.group], flag)
     return parser
+
+
+def run_flags(group: Any) -> list[argparse.Action]:
+    """Adds the flags that are no settings: what only this run is about."""
+    final = "The same from a file; one final newline is dropped unless --raw."
+    return [
+        group.add_argument("--prompt", metavar="TEXT", help="Answer this and leave."),
+        group.add_argument("--prompt-file", metavar="FILE", help=final),
+        group.add_argument(
+            "--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics."
+        ),
+        group.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`."),
+        group.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version."),
+        group.add_argument("-h", "--help", action="help", help="Show this page."),
+    ]
 
 
 def _add(group: Any, flag: Flag) -> None:
