@@ -140,11 +140,7 @@ class Opening:
             raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
         try:
             told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
-            steps, values = str(told["steps"]), told["sampling"]
-            values["logit_bias"] = {int(token): bias for token, bias in values["logit_bias"].items()}
-            for name in ("stop", "stop_token_ids", "negative_prompt_ids"):
-                values[name] = tuple(values[name])
-            sampling = SamplingParams(**values)
+            steps, sampling = str(told["steps"]), SamplingParams.from_json(told["sampling"])
         except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
             raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
         return Opening(request, tuple(tokens), sampling, prompt_len, steps)

@@ -1,28 +1,26 @@
-"""How to decode: the sampling parameters of a request and the plan of an engine."""
+"""How to decode: the sampling parameters of a request, and the config of an engine. Each setting is declared once, at
+its field (see setting.py); what remains to be checked in code is what several fields have to do with each other."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
-from swiftspec.errors import UserError
+from swiftspec.setting import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
-MAX_GUIDANCE = 100.0
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
-MAX_PARTICLES = 1024
-MAX_POWER = 100.0
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")
 CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
-
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise UserError(message)
+# headings of --help, and what a setting shapes
+SAMPLING, STOPPING, SPECULATION = "sampling", "length and stopping", "speculation"
+PARTICLES = "mode smc: a population of particles, approximate"
+TREE, POPULATION = "draft tree", "population"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,50 +31,62 @@ class SamplingParams:
     to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    seed: int = 0
-    max_tokens: int | None = None  # None: to the end of the context
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    guidance_scale: float = 1.0  # s of l_u + s (l_c - l_u); 1: off
+    temperature: float = setting(
+        1.0, "0 is greedy.", SAMPLING, "T", least=MIN_TEMPERATURE, most=100, zero=True, finite=True,
+        must=f"be 0 (greedy) or lie in {MIN_TEMPERATURE}..100", from_model="temperature",
+    )  # fmt: skip
+    top_p: float = setting(
+        1.0, "Keep the likeliest tokens that reach this mass.", SAMPLING, "P", above=0, most=1, finite=True,
+        from_model="top_p",
+    )  # fmt: skip
+    top_k: int = setting(
+        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", least=-1, must="be 0 (off) or positive",
+        from_model="top_k",
+    )  # fmt: skip
+    min_p: float = setting(
+        0.0, "Drop tokens less likely than P times the likeliest.", SAMPLING, "P", least=0, most=1, finite=True,
+        from_model="min_p",
+    )  # fmt: skip
+    repetition_penalty: float = setting(
+        1.0, "Above 1: tokens of prompt and answer become less likely.", SAMPLING, "X", least=0.01, most=100,
+        finite=True, from_model="repetition_penalty",
+    )  # fmt: skip
+    presence_penalty: float = setting(
+        0.0, "Off the logit of a token that the answer holds.", SAMPLING, "X", least=-2, most=2, finite=True
+    )
+    frequency_penalty: float = setting(
+        0.0, "Off the logit for each time that the answer holds a token.", SAMPLING, "X", least=-2, most=2, finite=True
+    )
+    logit_bias: dict[int, float] = setting({}, 'Added to the logits, by token id: {"42": -5}.', SAMPLING, "JSON", "{}")  # noqa: RUF009
+    guidance_scale: float = setting(  # s of l_u + s (l_c - l_u); 1: off
+        1.0, "Above 1: away from what --negative-prompt leads to (classifier-free guidance).", SAMPLING, "S",
+        least=0, most=100, must="lie in 0..100 (1: off)", finite=True,
+    )  # fmt: skip
+    seed: int = setting(
+        0, "Of the noise: same seed and prompt, same text, in every exact mode that verifies by match.", SAMPLING, "N",
+        least=0, most=2**64 - 1, must="lie in 0..2^64-1", place=-1,
+    )  # fmt: skip
+    max_tokens: int | None = setting(
+        None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", least=1,
+        from_model="max_new_tokens",
+    )  # fmt: skip
+    stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
+    stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
+    ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
 
     def __post_init__(self) -> None:
-        numbers = (
-            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-            "guidance_scale",
-        )  # fmt: skip
-        for name in numbers:
-            _check(math.isfinite(getattr(self, name)), f"{name} must be a finite number")
-        _check(
-            self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= 100,
-            f"temperature must be 0 (greedy) or lie in {MIN_TEMPERATURE}..100, not {self.temperature}",
-        )
-        _check(self.top_k >= -1, f"top_k must be 0 (off) or positive, not {self.top_k}")
-        _check(0 < self.top_p <= 1, f"top_p must lie above 0 and at most 1, not {self.top_p}")
-        _check(0 <= self.min_p <= 1, f"min_p must lie in 0..1, not {self.min_p}")
-        _check(
-            0.01 <= self.repetition_penalty <= 100,
-            f"repetition_penalty must lie in 0.01..100, not {self.repetition_penalty}",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check(-2 <= getattr(self, name) <= 2, f"{name} must lie in -2..2, not {getattr(self, name)}")
-        _check(
-            0 <= self.guidance_scale <= MAX_GUIDANCE,
-            f"guidance_scale must lie in 0..{MAX_GUIDANCE:g} (1: off), not {self.guidance_scale}",
-        )
-        _check(0 <= self.seed < 2**64, f"seed must lie in 0..2^64-1, not {self.seed}")
-        _check(self.max_tokens is None or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")
-        _check(all(self.stop), "a stop string must not be empty")
-        _check(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
+        check_fields(self)
+        require(all(self.stop), "a stop string must not be empty")
+        require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """What `dataclasses.asdict` made of one, with JSON in between, which knows no tuples and no numbers as keys.
+        Raises KeyError, TypeError, ValueError or UserError on anything else."""
+        tuples = {item.name: tuple(values[item.name]) for item in fields(cls) if item.default == ()}
+        bias = {int(token): value for token, value in values["logit_bias"].items()}
+        return cls(**{**values, **tuples, "logit_bias": bias})
 
     @property
     def greedy(self) -> bool:
@@ -102,20 +112,28 @@ class SamplingParams:
 class PopulationConfig:
     """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
 
-    particles: int = 4  # N
-    smc_draft_tokens: int = 4  # K, draft tokens per particle and round
-    ess_threshold: float = 0.5  # resample below this share of N; 0: never
-    power: float = 1.0  # alpha: the population follows p^alpha over whole texts
-    smc_exact: int = 0  # leading draft tokens of a round that are verified exactly; K of them: nothing approximate
+    particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", least=1, most=1024, shapes=POPULATION)
+    smc_draft_tokens: int = setting(
+        4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", least=1, most=MAX_TREE,
+        shapes=POPULATION,
+    )  # fmt: skip
+    ess_threshold: float = setting(  # 0: never
+        0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", least=0, most=1,
+        shapes=POPULATION,
+    )  # fmt: skip
+    power: float = setting(  # alpha
+        1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", above=0,
+        most=100, shapes=POPULATION,
+    )  # fmt: skip
+    smc_exact: int = setting(  # the leading ones; K of them: nothing approximate
+        0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
+        must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, most in (("particles", MAX_PARTICLES), ("smc_draft_tokens", MAX_TREE)):
-            value = getattr(self, name)
-            _check(1 <= value <= most, f"{name} must lie in 1..{most}, not {value}")
-        _check(0 <= self.ess_threshold <= 1, f"ess_threshold must lie in 0..1, not {self.ess_threshold}")
-        _check(0 < self.power <= MAX_POWER, f"power must lie above 0 and at most {MAX_POWER:g}, not {self.power}")
+        check_fields(self)
         most = self.smc_draft_tokens
-        _check(
+        require(
             0 <= self.smc_exact <= most,
             f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
         )
@@ -135,73 +153,75 @@ class EngineConfig:
     the two sizes are the same; in mode ar there is no draft.
     """
 
-    mode: str = "serial"
-    verify_batch: int = 8  # bs, nodes verified per round, the root counted
-    draft_leaves: int = 8  # w, leaves expanded per expansion
-    draft_steps: int | None = None  # d, expansions per round; None: 3, and in mode async measured at start-up
-    verify: str = "match"  # by the target's own draws, or by rejection sampling
-    proposal: str | None = None  # how the draft chooses children; None: as verify needs
-    calibration: float | None = None  # of the children's weights; None: see `calibrated`
-    catch_up: bool = True  # mode async: after a result expand on while that is worth its time; off: the paper's rule
+    mode: str = setting("serial", choices=MODES)
+    verify_batch: int = setting(
+        8, "Tree nodes verified per round, the root counted.", SPECULATION, "BS", least=1, most=MAX_TREE, shapes=TREE
+    )
+    draft_leaves: int = setting(
+        8, "Leaves expanded per draft forward.", SPECULATION, "W", least=1, most=MAX_TREE, shapes=TREE
+    )
+    draft_steps: int | None = setting(  # None: 3, and in mode async measured at start-up
+        None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
+        least=1, most=MAX_TREE, shapes=TREE,
+    )  # fmt: skip
+    verify: str = setting(
+        "match", "match: the target draws, and drafts that it drew are kept; the same text as without a draft. reject:"
+        " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY,
+        shapes=TREE,
+    )  # fmt: skip
+    proposal: str | None = setting(  # None: as verify needs
+        None, "How the draft chooses. top: the likeliest. coupled: those under the target's own noise. sample: drawn"
+        " from its distribution.", SPECULATION, shown="coupled; sample with --verify reject", choices=PROPOSALS,
+        shapes=TREE,
+    )  # fmt: skip
+    calibration: float | None = setting(  # of the children's weights; None: see `calibrated`
+        None, "How much the draft's confidence counts: below 1 its first choices count more.", SPECULATION, "C",
+        "what fits the embedded pair", least=0.05, most=20, shapes=TREE,
+    )  # fmt: skip
+    catch_up: bool = setting(
+        True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
+        shapes=TREE,
+    )  # fmt: skip
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
     adapt_batch: bool = False  # so does bs, never above verify_batch
-    target_tp: int = 1
+    target_tp: int = setting(1, least=1)
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
     population: PopulationConfig = PopulationConfig()  # mode smc
 
     def __post_init__(self) -> None:
-        _check(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
-        for name in ("verify_batch", "draft_leaves", "draft_steps"):
-            value = getattr(self, name)
-            _check(value is None or 1 <= value <= MAX_TREE, f"{name} must lie in 1..{MAX_TREE}, not {value}")
-        self._check_proposal()
+        check_fields(self)
+        if self.proposal is None:
+            object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
         usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
-        _check(self.target_tp >= 1, f"target_tp must be at least 1, not {self.target_tp}")
+        self._check_rejection()
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
-            _check(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
+            require(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
         else:
-            _check(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
+            require(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
 
-    def _check_proposal(self) -> None:
-        _check(self.verify in VERIFY, f"verify must be one of {', '.join(VERIFY)}, not {self.verify!r}")
-        if self.proposal is None:
-            object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
-        _check(self.proposal in PROPOSALS, f"proposal must be one of {', '.join(PROPOSALS)}, not {self.proposal!r}")
-        _check(
+    def _check_rejection(self) -> None:
+        """What rejection sampling needs of the other fields."""
+        require(
             self.verify == "match" or self.proposal == "sample",
             f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
             " none: take proposal sample, or verify match",
         )
-        _check(
+        require(
             self.verify == "match" or not self.adapts,
             "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
         )
-        value = self.calibration
-        _check(value is None or 0.05 <= value <= 20, f"calibration must lie in 0.05..20, not {value}")
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
         instead = "verify match" if self.verify == "reject" else "proposal top"
-        _check(
+        require(
             self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
             f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
         )
-
-    def mismatch(self, sampling: SamplingParams) -> str | None:
-        """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
-        if self.mode in ("ar", "smc") or sampling.greedy:
-            return None
-        if self.proposal == "top":
-            return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
-        if self.proposal == "sample" and self.verify == "match":
-            return (
-                "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
-            )
-        return None
 
     def calibrated(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
@@ -230,30 +250,3 @@ class EngineConfig:
     def ranks(self) -> int:
         """G, the ranks that the plan is for."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
-
-
-def split_ranks(
-    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, gpu: bool = False
-) -> tuple[int, int]:
-    """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
-
-    One rank with a `gpu` may run both models at the same time, which is 1 and 0. With both open the draft gets a
-    quarter of the ranks, since a small model gains little from more (paper, Table 1).
-    """
-    if mode != "async":
-        _check(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
-        usual = 0 if mode == "ar" else ranks
-        _check(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
-        return ranks, usual
-    if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
-        return 1, 0
-    _check(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
-    if draft_tp is None:
-        draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
-    if target_tp is None:
-        target_tp = ranks - draft_tp
-    _check(
-        target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
-        f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
-    )
-    return target_tp, draft_tp

@@ -12,6 +12,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.serve.plan import mismatch
 from tests.support.roles import drafter_of
 from tests.support.tiny import make_checkpoint
 
@@ -241,11 +242,11 @@ def test_nonsense_sampling_values_are_refused(values: dict[str, Any], message: s
 
 def test_plans_say_where_draft_and_target_sample_in_different_ways() -> None:
     sampled, greedy = SamplingParams(), SamplingParams(temperature=0)
-    assert "proposal coupled has more" in str(EngineConfig(proposal="top").mismatch(sampled))
-    assert "verify reject, or proposal coupled" in str(EngineConfig(proposal="sample").mismatch(sampled))
+    assert "proposal coupled has more" in str(mismatch(EngineConfig(proposal="top"), sampled))
+    assert "verify reject, or proposal coupled" in str(mismatch(EngineConfig(proposal="sample"), sampled))
     for plan in (EngineConfig(), EngineConfig(verify="reject"), EngineConfig(mode="ar", proposal="top")):
-        assert plan.mismatch(sampled) is None
-    assert EngineConfig(proposal="top").mismatch(greedy) is None
+        assert mismatch(plan, sampled) is None
+    assert mismatch(EngineConfig(proposal="top"), greedy) is None
 
 
 @pytest.mark.parametrize("values", [{"mode": "magic"}, {"verify_batch": 0}, {"draft_leaves": 65}, {"calibration": 0.0}])

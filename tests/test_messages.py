@@ -1,11 +1,14 @@
-"""The two messages survive their packed form; anything else is refused."""
+"""The messages survive their packed form; anything else is refused."""
+
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.messages import Drawn, Proposal, VerifyResult
+from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
 
 words = st.integers(0, 2**31 - 1)
 
@@ -48,3 +51,13 @@ def test_what_was_drawn_from_travels_with_a_proposal() -> None:
 def test_a_malformed_result_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match="result"):
         VerifyResult.unpack(flat)
+
+
+def test_every_sampling_value_travels_with_an_opening() -> None:
+    sampling = SamplingParams(
+        0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, (1, 2)
+    )
+    again = Opening.unpack(Opening(3, (1, 2, 3), sampling, 2).pack())
+    assert again == Opening(3, (1, 2, 3), sampling, 2)
+    default = asdict(SamplingParams())
+    assert all(value != default[name] for name, value in asdict(again.sampling).items())

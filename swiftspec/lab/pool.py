@@ -19,8 +19,8 @@ from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.observe.emulate import Emulation
 from swiftspec.params import EngineConfig, PopulationConfig
+from swiftspec.serve.flags import MOST_THREADS
 
-MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
 Ops = Literal["auto", "reference"]
 
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.errors import RankLost, UserError
+from swiftspec.errors import UserError
+from swiftspec.serve.__main__ import guarded
+from swiftspec.serve.flags import Table
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     from swiftspec.lab.trials import Wish
     from swiftspec.serve.settings import Settings
 
-MODEL_FLAGS = ("model", "draft_model", "dtype", "device", "max_model_len", "threads", "emulate")
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
-PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    first = os.environ.get("RANK", "0") == "0"
+    return guarded(lambda first: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(argv: list[str]) -> int:
+    from swiftspec.serve.settings import UsageError
+
     try:
         if argv[:1] == ["trace"]:
             return show_trace(argv[1:])
@@ -47,11 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return predict.main(argv[1:])
         return sweep(parser().parse_args(argv))
-    except (UserError, RankLost) as error:
-        if not first:
-            time.sleep(PATIENCE)
-        print(f"swiftspec: error: {error}", file=sys.stderr)
-        return 1
+    except UsageError as error:
+        raise UserError(str(error)) from None  # exit code 1, as for all else that a sweep refuses
     except KeyboardInterrupt:
         print("swiftspec: interrupted; --resume goes on from here", file=sys.stderr)
         return 130
@@ -62,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m swiftspec.profile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name in MODEL_FLAGS:
+    for name in model_settings():
         made.add_argument("--" + name.replace("_", "-"), dest=name, metavar="X", help="as `serve` has it")
     made.add_argument("--splits", default="all", help="all, or target+draft such as 3+1,2+2 (default all)")
     made.add_argument("--modes", default="ar,serial,async,smc", help="default ar,serial,async,smc")
@@ -77,6 +76,11 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def model_settings() -> list[str]:
+    """The settings of `serve` that a sweep takes too."""
+    return [name for name, flag in Table().flags.items() if flag.setting.profile]
+
+
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
     from swiftspec.distributed.world import join_world
@@ -85,7 +89,7 @@ def sweep(args: argparse.Namespace) -> int:
     from swiftspec.serve.session import Found, load_options
     from swiftspec.serve.terminal import Phases
 
-    given = {name: getattr(args, name) for name in MODEL_FLAGS if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load({**given, "plan": "none"})
     world = join_world()
     found = Found.of(settings, 1, Phases(quiet=True))

@@ -10,10 +10,9 @@ from typing import Any
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
 
-SETTINGS = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps")
 COLUMNS = (
-    "mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps", "ops", "tokens_per_second", "least",
-    "most", "repeats", "tokens_per_round", "target_busy", "verification_ms", "expansion_ms", "dropped",
+    *store.PLAN, "ops", "tokens_per_second", "least", "most", "repeats", "tokens_per_round", "target_busy",
+    "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
 
 
@@ -26,7 +25,7 @@ def as_csv(profile: Mapping[str, Any]) -> str:
         plan, times = run["plan"], run["steps"] or (None, None)
         speeds = store.spread(run["speeds"]) if run["speeds"] else (None, None, None)
         writer.writerow(
-            [*(plan[name] for name in SETTINGS), run["ops"], *speeds, len(run["speeds"]), run["tokens_per_round"],
+            [*(plan[name] for name in store.PLAN), run["ops"], *speeds, len(run["speeds"]), run["tokens_per_round"],
              run["target_busy"], *(None if t is None else 1e3 * t for t in times), run["dropped"]]
         )  # fmt: skip
     return stream.getvalue()
@@ -34,15 +33,10 @@ def as_csv(profile: Mapping[str, Any]) -> str:
 
 def as_yaml(run: Mapping[str, Any], source: str) -> str:
     """The settings of a run, for `serve --config`."""
-    plan = run["plan"]
-    wanted = [name for name in SETTINGS if plan[name] is not None]
-    if plan["mode"] != "async":
-        wanted.remove("draft_tp")
-    if plan["mode"] == "ar":
-        wanted = ["mode", "target_tp"]
+    settings = store.settings_of(run["plan"])
     count = len(run["speeds"])
     lines = [f"# {source}: {store.speed(run):.1f} tokens a second, {count} repeat{'s' if count > 1 else ''}"]
-    return "\n".join([*lines, *(f"{name.replace('_', '-')}: {plan[name]}" for name in wanted)]) + "\n"
+    return "\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in settings.items())]) + "\n"
 
 
 def table(profile: Mapping[str, Any]) -> str:

@@ -201,10 +201,10 @@ class Sweep:
         runs = [run for run in self.profile["runs"] if run["speeds"] and not run["variation"]]
         plans = [run["plan"] for run in runs if run["plan"]["draft_steps"]]
         for plan in plans:
-            shape = {name: plan[name] for name in ("mode", "verify_batch", "draft_leaves", "draft_steps")}
+            shape = {name: plan[name] for name in ("mode", *store.TREE)}
             if not any(same(known["plan"], shape) for known in self.profile["rounds"]):
                 self._step(f"rounds of {store.title(plan)}")
-                trial = replace(Trial(**trials.plan_fields(plan), ops="auto"), target_tp=1, draft_tp=1)
+                trial = replace(Trial.of(plan), target_tp=1, draft_tp=1)
                 trace = self._traced(trial, plan)
                 self.profile["rounds"].append({"plan": shape, "rounds": measure.rounds_of(trace)})
                 self._save()
@@ -214,7 +214,7 @@ class Sweep:
         winner = store.best(self.profile, {"mode": "async"})
         if winner is not None and not self.profile["lanes"]:
             self._step("both lanes")
-            trace = self._traced(Trial(**trials.plan_fields(winner["plan"]), ops="auto"), winner["plan"], paced=True)
+            trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
             last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
             self.profile["lanes"] = last[len(last) // 2 :][:LANES]
             self.profile["around"] = measure.around_of(trace)

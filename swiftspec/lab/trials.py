@@ -8,7 +8,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftspec.control.measure import MOST_STEPS, DraftTimes, steps_for
@@ -16,11 +16,13 @@ from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
 from swiftspec.params import MODES, EngineConfig
+from swiftspec.profiles import store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # of the step times
 SERIAL_STEPS = (1, 2, 3, 4, 6)  # the best d in turn follows from acceptance, not from a ratio of times
 BATCHES = (2, 4, 8, 16, 32)  # bs and w, each with the other at the usual value (paper, Figure 2)
 USUAL = EngineConfig()
+ENGINE = tuple(name for name in store.PLAN if name != "draft_steps")  # what of a plan an engine keeps while d changes
 LOSING = 0.85  # a run whose best repeat stays below this share of the leader's median is not repeated
 
 
@@ -36,23 +38,19 @@ class Trial:
     draft_leaves: int = USUAL.draft_leaves
     steps: tuple[int, ...] = ()
 
-    @property
-    def ranks(self) -> int:
-        """How many ranks it takes."""
-        return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
+    @staticmethod
+    def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
+        """The engine of a profile's plan."""
+        return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE})
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
         """The plan of the engine."""
-        return EngineConfig(
-            self.mode, self.verify_batch, self.draft_leaves, draft_steps, target_tp=self.target_tp,
-            draft_tp=self.draft_tp if self.mode == "async" else -1,
-        )  # fmt: skip
+        return EngineConfig(**self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
         """The plan as a profile holds it."""
-        shape = asdict(replace(self, ops=""))
-        del shape["ops"], shape["steps"]
-        return {**shape, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
+        engine = {name: getattr(self, name) for name in ENGINE}
+        return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +146,14 @@ def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
     """The best of serial and async on all ranks, with the usual tree, once more with plain torch operators: base, only
     parallel tree, only kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
     made = []
-    most = max((_ranks(run) for run in runs), default=1)
+    most = max((store.ranks_of(run["plan"]) for run in runs), default=1)
     for mode in ("serial", "async"):
         mine = [r for r in runs if r["plan"]["mode"] == mode and r["speeds"] and r["ops"] == "auto"
-                and _ranks(r) == most and not r["variation"]]  # fmt: skip
+                and store.ranks_of(r["plan"]) == most and not r["variation"]]  # fmt: skip
         if mine:
             plan = max(mine, key=lambda run: statistics.median(run["speeds"]))["plan"]
-            made.append(Trial(**{**plan_fields(plan), "ops": "reference", "steps": (plan["draft_steps"],)}))
+            made.append(Trial.of(plan, "reference", (plan["draft_steps"],)))
     return made
-
-
-def plan_fields(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Trial takes of a profile's plan."""
-    names = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves")
-    return {name: plan[name] for name in names}
 
 
 def depths(target: float, draft: float) -> tuple[int, ...]:
@@ -177,16 +169,16 @@ def losers(runs: Sequence[Mapping[str, Any]]) -> list[int]:
     best: dict[tuple[int, str], float] = {}
     for run in runs:
         if run["speeds"]:
-            place = _ranks(run), run["plan"]["mode"]
+            place = _place(run)
             best[place] = max(best.get(place, 0.0), statistics.median(run["speeds"]))
     behind = []
     for index, run in enumerate(runs):
-        if run["speeds"] and statistics.median(run["speeds"]) < best[_ranks(run), run["plan"]["mode"]]:
-            leader = max(speed for (count, _), speed in best.items() if count == _ranks(run))
+        if run["speeds"] and statistics.median(run["speeds"]) < best[_place(run)]:
+            leader = max(speed for (count, _), speed in best.items() if count == _place(run)[0])
             if max(run["speeds"]) < LOSING * leader:
                 behind.append(index)
     return behind
 
 
-def _ranks(run: Mapping[str, Any]) -> int:
-    return run["plan"]["target_tp"] + (run["plan"]["draft_tp"] if run["plan"]["mode"] == "async" else 0)
+def _place(run: Mapping[str, Any]) -> tuple[int, str]:
+    return store.ranks_of(run["plan"]), run["plan"]["mode"]

@@ -38,7 +38,9 @@ from swiftspec.observe.emulate import Emulation
 Json = dict[str, Any]
 VERSION = 1
 PARTIAL = ".partial.json"  # a sweep under way; serve reads whole ones only
-PLAN = ("mode", "target_tp", "draft_tp", "verify_batch", "draft_leaves", "draft_steps")
+SPLIT = ("target_tp", "draft_tp")
+TREE = ("verify_batch", "draft_leaves", "draft_steps")
+PLAN = ("mode", *SPLIT, *TREE)  # what a run's plan holds: settings of the engine, by their names
 EXACT = ("ar", "serial", "async")  # modes whose text is the target's own
 
 
@@ -176,6 +178,13 @@ def best(profile: Mapping[str, Any], wanted: Mapping[str, Any] | None = None) ->
         and all(run["plan"][name] == value for name, value in (wanted or {}).items())
     ]  # fmt: skip
     return max(runs, key=speed, default=None)
+
+
+def settings_of(plan: Mapping[str, Any]) -> Json:
+    """The settings for serve that a plan stands for: those that its mode has a use for, without what is open."""
+    names = ("mode", "target_tp") if plan["mode"] == "ar" else PLAN
+    own_group = plan["mode"] == "async"  # of the draft; else its size follows from the target's
+    return {name: plan[name] for name in names if plan[name] is not None and (own_group or name != "draft_tp")}
 
 
 def ranks_of(plan: Mapping[str, Any]) -> int:

@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from swiftspec.errors import UserError
+from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer
+from swiftspec.serve.plan import mismatch
 from swiftspec.serve.session import Session, open_session
-from swiftspec.serve.settings import SAMPLING, STOPPING, Flag, Settings, explain
+from swiftspec.serve.settings import Settings, explain
 from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
 
 if TYPE_CHECKING:
@@ -227,7 +229,7 @@ class Chat:
         if name in ("guidance_scale", "negative_prompt"):
             note = self._settings.note()
         elif name == "temperature":
-            note = self._session.llm.config.mismatch(self._settings.sampling(self._session.defaults))
+            note = mismatch(self._session.llm.config, self._settings.sampling(self._session.defaults))
         if note is not None:
             self._note(note)
 
@@ -289,9 +291,7 @@ class Chat:
 
 
 def _settable() -> Iterator[str]:
-    for name, field in Settings.model_fields.items():
-        if any(isinstance(item, Flag) and item.group in (SAMPLING, STOPPING) for item in field.metadata):
-            yield name
+    return (name for name, flag in Settings.table.flags.items() if flag.group in (SAMPLING, STOPPING))
 
 
 def _short(name: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The command line: one flag per setting, generated from Settings, and what belongs to a single run."""
+"""The command line: one flag per setting, from the table of flags.py, and what belongs to a single run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_origin
-
-from pydantic.fields import FieldInfo
 
 from swiftspec import __version__
 from swiftspec.serve.layers import load
@@ -39,19 +37,19 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{words} (--help lists the flags)")
 
 
-def parse(argv: Sequence[str] | None = None) -> Command:
+def parse(argv: Sequence[str] | None = None, kind: type[Settings] = Settings) -> Command:
     """Reads the command line and the layers below it. Raises UsageError; leaves through SystemExit after --help."""
-    parser = build_parser()
+    parser = build_parser(kind)
     given = vars(parser.parse_args(argv))
     prompt, prompt_file, config = (given.pop(name, None) for name in ("prompt", "prompt_file", "config"))
     as_json = given.pop("json", False)
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file exclude each other")
-    settings = load(given, None if config is None else Path(config))
+    settings = load(given, None if config is None else Path(config), kind)
     return Command(settings, prompt, None if prompt_file is None else Path(prompt_file), as_json)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given, as text."""
     parser = Parser(
         prog="swiftspec",
@@ -63,45 +61,40 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    run = parser.add_argument_group("this run")
-    run.add_argument("--prompt", metavar="TEXT", help="Answer this and leave.")
-    run.add_argument(
-        "--prompt-file", metavar="FILE", help="The same from a file; one final newline is dropped unless --raw."
-    )
-    run.add_argument("--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics.")
-    run.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`.")
-    run.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version.")
-    run.add_argument("-h", "--help", action="help", help="Show this page.")
+    run_flags(parser.add_argument_group("this run"))
     groups: dict[str, Any] = {}
-    for name, field in Settings.model_fields.items():
-        flag = next(item for item in field.metadata if isinstance(item, Flag))
+    for flag in kind.table.flags.values():
         if flag.group not in groups:
             groups[flag.group] = parser.add_argument_group(flag.group)
-        _add(groups[flag.group], name, field, flag)
+        _add(groups[flag.group], flag)
     return parser
 
 
-def _add(group: Any, name: str, field: FieldInfo, flag: Flag) -> None:
-    default = flag.default
-    if default is None:
-        default = field.default if field.annotation is not bool else "on" if field.default else "off"
-    text = f"{field.description} [default: {default}] [env: {env_name(name)}]"
-    options: dict[str, Any] = {"dest": name, "help": text.replace("%", "%%")}
-    if field.annotation is bool:
+def run_flags(group: Any) -> list[argparse.Action]:
+    """Adds the flags that are no settings: what only this run is about."""
+    final = "The same from a file; one final newline is dropped unless --raw."
+    return [
+        group.add_argument("--prompt", metavar="TEXT", help="Answer this and leave."),
+        group.add_argument("--prompt-file", metavar="FILE", help=final),
+        group.add_argument(
+            "--json", action="store_true", help="Print one JSON object: text, tokens, timings, metrics."
+        ),
+        group.add_argument("--config", metavar="FILE.yaml", help="Settings by long flag name, such as `top-p: 0.9`."),
+        group.add_argument("--version", action="version", version=f"swiftspec {__version__}", help="Show the version."),
+        group.add_argument("-h", "--help", action="help", help="Show this page."),
+    ]
+
+
+def _add(group: Any, flag: Flag) -> None:
+    text = f"{flag.setting.help} [default: {flag.shown}] [env: {env_name(flag.name)}]"
+    options: dict[str, Any] = {"dest": flag.name, "help": text.replace("%", "%%")}
+    if flag.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
     else:
-        options["metavar"] = flag.metavar or "|".join(_choices(field.annotation))
-        if get_origin(field.annotation) is list:
+        options["metavar"] = flag.metavar
+        if get_origin(flag.kind) is list:
             options["action"] = "append"
-    group.add_argument(flag_name(name), **options)
-
-
-def _choices(annotation: Any) -> list[str]:
-    """The words of a Literal, or of `Literal | None`."""
-    words: list[str] = []
-    for part in getattr(annotation, "__args__", ()):
-        words += [part] if isinstance(part, str) else _choices(part)
-    return words
+    group.add_argument(flag_name(flag.name), **options)
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,10 +12,11 @@ from pydantic import ValidationError
 from swiftspec.serve.settings import Settings, UsageError, env_name, explain, flag_name
 
 
-def load(cli: Mapping[str, object], file: Path | None = None) -> Settings:
+def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
     """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
-    below = _read_yaml(file) if file is not None else {}
-    by_env = {name for name in Settings.model_fields if os.environ.get(env_name(name))}
+    known = list(kind.model_fields)
+    below = _read_yaml(file, known) if file is not None else {}
+    by_env = {name for name in known if os.environ.get(env_name(name))}
     given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
 
     def label(name: str) -> str:
@@ -24,12 +25,12 @@ def load(cli: Mapping[str, object], file: Path | None = None) -> Settings:
         return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
 
     try:
-        return Settings(**given)  # pyright: ignore[reportArgumentType]
+        return kind(**given)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
         raise UsageError(explain(error, label)) from None
 
 
-def _read_yaml(file: Path) -> dict[str, object]:
+def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     """The file's values by field name; empty ones count as left out."""
     import yaml  # not needed for --help
 
@@ -44,13 +45,12 @@ def _read_yaml(file: Path) -> dict[str, object]:
     if not isinstance(data, dict):
         raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
     values = {str(key).replace("-", "_"): value for key, value in data.items()}
-    unknown = [str(key) for key in data if str(key).replace("-", "_") not in Settings.model_fields]
+    unknown = [str(key) for key in data if str(key).replace("-", "_") not in known]
     if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0])}")
+        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0], known)}")
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _hint(key: str) -> str:
-    known = [name.replace("_", "-") for name in Settings.model_fields]
-    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+def _hint(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key.replace("_", "-"), [name.replace("_", "-") for name in known], 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.serve.flags import MOST_THREADS
+from swiftspec.serve.plan import mismatch
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.stream import TextStream
 from swiftspec.serve.terminal import Phases
@@ -26,10 +28,8 @@ if TYPE_CHECKING:
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
-    "max_new_tokens": "max_tokens",
+    flag.setting.from_model: flag.name for flag in Settings.table.flags.values() if flag.setting.from_model is not None
 }
-MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
 
     if world is not None and not world.spin:
         phases.warn(f"{world.local_size} ranks share this machine's cores and will wait for each other: start fewer")
-    for note in (settings.note(), found.plan.mismatch(sampling)):
+    for note in (settings.note(), mismatch(found.plan, sampling)):
         if note is not None:
             phases.warn(note)
     phases.begin("target weights")
@@ -192,10 +192,7 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     if run is None:
         return settings
     phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
-    own = ("mode", "target_tp") if run["plan"]["mode"] == "ar" else store.PLAN
-    open_ = {name: run["plan"][name] for name in own if name not in fixed}
-    if run["plan"]["mode"] != "async":
-        open_.pop("draft_tp", None)
+    open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
     return filled

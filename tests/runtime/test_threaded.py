@@ -16,11 +16,12 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams, split_ranks
+from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.serve.plan import split_ranks
 from swiftspec.serve.settings import Settings
 from tests.support.roles import make_drafter, make_runner, make_verifier, opening
 from tests.support.tiny import make_checkpoint

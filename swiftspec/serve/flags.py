@@ -1,0 +1,191 @@
+"""The table of settings: the front end's own are declared here, the engine's at the fields of its configs (params.py).
+
+Flags, environment variables, YAML keys, --help and docs/reference/flags.md come from it, so a new setting is one entry.
+Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from swiftspec.params import (
+    MODES,
+    PARTICLES,
+    SAMPLING,
+    SPECULATION,
+    STOPPING,
+    TREE,
+    EngineConfig,
+    PopulationConfig,
+    SamplingParams,
+)
+from swiftspec.setting import Config, Setting, declared, setting
+
+MODELS = "models"
+GROUPS = (MODELS, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
+
+
+@dataclass
+class OwnSettings:
+    """What only the front end knows: the models, how they run, and what it works out itself before it makes a config.
+
+    Some of the latter bear the name of a config's field that they fill in `Settings.make_plan`: the mode and the split
+    may be left open here, and --self-switch is on unless rounds must not follow the clock.
+    """
+
+    model: str | None = setting(
+        None, "The target model: a Hugging Face directory or hub id, safetensors.", MODELS, "PATH|HUB_ID",
+        "the embedded code model", profile=True,
+    )  # fmt: skip
+    draft_model: str | None = setting(
+        None, "The draft model: same tokenizer, much smaller.", MODELS, "PATH|HUB_ID",
+        "the embedded one with the embedded target", profile=True,
+    )  # fmt: skip
+    revision: str | None = setting(
+        None, "Branch, tag or commit of --model when that is a hub id.", MODELS, "NAME", "main"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = setting(
+        "auto", "Type of activations and dense weights.", MODELS, profile=True,
+        shown="auto: bfloat16 for 16-bit weights where the CPU has it, else the checkpoint's",
+    )  # fmt: skip
+    device: Literal["auto", "cpu", "cuda"] = setting(
+        "auto", "Where the models run.", MODELS, profile=True,
+        shown="auto: cuda where PyTorch finds an NVIDIA GPU, else cpu",
+    )  # fmt: skip
+    share_gpus: bool = setting(False, "Let several ranks run on one GPU.", MODELS)
+    max_model_len: int | None = setting(
+        None, "Longest context in tokens, prompt and answer together.", MODELS, "N", "what the target was made for",
+        profile=True,
+    )  # fmt: skip
+    threads: int | None = setting(
+        None, "CPU threads inside one operation.", MODELS, "N",
+        f"the rank's share of the physical cores, at most {MOST_THREADS}", least=1, most=1024, profile=True,
+    )  # fmt: skip
+    ops: Literal["auto", "reference", "unfused", "cuda"] = setting(
+        "auto", "Operators: plain torch; its libraries, int4 as int4; or the CUDA kernels.", MODELS,
+        shown="auto: the fastest that fit",
+    )  # fmt: skip
+    emulate: str | None = setting(
+        None, "Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"
+        " paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json file by TP size and rows.", MODELS, "SPEC",
+        "off", profile=True,
+    )  # fmt: skip
+    trace: str | None = setting(
+        None, "Record every round of both lanes here; read it with `python -m swiftspec.profile trace`.", MODELS,
+        "FILE.jsonl", "off",
+    )  # fmt: skip
+    raw: bool = setting(False, "Continue the prompt as it stands: no chat template.", MODELS)
+
+    mode: str | None = setting(
+        None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."
+        " ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
+        SPECULATION, choices=MODES, shown="with a draft model async on several ranks, serial on one; else ar",
+    )  # fmt: skip
+    plan: str = setting(
+        "auto", "Fill what is open of mode, split and tree from a profile of this machine and pair: the one in"
+        " ./profiles where there is one (auto), or this one.", SPECULATION, "auto|none|FILE.json",
+    )  # fmt: skip
+    target_tp: int | None = setting(
+        None, "Ranks that share the target model.", SPECULATION, "X", "the ranks that the draft leaves", least=1
+    )
+    draft_tp: int | None = setting(
+        None, "Ranks that share the draft.", SPECULATION, "Y", "a quarter of the ranks, at least 1", least=1
+    )
+    self_switch: bool = setting(
+        True, "Decode plainly for a while where that is measured to be faster than the draft's help. With --verify"
+        " reject only if given: its text follows the rounds.", SPECULATION, place=1, shapes=TREE,
+    )  # fmt: skip
+    adapt: bool = setting(
+        True, "While serving, let d and bs follow what is measured, where not given here.", SPECULATION, place=1,
+        shapes=TREE,
+    )  # fmt: skip
+    negative_prompt: str | None = setting(
+        None, "What to guide away from; it stands in for the whole prompt.", SAMPLING, "TEXT", "an empty one", place=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting as a person gives it."""
+
+    name: str
+    setting: Setting
+    kind: Any  # the type of its value
+    default: Any
+    shown: str  # the default in words
+    config: type[Config] | None  # the engine's config whose field it fills as it is; None: the front end's
+
+    @property
+    def group(self) -> str:
+        return self.setting.group
+
+    @property
+    def metavar(self) -> str:
+        """The word for its value: its choices, where nothing else is said."""
+        return self.setting.metavar or "|".join(self.choices)
+
+    @property
+    def choices(self) -> list[str]:
+        """The words that it can be; empty where it can be anything."""
+        return list(_words(self.kind))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where settings are declared, and the flags that come of it, in the order of --help."""
+
+    own: type[OwnSettings] = OwnSettings
+    engine: type[EngineConfig] = EngineConfig
+    population: type[PopulationConfig] = PopulationConfig
+    sampling: type[SamplingParams] = SamplingParams
+    flags: dict[str, Flag] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = list(_flags(self.own, None))
+        for config in (self.engine, self.population, self.sampling):
+            found += _flags(config, config)
+        found.sort(key=lambda flag: (GROUPS.index(flag.group), flag.setting.place))
+        object.__setattr__(self, "flags", {flag.name: flag for flag in found})
+
+
+def _flags(source: type[Config], config: type[Config] | None) -> Iterator[Flag]:
+    """The fields of a dataclass that have a help text, as flags."""
+    hints = get_type_hints(source)
+    for item, declaration in declared(source):
+        if declaration.help is None:
+            continue
+        default: Any = item.default if item.default_factory is MISSING else item.default_factory()
+        shown = declaration.shown or _in_words(default)
+        if declaration.from_model is not None:
+            shown, default = f"the model's own, else {declaration.shown or f'{default:g}'}", None
+        elif isinstance(default, tuple):
+            default = list(default)
+        kind = _kind(hints[item.name], declaration)
+        if default is None:
+            kind = kind | None
+        yield Flag(item.name, declaration, kind, default, shown, config)
+
+
+def _kind(hint: Any, declaration: Setting) -> Any:
+    """The type of a flag's value: one of its choices, or what the field holds. A flag given again makes a list."""
+    if declaration.choices:
+        return Literal[declaration.choices]
+    return list[get_args(hint)[0]] if get_origin(hint) is tuple else hint
+
+
+def _in_words(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return str(default)
+
+
+def _words(kind: Any) -> Iterator[str]:
+    """The words of a Literal, or of `Literal | None`."""
+    for part in get_args(kind):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _words(part)

@@ -1,0 +1,44 @@
+"""What the front end makes of the ranks it is given, and what it says of a plan before it is used."""
+
+from __future__ import annotations
+
+from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.setting import require
+
+
+def split_ranks(
+    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, gpu: bool = False
+) -> tuple[int, int]:
+    """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
+
+    One rank with a `gpu` may run both models at the same time, which is 1 and 0. With both open the draft gets a
+    quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    """
+    if mode != "async":
+        require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
+        usual = 0 if mode == "ar" else ranks
+        require(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        return ranks, usual
+    if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
+        return 1, 0
+    require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    if draft_tp is None:
+        draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
+    if target_tp is None:
+        target_tp = ranks - draft_tp
+    require(
+        target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
+        f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
+    )
+    return target_tp, draft_tp
+
+
+def mismatch(plan: EngineConfig, sampling: SamplingParams) -> str | None:
+    """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
+    if plan.mode in ("ar", "smc") or sampling.greedy:
+        return None
+    if plan.proposal == "top":
+        return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
+    if plan.proposal == "sample" and plan.verify == "match":
+        return "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
+    return None
