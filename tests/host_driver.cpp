@@ -11,9 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "host/answer.h"
-#include "host/rounds.h"
-#include "kernels.h"
+#include "host/decoder/fast_reply.h"
+#include "host/decoder/rounds.h"
+#include "kernels_host.h"
 
 using namespace swiftspec::host;
 

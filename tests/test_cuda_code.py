@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampling(folder: Path) -> str:
-    return build(folder, "sampling_driver", "host/move_kv.cpp")
+    return build(folder, "sampling_driver", "host/ops/move_kv.cpp")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Sums and gathers over a group of GPUs (csrc/cuda/channel.h), launches as threads under ThreadSanitizer."""
+"""Sums and gathers over a group of GPUs (csrc/cuda/peers/channel.h), launches as threads under ThreadSanitizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of csrc/cuda/tiles.h: the CUDA projections, run lane by lane on the CPU under sanitizers."""
+"""The arithmetic of csrc/cuda/linear/tiles.h: the CUDA projections, run lane by lane on the CPU under sanitizers."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ def short_enough(path: str, source: str) -> list[str]:
 def csrc_without_torch(path: str, source: str) -> list[str]:
     headers = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', source, re.MULTILINE)
     complaints = [f"{path} includes {h}" for h in headers if re.match(r"(torch|ATen|c10|caffe2)\b", h)]
-    if any(h.startswith("pybind11/") or h == "Python.h" for h in headers) and not path.startswith("bindings"):
+    if any(h.startswith("pybind11/") or h == "Python.h" for h in headers) and not path.startswith("bind/"):
         complaints.append(f"{path} knows Python; only the bindings do")
     return complaints
 

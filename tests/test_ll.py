@@ -1,4 +1,4 @@
-"""The LL protocol (csrc/ll.h) in C++: a walk through every interleaving, and ranks as threads under the sanitizers."""
+"""The LL protocol (csrc/common/ll.h) in C++: a walk through every interleaving, and ranks as threads under the sanitizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NEVER = 1_000_000
 NO_WRAP = (NEVER, NEVER)  # flags, epochs between two cleanings
-SOURCES = ["tests/csrc/ll_threads.cpp", "csrc/host/segment.cpp", "csrc/host/ll_shm.cpp"]
+SOURCES = ["tests/csrc/ll_threads.cpp", "csrc/host/shm/segment.cpp", "csrc/host/shm/ll_shm.cpp"]
 NEAR_WRAP = 2**32 - 50
 FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four laps before the flags start again
 

@@ -13,8 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda/channel.h"
-#include "host/atomic.h"
+#include "cuda/peers/channel.h"
+#include "host/shm/atomic.h"
 
 using namespace swiftspec;
 

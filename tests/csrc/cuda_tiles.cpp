@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda/unit.h"
+#include "cuda/linear/lane_epilogue.h"
 
 using namespace swiftspec::cuda;
 using namespace swiftspec::cuda::tiles;

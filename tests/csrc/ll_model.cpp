@@ -15,7 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "ll.h"
+#include "common/ll.h"
 
 namespace ll = swiftspec::ll;
 

@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "host/ll_shm.h"
-#include "host/ring.h"
-#include "ll.h"
+#include "host/shm/ll_shm.h"
+#include "host/shm/ring.h"
+#include "common/ll.h"
 
 namespace ll = swiftspec::ll;
 namespace host = swiftspec::host;

@@ -1,6 +1,6 @@
 // The device's sampling, moves and norm on a CPU against their definitions, for a build with sanitizers
 // (tests/test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
-#include "sampling.h"
+#include "cuda/sampling/sampling.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "rows.h"
+#include "cuda/attention/cache_ops.h"
 
 using namespace swiftspec;
 

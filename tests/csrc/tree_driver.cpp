@@ -2,7 +2,7 @@
 // expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its log-probability
 // a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token, position, place and
 // the slots it sees; then for each node "node", token, parent, weight.
-#include "tree.h"
+#include "cuda/tree/tree.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,7 +1,7 @@
 // The device's verification of chains on a CPU, for a build with sanitizers (tests/test_cuda_verify.py). Reads a problem
 // from stdin, runs the launch's clusters one after the other in a shuffled order, twice, and writes to stdout accepted,
 // counts and bonus tokens. Leaves with 1 where the second launch differs or the scratch is not as it was.
-#include "verify.h"
+#include "cuda/chains/verify.h"
 
 #include <algorithm>
 #include <cstdio>

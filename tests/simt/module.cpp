@@ -1,5 +1,5 @@
 // The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
-#include "bindings.h"
+#include "bind/arguments.h"
 #include "simt/machine.h"
 
 PYBIND11_MODULE(emulated, m) {

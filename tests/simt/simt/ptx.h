@@ -1,4 +1,4 @@
-// csrc/cuda/ptx.cuh and attention_ptx.cuh on the emulated GPU.
+// csrc/cuda/ptx.cuh and csrc/cuda/attention_ptx.cuh on the emulated GPU.
 #pragma once
 
 #include <atomic>
