@@ -12,7 +12,7 @@ from tests.test_ll import NEAR_WRAP, build
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> str:
     flags = ("-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
-    return build(tmp_path_factory.mktemp("ll") / "launches", ["tests/csrc/cuda_ll.cpp"], *flags)
+    return build(tmp_path_factory.mktemp("ll") / "launches", ["tests/native/cuda_ll.cpp"], *flags)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -9,7 +9,7 @@
 // everything of epoch e: a peer whose line of epoch e + 1 has arrived is through with epoch e, and that line must have
 // arrived before epoch e + 2 overwrites the place of epoch e. So a fast rank may be one epoch ahead of a slow one.
 // Ranks that send for e + 1 while they still receive e need four places: then a line of e + 1 proves only that its
-// sender is through with e - 1. tests/csrc/ll_model.cpp walks through every interleaving: one place fails, two pass;
+// sender is through with e - 1. tests/native/ll_model.cpp walks through every interleaving: one place fails, two pass;
 // with the early sends three fail, four pass.
 //
 // Blocks. Block b of a rank exchanges lines with block b of the other ranks only; each keeps the rule by itself.

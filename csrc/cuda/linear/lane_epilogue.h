@@ -1,5 +1,5 @@
 // What becomes of the sums of one lane: bias, SwiGLU, residual, LL lines, and where they are stored. For host code and
-// device code; tests/csrc/cuda_tiles.cpp runs it.
+// device code; tests/native/cuda_tiles.cpp runs it.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // How a projection's weights lie in device memory and who computes what of them: arithmetic only, for host code and
-// device code, so that tests/csrc/cuda_tiles.cpp runs all of it on a CPU.
+// device code, so that tests/native/cuda_tiles.cpp runs all of it on a CPU.
 //
 // The product. out = x W^T, W [n, k]. The weights are operand A of mma.m16n8k16 (16 outputs), the rows of x operand B
 // (8 rows), so one row costs as much as eight. A strip is 32 outputs: 16 `first` ones, and the 16 that lie half the

@@ -2,7 +2,7 @@
 // and `Wait` are as there. Loads and stores of a line are in ll.cuh.
 //
 // A kernel may start before the one in front of it has ended. It sends only after it has waited for that one's end, so
-// two slots would do; with four even a kernel that sends an epoch early does no harm (tests/csrc/ll_model.cpp).
+// two slots would do; with four even a kernel that sends an epoch early does no harm (tests/native/ll_model.cpp).
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Grows a draft tree with the device's code on a CPU (tests/test_cuda_code.py builds this with sanitizers). Arguments:
+// Grows a draft tree with the device's code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
 // expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its log-probability
 // a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token, position, place and
 // the slots it sees; then for each node "node", token, parent, weight.

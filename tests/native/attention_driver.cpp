@@ -1,5 +1,5 @@
 // Runs the attention kernel's code on a CPU, block by block and lane by lane, on buffers of exactly the sizes it names
-// (tests/test_cuda_code.py builds this with sanitizers). Shared memory and scratch start as NaN. Leaves with 0, or
+// (test_cuda_code.py builds this with sanitizers). Shared memory and scratch start as NaN. Leaves with 0, or
 // says what differs.
 #include "cuda/attention/attention.h"
 

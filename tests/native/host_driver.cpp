@@ -1,5 +1,5 @@
 // Runs every native operator at every level on buffers of exactly the sizes they say, for a build with
-// sanitizers (tests/test_ops_sanitized.py). With threads the results must be those without. Leaves with 0, or
+// sanitizers (test_ops_sanitized.py). With threads the results must be those without. Leaves with 0, or
 // says what differs.
 #include <algorithm>
 #include <cmath>

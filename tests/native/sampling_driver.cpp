@@ -1,5 +1,5 @@
 // The device's sampling, moves and norm on a CPU against their definitions, for a build with sanitizers
-// (tests/test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
+// (test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
 #include "cuda/sampling/sampling.h"
 
 #include <algorithm>

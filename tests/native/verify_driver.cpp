@@ -1,4 +1,4 @@
-// The device's verification of chains on a CPU, for a build with sanitizers (tests/test_cuda_verify.py). Reads a problem
+// The device's verification of chains on a CPU, for a build with sanitizers (test_cuda_verify.py). Reads a problem
 // from stdin, runs the launch's clusters one after the other in a shuffled order, twice, and writes to stdout accepted,
 // counts and bonus tokens. Leaves with 1 where the second launch differs or the scratch is not as it was.
 #include "cuda/chains/verify.h"
