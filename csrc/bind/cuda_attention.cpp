@@ -9,11 +9,11 @@
 #include <string>
 #include <utility>
 
-#include "kernels_host.h"
+#include "kernels_cuda.h"
 
 namespace {
 
-using swiftspec::Stream;
+using swiftspec::cuda::Stream;
 using swiftspec::binding::check;
 using swiftspec::binding::kMaxSize;
 using swiftspec::binding::pointer_arg;
@@ -33,7 +33,7 @@ Stream stream_at(uintptr_t address) { return reinterpret_cast<Stream>(address); 
 
 bool int32_sized(int64_t value) { return value >= 0 && value <= kMaxSize; }
 
-cuda::AttentionPlan plan(uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t sequence,
+cuda::AttentionSetup plan(uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t sequence,
                          uintptr_t kv_len, uintptr_t mask, uintptr_t owner, uintptr_t tail, uintptr_t count,
                          uintptr_t groups, uintptr_t arrived, uintptr_t part_values, uintptr_t part_sums, int64_t rows,
                          int64_t width, int64_t sequences, int64_t heads, int64_t kv_heads, int64_t capacity,
@@ -70,11 +70,11 @@ cuda::AttentionPlan plan(uintptr_t cos, uintptr_t sin, uintptr_t positions, uint
           1.44269504f / std::sqrt(static_cast<float>(dim))};
 }
 
-void plan_attention(const cuda::AttentionPlan& plan, uintptr_t stream) {
-  cuda::plan_attention(plan, stream_at(stream));
+void plan_attention(const cuda::AttentionSetup& plan, uintptr_t stream) {
+  cuda::prepare_attention(plan, stream_at(stream));
 }
 
-void attention(const cuda::AttentionPlan& plan, uintptr_t qkv, uintptr_t keys, uintptr_t values, uintptr_t out,
+void attention(const cuda::AttentionSetup& plan, uintptr_t qkv, uintptr_t keys, uintptr_t values, uintptr_t out,
                uintptr_t stream) {
   cuda::attention(plan, at16("qkv", qkv), at16("keys", keys), at16("values", values), at16("out", out),
                   stream_at(stream));
@@ -95,7 +95,7 @@ void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_
         "between 1 and 65535 rows of at least `vocab` columns");
   check(k >= 1 && k <= 64 && k <= vocab, "k must lie in 1..64 and within the vocabulary");
   check(values != 0 || k == 1, "a draw is of one token");
-  const swiftspec::host::ScoreArgs args{at<const float>("logits", logits),
+  const swiftspec::ScoreArgs args{at<const float>("logits", logits),
                                         at<const float>("bias", bias, true),
                                         at<const float>("noise", noise, true),
                                         at<const int64_t>("rows_of_noise", rows_of_noise, noise == 0),
@@ -140,7 +140,7 @@ void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t lay
   check(layers >= 1 && layers < 65536 && kv_heads >= 1, "between 1 and 65535 layers");
   check(slot_bytes >= 16 && slot_bytes % 16 == 0 && layer_stride % 16 == 0, "slots must be multiples of 16 bytes");
   check(count >= 1 && start >= 0 && start + count <= capacity, "the slots do not fit the region");
-  const swiftspec::host::MoveArgs args{static_cast<uint8_t*>(at16("keys", keys)),
+  const swiftspec::MoveArgs args{static_cast<uint8_t*>(at16("keys", keys)),
                                        layer_stride,
                                        layers,
                                        kv_heads,
@@ -195,7 +195,7 @@ void tree_add(const cuda::TreeState& tree, int64_t w, uintptr_t node, int64_t k,
 }  // namespace
 
 void swiftspec::binding::bind_cuda_attention(py::module_& m) {
-  py::class_<cuda::AttentionPlan>(m, "CudaAttention", "What attention needs on a device; see AttentionPlan in kernels.h.")
+  py::class_<cuda::AttentionSetup>(m, "CudaAttention", "What attention needs on a device; see AttentionSetup in kernels_cuda.h.")
       .def(py::init(&plan), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"), py::arg("slots"),
            py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("owner"), py::arg("tail"),
            py::arg("count"), py::arg("groups"), py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"),

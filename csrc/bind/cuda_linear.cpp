@@ -6,10 +6,11 @@
 #include <vector>
 
 #include "bind/arguments.h"
-#include "cuda/peers/channel.h"
-#include "cuda/linear/tiling.h"
+#include "cuda/linear/repack.h"
 #include "cuda/linear/tiles.h"
-#include "kernels_host.h"
+#include "cuda/linear/tiling.h"
+#include "cuda/peers/channel.h"
+#include "kernels_cuda.h"
 
 namespace swiftspec::binding {
 namespace {
@@ -24,22 +25,22 @@ T* aligned_arg(const char* name, uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-Stream stream_of(uintptr_t address) { return reinterpret_cast<Stream>(address); }
+cuda::Stream stream_of(uintptr_t address) { return reinterpret_cast<cuda::Stream>(address); }
 
-cuda::tiles::Plan plan_of(int64_t k, int64_t n, int64_t group) {
+cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   size_arg("k", k, 8);
   size_arg("n", n, 1);
   check(k % 8 == 0, "k must be a multiple of 8");
   check(group == 0 || group == 32 || group == 64 || group == 128, "group must be 32, 64, 128, or 0 for bf16");
   check(group == 0 || (k % group == 0 && n % 8 == 0), "int4: group must divide k, and 8 must divide n");
-  return cuda::tiles::plan(k, n, static_cast<int>(group));
+  return cuda::tiles::tiling_for(k, n, static_cast<int>(group));
 }
 
 std::unique_ptr<Weights> make_weights(uintptr_t data, uintptr_t bias, int64_t k, int64_t n, int64_t group) {
-  const auto plan = plan_of(k, n, group);
+  const auto tiling = tiling_of(k, n, group);
   check(data != 0 && data % 128 == 0, "data is null, or not aligned to 128 bytes");
   const auto* first = pointer_arg<const float>("bias", bias, 0);
-  return std::make_unique<Weights>(Weights{plan, reinterpret_cast<const void*>(data), first, cuda::prepare(plan)});
+  return std::make_unique<Weights>(Weights{tiling, reinterpret_cast<const void*>(data), first, cuda::prepare(tiling)});
 }
 
 void precede(Weights& weights, uintptr_t tiles, int64_t bytes) {
@@ -51,16 +52,16 @@ void precede(Weights& weights, uintptr_t tiles, int64_t bytes) {
 void repack_int4(int64_t k, int64_t n, int64_t group, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
                  uintptr_t out, uintptr_t stream) {
   check(group != 0, "int4 weights have groups");
-  const auto plan = plan_of(k, n, group);
+  const auto tiling = tiling_of(k, n, group);
   const cuda::tiles::Int4Source source{pointer_arg<const uint32_t>("codes", codes, 1),
                                        pointer_arg<const float>("scales", scales, 1),
                                        pointer_arg<const uint32_t>("zeros", zeros, 1)};
-  cuda::repack_int4(plan, source, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
+  cuda::repack_int4(tiling, source, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
 }
 
 void repack_bf16(int64_t k, int64_t n, uintptr_t matrix, uintptr_t out, uintptr_t stream) {
   const auto* from = pointer_arg<const uint16_t>("matrix", matrix, 1);
-  cuda::repack_bf16(plan_of(k, n, 0), from, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
+  cuda::repack_bf16(tiling_of(k, n, 0), from, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
 }
 
 std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines, uintptr_t epoch,
@@ -92,10 +93,10 @@ LinearArgs linear_args(const Weights& weights, uintptr_t x, uintptr_t norm, floa
                        uintptr_t out, uintptr_t logits, bool swiglu, const Channel* channel, int64_t rows) {
   check(rows >= 0 && rows <= cuda::tiles::kMaxRows, "0 to 32 rows at a time");
   check((out == 0) != (logits == 0), "give one of out and logits");
-  check(!swiglu || (weights.plan.n % 2 == 0 && residual == 0 && logits == 0 && channel == nullptr),
+  check(!swiglu || (weights.tiling.n % 2 == 0 && residual == 0 && logits == 0 && channel == nullptr),
         "swiglu halves the outputs into out");
   check(channel == nullptr || logits == 0, "logits are not summed over ranks");
-  check(channel == nullptr || cuda::tiles::ll_lines(weights.plan, rows) <= channel->layout.lines,
+  check(channel == nullptr || cuda::tiles::ll_lines(weights.tiling, rows) <= channel->layout.lines,
         "the product is longer than the group's lines");
   check(rows == 0 || x != 0, "x is null");
   return {&weights,
@@ -124,7 +125,7 @@ void linear_virtual(const std::vector<const Weights*>& weights, const std::vecto
   std::vector<LinearArgs> args;
   for (size_t r = 0; r < count; ++r) {
     check(weights[r] != nullptr && channels[r] != nullptr, "a rank without weights or channel");
-    const auto &mine = weights[r]->plan, &first = weights[0]->plan;
+    const auto &mine = weights[r]->tiling, &first = weights[0]->tiling;
     check(mine.k == first.k && mine.n == first.n && mine.group == first.group, "ranks of different shapes");
     args.push_back(linear_args(*weights[r], x[r], 0, 0, residual, out[r], 0, false, channels[r], rows));
   }
@@ -163,9 +164,9 @@ void bind_linear(py::module_& m) {
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"))
       .def("precede", &precede, py::arg("tiles"), py::arg("bytes"),
            "The tiles that L2 is to have when this projection ends, for as long as both are used.");
-  m.def("cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return plan_of(k, n, group).bytes(); },
+  m.def("cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
         py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
-  m.def("cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(plan_of(8, n, 0), rows); },
+  m.def("cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(tiling_of(8, n, 0), rows); },
         py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"), "Bytes that a rank reads in, zero at first.");
   m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");

@@ -9,8 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "kernels_host.h"
 #include "common/noise.h"
+#include "kernels_cuda.h"
+#include "kernels_host.h"
 
 namespace {
 
@@ -132,14 +133,14 @@ void gumbel_of(uintptr_t bits, int64_t count, uintptr_t out) {
                           pointer_arg<float>("out", out, count));
 }
 
-swiftspec::host::ScoreArgs score_args(uintptr_t logits, uintptr_t bias, uintptr_t noise,
+swiftspec::ScoreArgs score_args(uintptr_t logits, uintptr_t bias, uintptr_t noise,
                                       uintptr_t rows_of_noise, int64_t noise_rows, float temperature,
                                       float tau, int64_t rows, int64_t vocab, int64_t stride) {
   size_arg("rows", rows, 0);
   size_arg("vocab", vocab, 1);
   size_arg("stride", stride, vocab);
   check(temperature > 0 && tau > 0, "temperature and tau must be above 0");
-  const swiftspec::host::ScoreArgs args{
+  const swiftspec::ScoreArgs args{
       pointer_arg<const float>("logits", logits, rows),
       pointer_arg<const float>("bias", bias, 0),
       pointer_arg<const float>("noise", noise, noise_rows),
@@ -203,7 +204,7 @@ void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t lay
   size_arg("kv_heads", kv_heads, 1);
   size_arg("slot_bytes", slot_bytes, 1);
   check(start >= 0 && count >= 0 && start + count <= capacity, "the slots do not fit the region");
-  swiftspec::host::MoveArgs args{
+  swiftspec::MoveArgs args{
       pointer_arg<uint8_t>("keys", keys, 1), layer_stride,  layers, kv_heads, capacity, slot_bytes,
       source.data(),                         count,         start};
   auto* region = pointer_arg<uint8_t>("values", values, 1);
@@ -223,7 +224,7 @@ void noise_bits_cuda(uint64_t seed, uint32_t stream, uintptr_t positions, int64_
                      uintptr_t out, uintptr_t cuda_stream) {
   const NoiseArgs args(positions, rows, vocab, out);
   swiftspec::cuda::noise_bits(seed, stream, args.positions, rows, vocab, args.out,
-                              reinterpret_cast<swiftspec::Stream>(cuda_stream));
+                              reinterpret_cast<swiftspec::cuda::Stream>(cuda_stream));
 }
 #endif
 

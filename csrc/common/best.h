@@ -4,6 +4,7 @@
 // on who looked at what first.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/warp.h"

@@ -1,39 +1,18 @@
-// A standard Gumbel draw to the bit as csrc/host/sampling.h makes it, one number at a time: a GPU and a CPU draw the same
-// tokens. Every operation is rounded by itself, so that no compiler joins two of them.
+// A standard Gumbel draw to the bit as host/ops/sampling.h makes it, one number at a time: a GPU and a CPU draw the
+// same tokens.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
+#include "common/ieee.h"
 #include "common/noise.h"
 
 namespace swiftspec::noise {
 
-#ifdef __CUDA_ARCH__
-SWIFTSPEC_HD float add(float a, float b) { return __fadd_rn(a, b); }
-SWIFTSPEC_HD float mul(float a, float b) { return __fmul_rn(a, b); }
-SWIFTSPEC_HD float div(float a, float b) { return __fdiv_rn(a, b); }
-SWIFTSPEC_HD uint32_t bits_of(float x) { return __float_as_uint(x); }
-SWIFTSPEC_HD float of_bits(uint32_t x) { return __uint_as_float(x); }
-#else
-SWIFTSPEC_HD float add(float a, float b) { return a + b; }
-SWIFTSPEC_HD float mul(float a, float b) { return a * b; }
-SWIFTSPEC_HD float div(float a, float b) { return a / b; }
-SWIFTSPEC_HD uint32_t bits_of(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-SWIFTSPEC_HD float of_bits(uint32_t x) {
-  float value;
-  std::memcpy(&value, &x, sizeof value);
-  return value;
-}
-#endif
-
-// ln x for normal positive x: host/vector.h's `logarithm` (Cephes), within 2 units in the last place.
+// ln x for normal positive x, as `logarithm` in host/isa/vector.h (Cephes): within 2 ulp.
 SWIFTSPEC_HD float logarithm(float x) {
+  using namespace ieee;
   constexpr uint32_t kRootHalf = 0x3f3504f3;  // sqrt(1/2): the mantissa is taken from sqrt(1/2) to sqrt(2)
   const uint32_t shifted = bits_of(x) - kRootHalf;
   const auto e = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
@@ -56,6 +35,7 @@ SWIFTSPEC_HD float logarithm(float x) {
 
 // -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32 held below 1.
 SWIFTSPEC_HD float gumbel_exact(uint32_t bits) {
+  using namespace ieee;
   const float raw = mul(add(static_cast<float>(bits), 0.5f), 0x1p-32f);
   const float v = raw < 1.0f - 0x1p-24f ? raw : 1.0f - 0x1p-24f;
   const float u = add(1.0f, -v);

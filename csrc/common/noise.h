@@ -5,11 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define SWIFTSPEC_HD __host__ __device__ inline
-#else
-#define SWIFTSPEC_HD inline
-#endif
+#include "common/host_device.h"
 
 namespace swiftspec::noise {
 

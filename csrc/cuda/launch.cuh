@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "cuda/check.cuh"
-#include "kernels_host.h"
+#include "kernels_cuda.h"
 
 namespace swiftspec::cuda {
 

@@ -30,7 +30,7 @@ void require(bool ok, const char* what) {
 std::vector<uint16_t> numbers(int64_t count) {
   std::normal_distribution<float> normal;
   std::vector<uint16_t> out(static_cast<size_t>(count));
-  for (uint16_t& x : out) x = warp::to_bf16(normal(dice));
+  for (uint16_t& x : out) x = bf16::nearest(normal(dice));
   return out;
 }
 
@@ -55,7 +55,7 @@ struct Case {
     std::vector<int32_t> owner(static_cast<size_t>(sequences * capacity)), count(static_cast<size_t>(rows));
     for (int32_t& row : owner) row = pick(-3, 40);  // whatever was there
     std::vector<int32_t> tail(static_cast<size_t>(rows * width), 1 << 30);
-    AttentionPlan p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
+    AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim))};
@@ -87,7 +87,7 @@ struct Case {
   }
 
   template <int kDim>
-  void run_group(const AttentionPlan& p, int64_t entry, int64_t head, Shared<kDim>* shared, int64_t* held) {
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<kDim>* shared, int64_t* held) {
     Job j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
     const int64_t count = parts(j.group.keys, kPart);
@@ -115,9 +115,9 @@ struct Case {
     std::vector<float> all;
     for (int at = 0; at < dim; ++at) {
       const int64_t table = positions[static_cast<size_t>(row)] * dim + at;
-      const float straight = warp::widen(x[at]) * warp::widen(cos[static_cast<size_t>(table)]);
-      const float other = warp::widen(x[(at + dim / 2) % dim]) * warp::widen(sin[static_cast<size_t>(table)]);
-      all.push_back(warp::widen(warp::to_bf16(warp::widen(warp::to_bf16(straight)) + other)));
+      const float straight = bf16::widen(x[at]) * bf16::widen(cos[static_cast<size_t>(table)]);
+      const float other = bf16::widen(x[(at + dim / 2) % dim]) * bf16::widen(sin[static_cast<size_t>(table)]);
+      all.push_back(bf16::widen(bf16::nearest(bf16::widen(bf16::nearest(straight)) + other)));
     }
     return all;
   }
@@ -134,7 +134,7 @@ struct Case {
         const auto k = turned(mine + (heads + g) * dim, row);
         for (int64_t i = 0; i < dim; ++i) {
           const auto at = static_cast<size_t>(region + slots[static_cast<size_t>(row)] * dim + i);
-          require(std::abs(warp::widen(keys[at]) - k[static_cast<size_t>(i)]) < 0.05, "a new key is not in the cache");
+          require(std::abs(bf16::widen(keys[at]) - k[static_cast<size_t>(i)]) < 0.05, "a new key is not in the cache");
           require(values[at] == mine[(heads + kv_heads + g) * dim + i], "a new value is not in the cache");
         }
         std::vector<double> sum(static_cast<size_t>(dim));
@@ -144,17 +144,17 @@ struct Case {
           if (column >= 0 && mask[static_cast<size_t>(row * width + column)] == 0) continue;
           double score = 0;
           for (int64_t i = 0; i < dim; ++i) {
-            score += q[static_cast<size_t>(i)] * warp::widen(keys[static_cast<size_t>(region + slot * dim + i)]);
+            score += q[static_cast<size_t>(i)] * bf16::widen(keys[static_cast<size_t>(region + slot * dim + i)]);
           }
           const double share = std::exp(score / std::sqrt(static_cast<double>(dim)));
           total += share;
           for (int64_t i = 0; i < dim; ++i) {
-            sum[static_cast<size_t>(i)] += share * warp::widen(values[static_cast<size_t>(region + slot * dim + i)]);
+            sum[static_cast<size_t>(i)] += share * bf16::widen(values[static_cast<size_t>(region + slot * dim + i)]);
           }
         }
         for (int64_t i = 0; i < dim; ++i) {
           const double want = sum[static_cast<size_t>(i)] / total;
-          const double got = warp::widen(out[static_cast<size_t>((row * heads + h) * dim + i)]);
+          const double got = bf16::widen(out[static_cast<size_t>((row * heads + h) * dim + i)]);
           wrong += (got - want) * (got - want), size += want * want;
         }
       }

@@ -1,11 +1,11 @@
 // Runs a projection of csrc/cuda lane by lane on the CPU: its tiles, its cut over CTAs and warps, its shared memory and
-// its order of sums, by the functions of cuda/tiles.h that the kernel calls, and an m16n8k16 written down from the PTX
+// its order of sums, by the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 written down from the PTX
 // ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu.
 //
 //   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
-//   cuda_tiles K N GROUP    prints the plan: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
+//   cuda_tiles K N GROUP    prints the tiling: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
 //
-// GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the plan's own. stdin: int4 codes, scales and zeros, or the bf16
+// GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the bf16
 // matrix; then x [rows, k] bf16. MODE logits: out is float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and residual
 // [rows, n] bf16 follow x: plain adds both, sum the same by way of LL lines, swiglu the bias alone. Leaves with 1 and one
 // line when something does not fit.
@@ -17,9 +17,11 @@
 #include <vector>
 
 #include "cuda/linear/lane_epilogue.h"
+#include "cuda/linear/repack.h"
 
 using namespace swiftspec::cuda;
 using namespace swiftspec::cuda::tiles;
+using swiftspec::fragment::c_column;
 
 namespace {
 
@@ -66,7 +68,7 @@ void mma(WarpSums& d, const std::array<Words4, 32>& a, const std::array<std::arr
 }
 
 struct Launch {
-  Plan plan;
+  Tiling tiling;
   Carve carve;
   int rows, rows8, clusters;
   std::vector<uint32_t> weights;
@@ -89,7 +91,7 @@ struct Cta {
 };
 
 void stage(const Launch& l, Cta& cta, int64_t first, int blocks) {
-  const int log = l.plan.group != 0 ? l.plan.group_log : 1;
+  const int log = l.tiling.group != 0 ? l.tiling.group_log : 1;
   for (int unit = 0; unit < (blocks >> log) * l.rows8; ++unit) {
     const int j = unit % l.rows8, block = unit / l.rows8 << log;
     float sums[32] = {};
@@ -98,12 +100,12 @@ void stage(const Launch& l, Cta& cta, int64_t first, int blocks) {
       for (int b = 0; b < 1 << log; ++b) {
         const int64_t input = first + x_input(block + b, lane);
         uint32_t piece[4] = {};
-        if (row < l.rows && input < l.plan.k) std::memcpy(piece, &l.x[row * l.plan.k + input], sizeof piece);
+        if (row < l.rows && input < l.tiling.k) std::memcpy(piece, &l.x[row * l.tiling.k + input], sizeof piece);
         sums[lane] += sum8(piece);
         std::memcpy(&cta.at<Words4>(l.carve.x, x_piece(block + b, l.rows8, j, lane)), piece, sizeof piece);
       }
     }
-    if (l.plan.group == 0) continue;
+    if (l.tiling.group == 0) continue;
     for (int lane = 0; lane < 32; lane += 4) {
       const float total = (sums[lane] + sums[lane + 1]) + (sums[lane + 2] + sums[lane + 3]);
       cta.at<float>(l.carve.sums, (block >> log) * 8 * l.rows8 + x_row(j, lane)) = total;
@@ -120,7 +122,7 @@ void multiply_block(const Launch& l, Cta& cta, const uint32_t* tile, int tile_bl
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int step = 2 * block + odd;
-        a[lane][i] = l.plan.group != 0 ? expand(tile[code_word(step, lane, f)], i) : tile[dense_word(step, lane, f, i)];
+        a[lane][i] = l.tiling.group != 0 ? expand(tile[code_word(step, lane, f)], i) : tile[dense_word(step, lane, f, i)];
       }
       const Words4 piece = cta.at<Words4>(l.carve.x, x_piece(tile_block + block, l.rows8, j, lane));
       b[lane] = {piece[2 * odd], piece[2 * odd + 1]};
@@ -135,7 +137,7 @@ void fold_group(const Launch& l, Cta& cta, const uint32_t* tile, int tile_in_chu
     for (int i = 0; i < 4; ++i) {
       const int row = 8 * j + c_column(lane, i);
       const float x_sum =
-          cta.at<float>(l.carve.sums, (tile_in_chunk * l.plan.groups() + group) * 8 * l.rows8 + row);
+          cta.at<float>(l.carve.sums, (tile_in_chunk * l.tiling.groups() + group) * 8 * l.rows8 + row);
       const uint32_t word = tile[group_words(group, lane) + 2 * f + i / 2];
       sums[lane][i] = fold(sums[lane][i], products[lane][i], word, x_sum);
     }
@@ -144,16 +146,16 @@ void fold_group(const Launch& l, Cta& cta, const uint32_t* tile, int tile_in_chu
 }
 
 void multiply_tile(const Launch& l, Cta& cta, const uint32_t* tile, int tile_in_chunk, int warp) {
-  const int blocks = l.plan.tile_k / kBlock;
+  const int blocks = l.tiling.tile_k / kBlock;
   for (int f = 0; f < 2; ++f) {
     for (int j = 0; j < l.rows8; ++j) {
       WarpSums& sums = cta.sums[warp][f * l.rows8 + j];
       WarpSums products{};
       for (int block = 0; block < blocks; ++block) {
-        WarpSums& d = l.plan.group != 0 ? products : sums;
+        WarpSums& d = l.tiling.group != 0 ? products : sums;
         multiply_block(l, cta, tile, tile_in_chunk * blocks, block, f, j, d);
-        const int group = block >> l.plan.group_log;
-        if (l.plan.group == 0 || (block + 1) >> l.plan.group_log == group) continue;
+        const int group = block >> l.tiling.group_log;
+        if (l.tiling.group == 0 || (block + 1) >> l.tiling.group_log == group) continue;
         fold_group(l, cta, tile, tile_in_chunk, group, f, j, sums, products);
       }
     }
@@ -161,18 +163,18 @@ void multiply_tile(const Launch& l, Cta& cta, const uint32_t* tile, int tile_in_
 }
 
 void multiply(const Launch& l, Cta& cta, int rank, int turn) {
-  const int first = l.plan.first_tile(rank), range = l.plan.range(rank);
+  const int first = l.tiling.first_tile(rank), range = l.tiling.range(rank);
   for (auto& sums : cta.sums) sums.assign(2 * l.rows8, {});
   for (int begin = 0; begin < range; begin += l.carve.chunk_tiles) {
     const int here = std::min(l.carve.chunk_tiles, range - begin);
-    stage(l, cta, static_cast<int64_t>(first + begin) * l.plan.tile_k, here * l.plan.tile_k / kBlock);
+    stage(l, cta, static_cast<int64_t>(first + begin) * l.tiling.tile_k, here * l.tiling.tile_k / kBlock);
     for (int warp = 0; warp < kWarps; ++warp) {
-      for (int tile = l.plan.share_of(warp); tile < here; tile += l.plan.warps_k()) {
+      for (int tile = l.tiling.share_of(warp); tile < here; tile += l.tiling.warps_k()) {
         Walk& walk = cta.fetched[warp];
-        const int strip = (turn << l.plan.n_log) + l.plan.strip_of(warp);
+        const int strip = (turn << l.tiling.n_log) + l.tiling.strip_of(warp);
         require(!walk.done() && walk.strip == strip && walk.tile == first + begin + tile, "another tile was fetched");
-        const int64_t at = l.plan.tile_at(walk.strip, walk.tile);
-        require(at % 128 == 0 && at + l.plan.tile_bytes <= l.plan.bytes(), "a tile outside of the weights");
+        const int64_t at = l.tiling.tile_at(walk.strip, walk.tile);
+        require(at % 128 == 0 && at + l.tiling.tile_bytes <= l.tiling.bytes(), "a tile outside of the weights");
         multiply_tile(l, cta, l.weights.data() + at / 4, tile, warp);
         walk.next();
       }
@@ -181,7 +183,7 @@ void multiply(const Launch& l, Cta& cta, int rank, int turn) {
 }
 
 void join(const Launch& l, Cta& cta, int buffer) {
-  const int share = l.plan.warps_k(), strip_units = l.rows8 * 2 * 32;
+  const int share = l.tiling.warps_k(), strip_units = l.rows8 * 2 * 32;
   const int joined = l.carve.joined + buffer * l.carve.joined_bytes, to = share > 1 ? l.carve.partial : joined;
   for (int warp = 0; warp < kWarps; ++warp) {
     for (int i = 0; i < 2 * l.rows8 * 32; ++i) {
@@ -189,7 +191,7 @@ void join(const Launch& l, Cta& cta, int buffer) {
       cta.at<Float4>(to, partial_at(warp, l.rows8, j, f, lane)) = cta.sums[warp][f * l.rows8 + j][lane];
     }
   }
-  for (int i = 0; share > 1 && i < strip_units << l.plan.n_log; ++i) {
+  for (int i = 0; share > 1 && i < strip_units << l.tiling.n_log; ++i) {
     const int from = i / strip_units * share * strip_units + i % strip_units;
     Float4 total = cta.at<Float4>(l.carve.partial, from);
     for (int warp = 1; warp < share; ++warp) {
@@ -214,32 +216,32 @@ Unit read_unit(const Launch& l, std::vector<Cta>& ctas, int buffer, int first_st
 }
 
 void finish(const Launch& l, std::vector<Cta>& ctas, int buffer, int turn, std::set<int64_t>& lines) {
-  const Plan& p = l.plan;
-  const int first_strip = turn << p.n_log;
-  for (int i = 0; i < (l.rows8 << p.n_log) * 32; ++i) {
+  const Tiling& t = l.tiling;
+  const int first_strip = turn << t.n_log;
+  for (int i = 0; i < (l.rows8 << t.n_log) * 32; ++i) {
     const int lane = i % 32, j = i / 32 % l.rows8, strip = first_strip + i / 32 / l.rows8;
     Unit unit = read_unit(l, ctas, buffer, first_strip, strip, j, lane);
-    add_bias(p, l.to, lane, unit);
-    for (int second = 0; second < 2 && has_line(p, strip, j, lane, l.rows); ++second) {
-      const int64_t line = ll_line(p, strip, j, lane, second);
-      require(line < ll_lines(p, l.rows) && lines.insert(line).second, "two units have one line");
+    add_bias(t, l.to, lane, unit);
+    for (int second = 0; second < 2 && has_line(t, strip, j, lane, l.rows); ++second) {
+      const int64_t line = ll_line(t, strip, j, lane, second);
+      require(line < ll_lines(t, l.rows) && lines.insert(line).second, "two units have one line");
       if (l.mode == "sum") set_line(unit, second, line_of(unit, second));
     }
-    store_unit(p, l.to, lane, unit);
+    store_unit(t, l.to, lane, unit);
   }
 }
 
 void run(Launch& l) {
   std::set<int64_t> lines;
   for (int cluster = 0; cluster < l.clusters; ++cluster) {
-    std::vector<Cta> ctas(static_cast<size_t>(l.plan.cluster()));
-    for (int rank = 0; rank < l.plan.cluster(); ++rank) {
+    std::vector<Cta> ctas(static_cast<size_t>(l.tiling.cluster()));
+    for (int rank = 0; rank < l.tiling.cluster(); ++rank) {
       ctas[rank].shared.assign(static_cast<size_t>(l.carve.total), 0xff);  // NaN
-      for (int w = 0; w < kWarps; ++w) ctas[rank].fetched[w] = walk_of(l.plan, cluster, l.clusters, rank, w);
+      for (int w = 0; w < kWarps; ++w) ctas[rank].fetched[w] = walk_of(l.tiling, cluster, l.clusters, rank, w);
     }
     int count = 0;
-    for (int turn = cluster; turn < l.plan.turns(); turn += l.clusters, ++count) {
-      for (int rank = 0; rank < l.plan.cluster(); ++rank) {
+    for (int turn = cluster; turn < l.tiling.turns(); turn += l.clusters, ++count) {
+      for (int rank = 0; rank < l.tiling.cluster(); ++rank) {
         multiply(l, ctas[rank], rank, turn);
         join(l, ctas[rank], count % 2);
       }
@@ -249,16 +251,16 @@ void run(Launch& l) {
       for (const Walk& walk : cta.fetched) require(walk.done(), "a tile was fetched and not used");
     }
   }
-  require(static_cast<int64_t>(lines.size()) == ll_lines(l.plan, l.rows), "lines that nobody sends");
+  require(static_cast<int64_t>(lines.size()) == ll_lines(l.tiling, l.rows), "lines that nobody sends");
 }
 
 void read_weights(Launch& l) {
-  const int64_t k = l.plan.k, n = l.plan.n, group = l.plan.group;
-  l.weights.resize(static_cast<size_t>(l.plan.bytes() / 4));
+  const int64_t k = l.tiling.k, n = l.tiling.n, group = l.tiling.group;
+  l.weights.resize(static_cast<size_t>(l.tiling.bytes() / 4));
   if (group == 0) {
     const auto matrix = read<uint16_t>(n * k);
     for (size_t i = 0; i < l.weights.size(); ++i) {
-      l.weights[i] = bf16_word(l.plan, matrix.data(), static_cast<int64_t>(i));
+      l.weights[i] = bf16_word(l.tiling, matrix.data(), static_cast<int64_t>(i));
     }
     return;
   }
@@ -266,7 +268,7 @@ void read_weights(Launch& l) {
   const auto scales = read<float>(k / group * n);
   const auto zeros = read<uint32_t>(k / group * n / 8);
   const Int4Source source{codes.data(), scales.data(), zeros.data()};
-  for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.plan, source, static_cast<int64_t>(i));
+  for (size_t i = 0; i < l.weights.size(); ++i) l.weights[i] = int4_word(l.tiling, source, static_cast<int64_t>(i));
 }
 
 }  // namespace
@@ -286,19 +288,19 @@ void check_slices(int64_t bytes) {
 
 int main(int argc, char** argv) {
   if (argc == 4) {
-    const Plan p = plan(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]));
-    for (const int64_t bytes : {int64_t{0}, int64_t{p.tile_bytes}, p.bytes(), kAheadBytes}) check_slices(bytes);
-    std::printf("%d %d %d %d %d %d\n", p.warps_n(), p.cluster(), p.turns(), carve(p, 1).stages, carve(p, 2).stages,
-                carve(p, 4).stages);
+    const Tiling t = tiling_for(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]));
+    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), kAheadBytes}) check_slices(bytes);
+    std::printf("%d %d %d %d %d %d\n", t.warps_n(), t.cluster(), t.turns(), carve(t, 1).stages, carve(t, 2).stages,
+                carve(t, 4).stages);
     return 0;
   }
   require(argc == 9, "seven numbers and a mode");
   const int64_t k = std::atoll(argv[1]), n = std::atoll(argv[2]);
   const int group = std::atoi(argv[3]), rows = std::atoi(argv[4]), clusters = std::atoi(argv[5]);
-  Launch l{plan(k, n, group), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[8], {}};
-  if (std::atoi(argv[6]) >= 0) l.plan = cut(shape(k, n, group), std::atoi(argv[6]), std::atoi(argv[7]));
-  l.clusters = std::min(clusters, l.plan.turns());
-  l.carve = carve(l.plan, l.rows8);
+  Launch l{tiling_for(k, n, group), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[8], {}};
+  if (std::atoi(argv[6]) >= 0) l.tiling = cut(shape(k, n, group), std::atoi(argv[6]), std::atoi(argv[7]));
+  l.clusters = std::min(clusters, l.tiling.turns());
+  l.carve = carve(l.tiling, l.rows8);
   require(l.carve.stages >= 2 && l.carve.total <= kSharedBytes, "no room");
   read_weights(l);
   l.x = read<uint16_t>(rows * k);

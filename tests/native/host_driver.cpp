@@ -16,6 +16,7 @@
 #include "kernels_host.h"
 
 using namespace swiftspec::host;
+using swiftspec::ScoreArgs;
 
 namespace {
 

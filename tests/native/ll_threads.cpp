@@ -15,9 +15,9 @@
 #include <thread>
 #include <vector>
 
+#include "common/ll.h"
 #include "host/shm/ll_shm.h"
 #include "host/shm/ring.h"
-#include "common/ll.h"
 
 namespace ll = swiftspec::ll;
 namespace host = swiftspec::host;

@@ -11,7 +11,10 @@
 #include <random>
 #include <vector>
 
+#include "common/gumbel.h"
 #include "cuda/attention/cache_ops.h"
+#include "cuda/linear/norm.h"
+#include "kernels_host.h"
 
 using namespace swiftspec;
 
@@ -40,7 +43,7 @@ struct Scores {
   int64_t rows, vocab;
   std::vector<float> logits, bias, noise;
   std::vector<int64_t> which;
-  host::ScoreArgs args;
+  ScoreArgs args;
 
   Scores(int64_t rows_, int64_t vocab_, bool biased, bool noisy) : rows(rows_), vocab(vocab_) {
     std::normal_distribution<float> normal(0, 4);
@@ -124,20 +127,20 @@ void check_moves() {
     std::vector<uint8_t> cache(static_cast<size_t>(layers * heads * capacity * slot_bytes));
     for (uint8_t& byte : cache) byte = static_cast<uint8_t>(dice());
     auto want = cache;
-    host::MoveArgs a{want.data(), heads * capacity * slot_bytes, layers, heads, capacity, slot_bytes, source.data(),
+    MoveArgs a{want.data(), heads * capacity * slot_bytes, layers, heads, capacity, slot_bytes, source.data(),
                      static_cast<int64_t>(source.size()), start};
     host::move_kv(a);
-    constexpr int64_t kStep = rows::kThreads * rows::kEach;
+    constexpr int64_t kStep = cache_ops::kThreads * cache_ops::kEach;
     for (int64_t slice = 0; slice < layers * heads; ++slice) {
-      uint8_t* slots = cache.data() + rows::slots_of(a, slice / heads, slice % heads);
-      for (int64_t base = 0; base < rows::pieces(a); base += kStep) {
-        std::vector<warp::Chunk> held;
-        const int64_t end = std::min(base + kStep, rows::pieces(a));
+      uint8_t* slots = cache.data() + cache_ops::slots_of(a, slice / heads, slice % heads);
+      for (int64_t base = 0; base < cache_ops::pieces(a); base += kStep) {
+        std::vector<bf16::Chunk> held;
+        const int64_t end = std::min(base + kStep, cache_ops::pieces(a));
         for (int64_t piece = base; piece < end; ++piece) {
-          held.push_back(*reinterpret_cast<const warp::Chunk*>(slots + rows::from(a, piece)));
+          held.push_back(*reinterpret_cast<const bf16::Chunk*>(slots + cache_ops::from(a, piece)));
         }
         for (int64_t piece = end - 1; piece >= base; --piece) {
-          *reinterpret_cast<warp::Chunk*>(slots + rows::to(a, piece)) = held[static_cast<size_t>(piece - base)];
+          *reinterpret_cast<bf16::Chunk*>(slots + cache_ops::to(a, piece)) = held[static_cast<size_t>(piece - base)];
         }
       }
     }
@@ -151,17 +154,17 @@ void check_norm() {
     std::vector<uint16_t> x, weight, out(static_cast<size_t>(dim));
     double square = 0;
     for (int64_t i = 0; i < dim; ++i) {
-      x.push_back(warp::to_bf16(normal(dice))), weight.push_back(warp::to_bf16(normal(dice)));
-      square += std::pow(warp::widen(x.back()), 2);
+      x.push_back(bf16::nearest(normal(dice))), weight.push_back(bf16::nearest(normal(dice)));
+      square += std::pow(bf16::widen(x.back()), 2);
     }
     float sum = 0;
-    for (int thread = 0; thread < rows::kThreads; ++thread) sum += rows::squares(x.data(), dim, thread);
+    for (int thread = 0; thread < norm::kThreads; ++thread) sum += norm::squares(x.data(), dim, thread);
     require(std::abs(sum - square) < 1e-5 * square, "the sum of squares");
-    for (int thread = 0; thread < rows::kThreads; ++thread) {
-      rows::normalise(x.data(), weight.data(), 0.5f, dim, thread, out.data());
+    for (int thread = 0; thread < norm::kThreads; ++thread) {
+      norm::normalise(x.data(), weight.data(), 0.5f, dim, thread, out.data());
     }
     for (size_t i = 0; i < out.size(); ++i) {
-      require(out[i] == warp::to_bf16(warp::widen(x[i]) / 2 * warp::widen(weight[i])), "the norm's elements");
+      require(out[i] == bf16::nearest(bf16::widen(x[i]) / 2 * bf16::widen(weight[i])), "the norm's elements");
     }
   }
 }

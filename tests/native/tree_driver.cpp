@@ -1,12 +1,14 @@
 // Grows a draft tree with the device's code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
 // expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its log-probability
-// a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token, position, place and
+// a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token, position, slot and
 // the slots it sees; then for each node "node", token, parent, weight.
 #include "cuda/tree/tree.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
+
+#include "common/noise.h"
 
 using namespace swiftspec;
 
@@ -29,14 +31,14 @@ int main(int, char** arguments) {
   const int64_t prefix = std::atoi(arguments[5]);
   const auto spread = static_cast<uint32_t>(std::atoi(arguments[6]));
   const auto nodes = static_cast<size_t>(1 + slots * k), rows = static_cast<size_t>(w);
-  std::vector<int64_t> token(nodes), tokens(rows), positions(rows), places(rows);
+  std::vector<int64_t> token(nodes), tokens(rows), positions(rows), row_slots(rows);
   std::vector<int32_t> parent(nodes), slot(nodes, tree::kLeaf), used = {1, 0}, node(rows);
   std::vector<double> weight(nodes);
   std::vector<uint8_t> visible(static_cast<size_t>(slots * slots), 7), mask(rows * static_cast<size_t>(slots));
   token[0] = 5;
   const cuda::TreeState t{token.data(), parent.data(), slot.data(), weight.data(), visible.data(), used.data(),
                           static_cast<int32_t>(nodes), slots};
-  const cuda::Expansion out{node.data(), tokens.data(), positions.data(), places.data(), mask.data()};
+  const cuda::Expansion out{node.data(), tokens.data(), positions.data(), row_slots.data(), mask.data()};
   for (int i = 0; i < expansions; ++i) {
     tree::choose(t, w, &prefix, out);
     for (int row = 0; row < w; ++row) tree::see(t, row, &prefix, out);
@@ -44,7 +46,7 @@ int main(int, char** arguments) {
     std::vector<float> values;
     for (size_t row = 0; row < rows; ++row) {
       std::printf("row %d %lld %lld %lld", node[row], static_cast<long long>(tokens[row]),
-                  static_cast<long long>(positions[row]), static_cast<long long>(places[row]));
+                  static_cast<long long>(positions[row]), static_cast<long long>(row_slots[row]));
       for (int s = 0; s < slots; ++s) {
         if (mask[row * static_cast<size_t>(slots) + static_cast<size_t>(s)] != 0) std::printf(" %d", s);
       }

@@ -39,33 +39,33 @@ struct Header {
 
 // What verify_kernel does.
 template <class T>
-void cluster(const verify::VerifyArgs& a, int64_t request, int64_t position) {
-  const auto found = std::make_unique<verify::Found[]>(verify::kBlocks);  // uninitialised but for padding
+void cluster(const chains::VerifyArgs& a, int64_t request, int64_t position) {
+  const auto found = std::make_unique<chains::Found[]>(chains::kBlocks);  // uninitialised but for padding
   const auto memory = [&](int i) { return &found[static_cast<size_t>(i)]; };
   const auto each = [&](auto act) {
-    for (int block = verify::kBlocks - 1; block >= 0; --block) {
-      for (int index = 0; index < verify::kWarps; ++index) act(block, index);
-      verify::join_warps(*memory(block));
+    for (int block = chains::kBlocks - 1; block >= 0; --block) {
+      for (int index = 0; index < chains::kWarps; ++index) act(block, index);
+      chains::join_warps(*memory(block));
     }
   };
-  each([&](int block, int index) { verify::read<T>(a, request, position, block, index, *memory(block)); });
-  verify::Found& first = *memory(0);
-  a.marks[request * (a.steps + 1) + position] = verify::mark<T>(a, request, position, verify::join_blocks(memory));
-  first.last = ++a.arrived[request] == verify::positions(a);
+  each([&](int block, int index) { chains::read<T>(a, request, position, block, index, *memory(block)); });
+  chains::Found& first = *memory(0);
+  a.marks[request * (a.steps + 1) + position] = chains::mark<T>(a, request, position, chains::join_blocks(memory));
+  first.last = ++a.arrived[request] == chains::positions(a);
   if (!first.last) return;
   a.arrived[request] = 0;
-  verify::decide(a, request, first);
+  chains::decide(a, request, first);
   if (a.draft.data == nullptr) return;
-  each([&](int block, int index) { verify::read_again<T>(a, request, first, block, index, *memory(block)); });
-  a.bonus[request] = verify::token_of(verify::join_blocks(memory).best.index);
+  each([&](int block, int index) { chains::read_again<T>(a, request, first, block, index, *memory(block)); });
+  a.bonus[request] = chains::token_of(chains::join_blocks(memory).best.index);
 }
 
 template <class T>
-void launch(const verify::VerifyArgs& a, std::mt19937& dice) {
-  std::vector<int64_t> order(static_cast<size_t>(a.batch * verify::positions(a)));
+void launch(const chains::VerifyArgs& a, std::mt19937& dice) {
+  std::vector<int64_t> order(static_cast<size_t>(a.batch * chains::positions(a)));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), dice);
-  for (const int64_t i : order) cluster<T>(a, i / verify::positions(a), i % verify::positions(a));
+  for (const int64_t i : order) cluster<T>(a, i / chains::positions(a), i % chains::positions(a));
 }
 
 template <class T>
@@ -75,7 +75,7 @@ int run(const Header& h) {
   const auto tokens = take<int64_t>(h.batch * h.steps);
   const auto coins = take<float>(h.draft != 0 ? h.batch * h.steps : 0);
   const auto keys = take<uint32_t>(h.keys != 0 ? h.batch * (h.steps + 1) : 0);
-  std::vector<verify::PositionMark> marks(static_cast<size_t>(h.batch * (h.steps + 1)), {NAN, NAN, -7, -7});
+  std::vector<chains::PositionMark> marks(static_cast<size_t>(h.batch * (h.steps + 1)), {NAN, NAN, -7, -7});
   std::vector<uint32_t> arrived(static_cast<size_t>(h.batch), 0);
   std::vector<uint8_t> accepted[2];
   std::vector<int64_t> count[2], bonus[2];
@@ -85,7 +85,7 @@ int run(const Header& h) {
     accepted[i].assign(tokens.size(), 7);
     count[i].assign(static_cast<size_t>(h.batch), -7);
     bonus[i].assign(static_cast<size_t>(h.batch), -7);
-    const verify::VerifyArgs args{{target.data(), (h.steps + 1) * h.padded, h.padded},
+    const chains::VerifyArgs args{{target.data(), (h.steps + 1) * h.padded, h.padded},
                                   {h.draft == 0 ? nullptr : draft.empty() ? &none : draft.data(), h.steps * h.padded,
                                    h.padded},
                                   tokens.data(), coins.data(), h.keys != 0 ? keys.data() : nullptr, marks.data(),

@@ -1,20 +1,20 @@
-// Moves of cache slots and the norm of a row on a device, all but the launches; host code too.
+// Moves of cache slots on a GPU, all but the launch; host code too.
+//
+// A block owns one head's slots of one layer and moves them in ascending order: it reads a step's pieces of 16 bytes,
+// then writes them. A later step reads slots that lie after everything written before, since sources ascend and lie at
+// or after where they go; so slots may move within their own buffer.
 #pragma once
 
-#include "kernels_host.h"
-#include "common/warp.h"
+#include <cstdint>
 
-namespace swiftspec::rows {
+#include "common/arguments.h"
+#include "common/host_device.h"
 
-using host::MoveArgs;
-using warp::Chunk;
+namespace swiftspec::cache_ops {
 
 constexpr int kThreads = 256;
-constexpr int kEach = 4;  // pieces of 16 bytes that a thread moves at a time
+constexpr int kEach = 4;  // pieces that a thread moves at a time
 
-// A block owns one head's slots of one layer and moves them in ascending order: it reads a step's pieces, then writes
-// them. A later step reads slots that lie after everything written before, since sources ascend and lie at or after
-// their places; so slots may move in place.
 SWIFTSPEC_HD int64_t pieces(const MoveArgs& a) { return a.count * (a.slot_bytes / 16); }
 
 SWIFTSPEC_HD int64_t slots_of(const MoveArgs& a, int64_t layer, int64_t head) {
@@ -28,28 +28,4 @@ SWIFTSPEC_HD int64_t from(const MoveArgs& a, int64_t piece) {
 
 SWIFTSPEC_HD int64_t to(const MoveArgs& a, int64_t piece) { return a.start * a.slot_bytes + piece * 16; }
 
-// The sum of squares of a thread's elements of a row.
-SWIFTSPEC_HD float squares(const uint16_t* row, int64_t dim, int thread) {
-  float sum = 0;
-  for (int64_t at = thread * 8; at < dim; at += kThreads * 8) {
-    const Chunk chunk = *reinterpret_cast<const Chunk*>(row + at);
-    for (int i = 0; i < 8; ++i) sum = fmaf(warp::widen(chunk.x[i]), warp::widen(chunk.x[i]), sum);
-  }
-  return sum;
-}
-
-// The thread's elements, rounded before the weight is applied and after; `scale` is 1 / sqrt(mean square + eps).
-SWIFTSPEC_HD void normalise(const uint16_t* row, const uint16_t* weight, float scale, int64_t dim, int thread,
-                            uint16_t* out) {
-  for (int64_t at = thread * 8; at < dim; at += kThreads * 8) {
-    const Chunk x = *reinterpret_cast<const Chunk*>(row + at), w = *reinterpret_cast<const Chunk*>(weight + at);
-    Chunk y;
-    for (int i = 0; i < 8; ++i) {
-      const float rounded = warp::widen(warp::to_bf16(warp::widen(x.x[i]) * scale));
-      y.x[i] = warp::to_bf16(rounded * warp::widen(w.x[i]));
-    }
-    *reinterpret_cast<Chunk*>(out + at) = y;
-  }
-}
-
-}  // namespace swiftspec::rows
+}  // namespace swiftspec::cache_ops

@@ -9,7 +9,7 @@
 namespace swiftspec::cuda {
 namespace {
 
-using namespace verify;
+using namespace chains;
 namespace cg = cooperative_groups;
 
 // Grid: (the blocks of a cluster, positions, requests).

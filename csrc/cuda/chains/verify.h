@@ -4,9 +4,16 @@
 // is written.
 #pragma once
 
-#include "cuda/sampling/sampling.h"
+#include <cmath>
+#include <cstdint>
 
-namespace swiftspec::verify {
+#include "common/bfloat16.h"
+#include "common/gumbel.h"
+#include "common/ieee.h"
+#include "cuda/sampling/sampling.h"
+#include "kernels_cuda.h"
+
+namespace swiftspec::chains {
 
 using best::Entry;
 using cuda::Logits;
@@ -16,7 +23,7 @@ using sampling::LogSum;
 
 constexpr int kWarps = sampling::kWarps, kThreads = sampling::kThreads, kBlocks = sampling::kBlocks;
 constexpr int kAhead = sampling::kAhead;
-constexpr float kTiny = 1e-30f;  // spec/verify.py: TINY
+constexpr float kTiny = 1e-30f;  // TINY of swiftspec/chains
 
 // Of some columns: the best score, or the sums of exponentials.
 struct Part {
@@ -48,7 +55,7 @@ SWIFTSPEC_HD int64_t positions(const VerifyArgs& a) {
 template <class T>
 SWIFTSPEC_HD float logit(const Logits& logits, int64_t request, int64_t position, int64_t column) {
   const int64_t place = request * logits.request + position * logits.position + column;
-  if constexpr (sizeof(T) == 2) return warp::widen(static_cast<const uint16_t*>(logits.data)[place]);
+  if constexpr (sizeof(T) == 2) return bf16::widen(static_cast<const uint16_t*>(logits.data)[place]);
   return static_cast<const float*>(logits.data)[place];
 }
 
@@ -122,7 +129,7 @@ SWIFTSPEC_HD uint32_t key_of(const VerifyArgs& a, int64_t request, int64_t posit
 
 SWIFTSPEC_HD float noisy(const VerifyArgs& a, uint32_t key, int64_t column, float score) {
   if (a.keys == nullptr) return score;
-  return noise::add(score, noise::gumbel_exact(noise::bits(key, static_cast<uint32_t>(column))));
+  return ieee::add(score, noise::gumbel_exact(noise::bits(key, static_cast<uint32_t>(column))));
 }
 
 // A warp's share of a position.
@@ -233,4 +240,4 @@ SWIFTSPEC_HD void read_again(const VerifyArgs& a, int64_t request, const Found& 
   put_down(part, warp_index, found);
 }
 
-}  // namespace swiftspec::verify
+}  // namespace swiftspec::chains

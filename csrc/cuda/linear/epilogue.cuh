@@ -12,7 +12,7 @@ __device__ const float4* join(const LinearTask& task, const Place& at, int turn,
                               uint8_t* shared) {
   auto* joined = reinterpret_cast<float4*>(shared + task.carve.joined + turn % 2 * task.carve.joined_bytes);
   auto* partial = reinterpret_cast<float4*>(shared + task.carve.partial);
-  const int share = task.plan.warps_k();
+  const int share = task.tiling.warps_k();
   float4* mine = share > 1 ? partial : joined;
 #pragma unroll
   for (int i = 0; i < 2 * kRows8; ++i) {
@@ -22,7 +22,7 @@ __device__ const float4* join(const LinearTask& task, const Place& at, int turn,
   if (share == 1) return joined;
   __syncthreads();
   constexpr int kStrip = kRows8 * 2 * 32;
-  for (int i = threadIdx.x; i < kStrip << task.plan.n_log; i += tiles::kThreads) {
+  for (int i = threadIdx.x; i < kStrip << task.tiling.n_log; i += tiles::kThreads) {
     const float4* from = partial + i / kStrip * share * kStrip + i % kStrip;
     float4 total = from[0];
     for (int warp = 1; warp < share; ++warp) {
@@ -56,8 +56,8 @@ __device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
 // spread over the warps of the cluster.
 template <int kRows8, class One>
 __device__ void each_unit(const LinearTask& task, const Place& at, int first_strip, One one) {
-  const int step = tiles::kWarps << task.plan.cluster_log;
-  for (int i = (at.warp << task.plan.cluster_log) + at.cta; i < kRows8 << task.plan.n_log; i += step) {
+  const int step = tiles::kWarps << task.tiling.cluster_log;
+  for (int i = (at.warp << task.tiling.cluster_log) + at.cta; i < kRows8 << task.tiling.n_log; i += step) {
     Unit unit;
     unit.strip = first_strip + i / kRows8, unit.j = i % kRows8;
     if (8 * unit.j < task.rows) one(unit);
@@ -69,7 +69,7 @@ __device__ void read_unit(const LinearTask& task, const Place& at, int first_str
 #pragma unroll
   for (int f = 0; f < 2; ++f) {
     const int place = tiles::partial_at(unit.strip - first_strip, kRows8, unit.j, f, at.lane);
-    const float4 v = sum_of_cluster(joined + place, task.plan.cluster());
+    const float4 v = sum_of_cluster(joined + place, task.tiling.cluster());
     const float sums[4] = {v.x, v.y, v.z, v.w};
     set_sums(unit, f, sums);
   }

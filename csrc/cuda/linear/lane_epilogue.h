@@ -31,8 +31,8 @@ SWIFTSPEC_HD void set_sums(Unit& unit, int f, const float (&sums)[4]) {
 }
 
 // How many of the outputs from `pair` on exist, among the first ones or the second ones.
-SWIFTSPEC_HD int64_t outputs_left(const tiles::Plan& p, int64_t pair, int second) {
-  return second == 0 ? p.half - pair : p.n - p.half - pair;
+SWIFTSPEC_HD int64_t outputs_left(const tiles::Tiling& t, int64_t pair, int second) {
+  return second == 0 ? t.half - pair : t.n - t.half - pair;
 }
 
 // Two neighbouring values, of which the first `count` exist.
@@ -51,9 +51,9 @@ SWIFTSPEC_HD void store_two(float* to, int64_t count, float a, float b) {
 }
 
 // Outputs `output` and the next of a row: the product, rounded and added to the residual where there is one.
-SWIFTSPEC_HD void store_outputs(const tiles::Plan& p, const Outputs& to, int64_t row, int64_t output, int64_t count,
+SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64_t row, int64_t output, int64_t count,
                                 float a, float b) {
-  const int64_t place = row * p.n + output;
+  const int64_t place = row * t.n + output;
   if (to.logits != nullptr) return store_two(to.logits + place, count, a, b);
   if (to.residual != nullptr) {
     if (count >= 1) a = tiles::rounded(a) + ll::Bfloat16::widen(to.residual[place]);
@@ -73,23 +73,23 @@ SWIFTSPEC_HD float silu_times(float gate, float up) {
 }
 
 // The bias, which int4 and bf16 weights may have.
-SWIFTSPEC_HD void add_bias(const tiles::Plan& p, const Outputs& to, int lane, Unit& unit) {
+SWIFTSPEC_HD void add_bias(const tiles::Tiling& t, const Outputs& to, int lane, Unit& unit) {
   if (to.bias == nullptr) return;
   const int64_t pair = tiles::pair_of_outputs(unit.strip, lane);
   SWIFTSPEC_UNROLL
   for (int i = 0; i < 4; ++i) {  // [second][neighbour]
-    if (i % 2 >= outputs_left(p, pair, i / 2)) continue;
-    const float bias = to.bias[i / 2 * p.half + pair + i % 2];
+    if (i % 2 >= outputs_left(t, pair, i / 2)) continue;
+    const float bias = to.bias[i / 2 * t.half + pair + i % 2];
     unit.value[i / 2][0][i % 2] += bias;
     unit.value[i / 2][1][i % 2] += bias;
   }
 }
 
-SWIFTSPEC_HD void store_unit(const tiles::Plan& p, const Outputs& to, int lane, const Unit& unit) {
-  const int64_t pair = tiles::pair_of_outputs(unit.strip, lane), half = p.half;
+SWIFTSPEC_HD void store_unit(const tiles::Tiling& t, const Outputs& to, int lane, const Unit& unit) {
+  const int64_t pair = tiles::pair_of_outputs(unit.strip, lane), half = t.half;
   SWIFTSPEC_UNROLL
   for (int e = 0; e < 2; ++e) {
-    const int64_t row = 8 * unit.j + tiles::c_column(lane, e);
+    const int64_t row = 8 * unit.j + fragment::c_column(lane, e);
     if (row >= to.rows) continue;
     const float(&first)[2] = unit.value[0][e];
     const float(&second)[2] = unit.value[1][e];
@@ -97,8 +97,8 @@ SWIFTSPEC_HD void store_unit(const tiles::Plan& p, const Outputs& to, int lane, 
       const float a = silu_times(first[0], second[0]), b = silu_times(first[1], second[1]);
       store_two(to.out + row * half + pair, half - pair, a, b);
     } else {
-      store_outputs(p, to, row, pair, outputs_left(p, pair, 0), first[0], first[1]);
-      store_outputs(p, to, row, half + pair, outputs_left(p, pair, 1), second[0], second[1]);
+      store_outputs(t, to, row, pair, outputs_left(t, pair, 0), first[0], first[1]);
+      store_outputs(t, to, row, half + pair, outputs_left(t, pair, 1), second[0], second[1]);
     }
   }
 }

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "cuda/linear/epilogue.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/linear/epilogue.cuh"
 #include "cuda/peers/ll.cuh"
 #include "cuda/shared.cuh"
 
@@ -51,14 +51,14 @@ struct ManyRanks {
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const Place& at, bool staged, uint8_t* shared, Ring& ring,
                          Sums<kRows8>& sums) {
-  const int first = task.plan.first_tile(at.cta), range = task.plan.range(at.cta), chunk = task.carve.chunk_tiles;
+  const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.carve.chunk_tiles;
   clear<kRows8>(sums);
   for (int begin = 0; begin < range; begin += chunk) {
     const int here = min(chunk, range - begin);
     if (!staged || range > chunk) {
       __syncthreads();  // nobody reads the chunk before
-      const int64_t input = static_cast<int64_t>(first + begin) * task.plan.tile_k;
-      stage<kInt4, kRows8>(task, at, input, here * task.plan.tile_k / tiles::kBlock, shared);
+      const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
+      stage<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
       __syncthreads();
     }
     multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
@@ -77,17 +77,17 @@ template <int kRows8, class Ranks>
 __device__ void receive(const Ranks& ranks, const LinearTask& task, const Place& at,
                         const Session<DeviceMemory>& session) {
   Spin wait(session.channel, session.epoch);
-  for (int turn = at.cluster; turn < task.plan.turns(); turn += task.clusters) {
-    each_unit<kRows8>(task, at, turn << task.plan.n_log, [&](Unit& unit) {
+  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
+    each_unit<kRows8>(task, at, turn << task.tiling.n_log, [&](Unit& unit) {
       ranks.pause(2 * unit.strip + 1);
-      if (!tiles::has_line(task.plan, unit.strip, unit.j, at.lane, task.rows)) return;
+      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
 #pragma unroll
       for (int second = 0; second < 2; ++second) {
         uint64_t total = 0;
-        if (!session.reduce(tiles::ll_line(task.plan, unit.strip, unit.j, at.lane, second), total, wait)) return;
+        if (!session.reduce(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), total, wait)) return;
         set_line(unit, second, total);
       }
-      store_unit(task.plan, task.to, at.lane, unit);
+      store_unit(task.tiling, task.to, at.lane, unit);
     });
   }
 }
@@ -98,7 +98,7 @@ __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
   const Channel& channel = ranks.my_channel();
-  const Place at{ranks.block() >> task.plan.cluster_log, static_cast<int>(ptx::cluster_rank()),
+  const Place at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
   Ring ring(task, at, shared);  // the weights are on their way
   ptx::launch_dependents();
@@ -107,27 +107,27 @@ __device__ void linear_body(const Ranks& ranks) {
   const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
   if (task.norm != nullptr) norm_scales<kRows8>(task, at, shared);
   int count = 0;
-  for (int turn = at.cluster; turn < task.plan.turns(); turn += task.clusters, ++count) {
+  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
     const float4* joined = join<kRows8>(task, at, count, sums, shared);
     ptx::cluster_sync();
-    const int strip = turn << task.plan.n_log;
+    const int strip = turn << task.tiling.n_log;
     each_unit<kRows8>(task, at, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
-      add_bias(task.plan, task.to, at.lane, unit);
-      if (!reduces) return store_unit(task.plan, task.to, at.lane, unit);
+      add_bias(task.tiling, task.to, at.lane, unit);
+      if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
       ranks.pause(2 * unit.strip);
-      if (!tiles::has_line(task.plan, unit.strip, unit.j, at.lane, task.rows)) return;
+      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
       for (int second = 0; second < 2; ++second) {
-        session.broadcast(tiles::ll_line(task.plan, unit.strip, unit.j, at.lane, second), line_of(unit, second));
+        session.broadcast(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), line_of(unit, second));
       }
     });
   }
   ask_ahead(task, at, ranks.block());  // its own weights have come
   if (reduces) {
     receive<kRows8>(ranks, task, at, session);
-    end_epoch(session, tiles::ll_lines(task.plan, task.rows), ranks.block(), ranks.blocks());
+    end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());
   }
   ptx::cluster_meet();  // nobody leaves while another reads its shared memory
 }
@@ -156,11 +156,11 @@ int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
   const auto rows = static_cast<int32_t>(a.rows);
-  clusters = std::clamp(w.plan.turns(), 1, clusters);
+  clusters = std::clamp(w.tiling.turns(), 1, clusters);
   const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
                    a.swiglu, rows};
-  return {w.plan,
-          tiles::carve(w.plan, rows8),
+  return {w.tiling,
+          tiles::carve(w.tiling, rows8),
           static_cast<const uint8_t*>(w.data),
           static_cast<const uint16_t*>(a.x),
           static_cast<const uint16_t*>(a.norm),
@@ -170,40 +170,20 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           to,
           w.next,
           w.next_bytes,
-          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.plan.cluster() * tiles::kWarps)};
+          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * tiles::kWarps)};
 }
 
 Launch launch_of(const Weights& weights, int rows8, int clusters) {
-  const int cluster = weights.plan.cluster();
+  const int cluster = weights.tiling.cluster();
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
           .cluster = cluster > 1 ? cluster : 0,  // without them its barriers are a block's, which wait for no stores
-          .shared = tiles::carve(weights.plan, rows8).total};
-}
-
-__global__ void repack_int4_kernel(tiles::Plan plan, tiles::Int4Source source, uint32_t* out) {
-  const int64_t words = plan.bytes() / 4, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
-    out[i] = tiles::int4_word(plan, source, i);
-  }
-}
-
-__global__ void repack_bf16_kernel(tiles::Plan plan, const uint16_t* matrix, uint32_t* out) {
-  const int64_t words = plan.bytes() / 4, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < words; i += step) {
-    out[i] = tiles::bf16_word(plan, matrix, i);
-  }
-}
-
-Launch repack_of(const tiles::Plan& plan) {
-  constexpr int64_t kMostBlocks = 2048;
-  const int64_t blocks = tiles::ceil_div(plan.bytes() / 4, kThreads);
-  return {dim3(static_cast<unsigned>(std::min(blocks, kMostBlocks))), kThreads};
+          .shared = tiles::carve(weights.tiling, rows8).total};
 }
 
 }  // namespace
 
-int prepare(const tiles::Plan& plan) {
+int prepare(const tiles::Tiling& tiling) {
   int device = 0, major = 0, minor = 0;
   check(cudaGetDevice(&device), "linear");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "linear");
@@ -218,22 +198,14 @@ int prepare(const tiles::Plan& plan) {
       allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), tiles::kSharedBytes);
     }
   }
-  const int cluster = plan.cluster();
+  const int cluster = tiling.cluster();
   const Launch alone{.grid = dim3(static_cast<unsigned>(cluster)),
                      .threads = kThreads,
                      .cluster = cluster,
                      .shared = tiles::kSharedBytes};  // on its SM
   const int clusters = clusters_at_a_time("linear", kernel_for<OneRank>(true, 1), alone);
-  if (clusters < 1) throw std::runtime_error("a cluster of " + std::to_string(plan.cluster()) + " CTAs does not fit here");
+  if (clusters < 1) throw std::runtime_error("a cluster of " + std::to_string(tiling.cluster()) + " CTAs does not fit here");
   return clusters;
-}
-
-void repack_int4(const tiles::Plan& plan, const tiles::Int4Source& source, void* out, Stream stream) {
-  launch("repack_int4", repack_int4_kernel, repack_of(plan), stream, plan, source, static_cast<uint32_t*>(out));
-}
-
-void repack_bf16(const tiles::Plan& plan, const uint16_t* matrix, void* out, Stream stream) {
-  launch("repack_bf16", repack_bf16_kernel, repack_of(plan), stream, plan, matrix, static_cast<uint32_t*>(out));
 }
 
 void linear(const LinearArgs& args, Stream stream) {
@@ -243,7 +215,7 @@ void linear(const LinearArgs& args, Stream stream) {
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
   how.early = true;
-  launch("linear", kernel_for<OneRank>(args.weights->plan.group != 0, rows8), how, stream, ranks);
+  launch("linear", kernel_for<OneRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
 }
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
@@ -256,11 +228,11 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
     many.channels[r] = *ranks[r].channel;
   }
   const int clusters = many.tasks[0].clusters;
-  many.per_rank = clusters * weights.plan.cluster();
+  many.per_rank = clusters * weights.tiling.cluster();
   many.delays = delays;
   Launch how = launch_of(weights, rows8, clusters * count);
   how.together = true;
-  launch("linear", kernel_for<ManyRanks>(weights.plan.group != 0, rows8), how, stream, many);
+  launch("linear", kernel_for<ManyRanks>(weights.tiling.group != 0, rows8), how, stream, many);
 }
 
 }  // namespace swiftspec::cuda

@@ -1,15 +1,15 @@
 // One CTA's part of a projection: the stream of weights, the rows of x, the sums. tiles.h says what lies where.
 #pragma once
 
-#include "cuda/ptx.cuh"
-#include "cuda/linear/tiles.h"
 #include "cuda/linear/lane_epilogue.h"
+#include "cuda/linear/tiles.h"
+#include "cuda/ptx.cuh"
 
 namespace swiftspec::cuda {
 
 // What a launch needs of one rank.
 struct LinearTask {
-  tiles::Plan plan;
+  tiles::Tiling tiling;
   tiles::Carve carve;
   const uint8_t* weights;
   const uint16_t* x;     // [rows, k]
@@ -32,16 +32,16 @@ class Ring {
   __device__ Ring(const LinearTask& task, const Place& at, uint8_t* shared)
       : task_(task),
         lane_(at.lane),
-        slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.plan.tile_bytes),
+        slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
         full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
-        ahead_(tiles::walk_of(task.plan, at.cluster, task.clusters, at.cta, at.warp)) {
+        ahead_(tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp)) {
     if (lane_ == 0) start();
     __syncwarp();
   }
 
   __device__ const uint8_t* wait() {
     ptx::barrier_wait(full_ + stage_, parity_);
-    return slots_ + stage_ * task_.plan.tile_bytes;
+    return slots_ + stage_ * task_.tiling.tile_bytes;
   }
 
   // All lanes have read the tile; its place is filled again.
@@ -63,8 +63,8 @@ class Ring {
 
   __device__ void fetch(int stage) {
     if (ahead_.done()) return;
-    const int bytes = task_.plan.tile_bytes;
-    const uint8_t* from = task_.weights + task_.plan.tile_at(ahead_.strip, ahead_.tile);
+    const int bytes = task_.tiling.tile_bytes;
+    const uint8_t* from = task_.weights + task_.tiling.tile_at(ahead_.strip, ahead_.tile);
     ptx::bulk_load(slots_ + stage * bytes, from, bytes, full_ + stage, policy_);
     ahead_.next();
   }
@@ -96,13 +96,13 @@ template <int kRows8>
 __device__ void norm_scales(const LinearTask& task, const Place& at, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
   auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
-  const int64_t begin = static_cast<int64_t>(task.plan.first_tile(at.cta)) * task.plan.tile_k;
-  const int64_t end = static_cast<int64_t>(task.plan.first_tile(at.cta + 1)) * task.plan.tile_k;
+  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
+  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(at.cta + 1)) * task.tiling.tile_k;
   for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
     float sum = 0;
 #pragma unroll 4
     for (int64_t input = begin + 8 * at.lane; input < end; input += 8 * 32) {
-      const uint4 piece = load_piece(task.x, row, task.rows, input, task.plan.k);
+      const uint4 piece = load_piece(task.x, row, task.rows, input, task.tiling.k);
       sum = add_squares(add_squares(sum, piece.x), piece.y);
       sum = add_squares(add_squares(sum, piece.z), piece.w);
     }
@@ -112,8 +112,8 @@ __device__ void norm_scales(const LinearTask& task, const Place& at, uint8_t* sh
   ptx::cluster_sync();
   if (threadIdx.x < 8 * kRows8) {
     float sum = 0;
-    for (int cta = 0; cta < task.plan.cluster(); ++cta) sum += ptx::remote_load(squares + threadIdx.x, cta);
-    scales[threadIdx.x] = __frsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(task.plan.k)), task.eps));
+    for (int cta = 0; cta < task.tiling.cluster(); ++cta) sum += ptx::remote_load(squares + threadIdx.x, cta);
+    scales[threadIdx.x] = __frsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(task.tiling.k)), task.eps));
   }
   __syncthreads();
 }
@@ -126,7 +126,7 @@ __device__ void stage(const LinearTask& task, const Place& at, int64_t first, in
   auto* pieces = reinterpret_cast<uint4*>(shared + task.carve.x);
   auto* sums = reinterpret_cast<float*>(shared + task.carve.sums);
   const auto* scales = reinterpret_cast<const float*>(shared + task.carve.scales);
-  const int log = kInt4 ? task.plan.group_log : 1, together = 1 << log;
+  const int log = kInt4 ? task.tiling.group_log : 1, together = 1 << log;
   for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
     const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
     uint4 piece[kMostBlocks];
@@ -134,7 +134,7 @@ __device__ void stage(const LinearTask& task, const Place& at, int64_t first, in
 #pragma unroll
     for (int b = 0; b < kMostBlocks; ++b) {
       const int64_t input = first + tiles::x_input(block + b, at.lane);
-      if (b < together) piece[b] = load_piece(task.x, row, task.rows, input, task.plan.k);
+      if (b < together) piece[b] = load_piece(task.x, row, task.rows, input, task.tiling.k);
     }
 #pragma unroll
     for (int b = 0; b < kMostBlocks; ++b) {
@@ -142,7 +142,7 @@ __device__ void stage(const LinearTask& task, const Place& at, int64_t first, in
       uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
       if (task.norm != nullptr) {
         const int64_t input = first + tiles::x_input(block + b, at.lane);
-        const uint4 weight = load_piece(task.norm, 0, 1, input, task.plan.k);
+        const uint4 weight = load_piece(task.norm, 0, 1, input, task.tiling.k);
         const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], scales[row], factors[i]);
@@ -174,7 +174,7 @@ __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uin
   const uint32_t group[2][2] = {{four.x, four.y}, {four.z, four.w}};  // [fragment][upper half]
 #pragma unroll
   for (int j = 0; j < kRows8; ++j) {
-    const float2 x_sum = *reinterpret_cast<const float2*>(x_sums + 8 * j + tiles::c_column(lane, 0));
+    const float2 x_sum = *reinterpret_cast<const float2*>(x_sums + 8 * j + fragment::c_column(lane, 0));
 #pragma unroll
     for (int f = 0; f < 2; ++f) {
 #pragma unroll
@@ -240,12 +240,12 @@ __device__ void multiply_chunk(const LinearTask& task, const Place& at, int tile
                                Ring& ring, Sums<kRows8>& sums) {
   const auto* pieces = reinterpret_cast<const uint4*>(shared + task.carve.x);
   const auto* x_sums = reinterpret_cast<const float*>(shared + task.carve.sums);
-  const int blocks = task.plan.tile_k / tiles::kBlock;
-  for (int tile = task.plan.share_of(at.warp); tile < tiles_here; tile += task.plan.warps_k()) {
+  const int blocks = task.tiling.tile_k / tiles::kBlock;
+  for (int tile = task.tiling.share_of(at.warp); tile < tiles_here; tile += task.tiling.warps_k()) {
     const uint8_t* weights = ring.wait();
     const uint4* mine = pieces + tiles::x_piece(tile * blocks, kRows8, 0, 0);
     if constexpr (kInt4) {
-      multiply_int4<kRows8>(sums, weights, mine, x_sums + tile * task.plan.groups() * 8 * kRows8, task.plan.group_log,
+      multiply_int4<kRows8>(sums, weights, mine, x_sums + tile * task.tiling.groups() * 8 * kRows8, task.tiling.group_log,
                             at.lane);
     } else {
       multiply_bf16<kRows8>(sums, weights, mine, at.lane);

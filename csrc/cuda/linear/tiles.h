@@ -18,17 +18,22 @@
 #include <cstring>
 
 #include "common/ll.h"
+#include "cuda/fragment.h"
 #include "cuda/linear/tiling.h"
+
+#if defined(__CUDA_ARCH__)
+#include "cuda/ptx.cuh"
+#endif
 
 namespace swiftspec::cuda::tiles {
 
-// --- fragments --------------------------------------------------------------------------------------------------------
+// --- who has what -----------------------------------------------------------------------------------------------------
 
 // Output of row r of fragment f (0 or 1) of a strip; -1: padding.
-SWIFTSPEC_HD int64_t output_of(const Plan& p, int strip, int f, int r) {
+SWIFTSPEC_HD int64_t output_of(const Tiling& t, int strip, int f, int r) {
   const int64_t pair = 16 * static_cast<int64_t>(strip) + 2 * (r % 8) + f;
-  const int64_t output = r < 8 ? pair : p.half + pair;
-  return pair < p.half && output < p.n ? output : -1;
+  const int64_t output = r < 8 ? pair : t.half + pair;
+  return pair < t.half && output < t.n ? output : -1;
 }
 
 // Input of column c of the k16 step `step`, in steps from the first input.
@@ -37,36 +42,31 @@ SWIFTSPEC_HD int64_t input_of(int64_t step, int c) {
   return step / 2 * kBlock + 8 * t + 4 * odd + 2 * high + c % 2;
 }
 
-// Register i of a lane of operand A holds row a_row, columns a_column and the next (PTX ISA, mma.m16n8k16).
-SWIFTSPEC_HD int a_row(int lane, int i) { return lane / 4 + 8 * (i % 2); }
-SWIFTSPEC_HD int a_column(int lane, int i) { return 2 * (lane % 4) + 8 * (i / 2); }
-// Register i of a lane of the sums holds row c_row (an output), column c_column (a row of x).
-SWIFTSPEC_HD int c_row(int lane, int i) { return lane / 4 + 8 * (i / 2); }
-SWIFTSPEC_HD int c_column(int lane, int i) { return 2 * (lane % 4) + i % 2; }
-
 // The word of an int4 tile with a lane's eight codes of a step and fragment. Nibbles i and 4 + i are register i of A.
 SWIFTSPEC_HD int code_word(int step, int lane, int f) { return (step / 2 * 32 + lane) * 4 + step % 2 * 2 + f; }
 // The four words of an int4 tile with the groups of rows lane / 4 and lane / 4 + 8 of both fragments.
-SWIFTSPEC_HD int group_words(int group, int lane) { return kCodeWords + (group * 8 + lane / 4) * 4; }
+SWIFTSPEC_HD int group_words(int group, int lane) { return kCodeWords + (group * 8 + fragment::c_row(lane, 0)) * 4; }
 // The word of a bf16 tile with register i of A.
 SWIFTSPEC_HD int dense_word(int step, int lane, int f, int i) { return ((step * 2 + f) * 32 + lane) * 4 + i; }
 
 // The piece of x in shared memory with a lane's B operands of a block, for rows 8j to 8j + 7.
 SWIFTSPEC_HD int x_piece(int block, int rows8, int j, int lane) { return (block * rows8 + j) * 32 + lane; }
-SWIFTSPEC_HD int x_row(int j, int lane) { return 8 * j + lane / 4; }
+SWIFTSPEC_HD int x_row(int j, int lane) { return 8 * j + fragment::b_column(lane); }
 SWIFTSPEC_HD int64_t x_input(int64_t block, int lane) { return block * kBlock + 8 * (lane % 4); }
 
 // What the sums of a lane for rows 8j.. are: pairs of outputs, `first` and `second`, for each of two rows. Their LL lines
 // hold one pair of outputs for both rows. Which lines there are follows from n and the rows, since ranks may differ in k.
-SWIFTSPEC_HD int64_t pair_of_outputs(int strip, int lane) { return 16 * static_cast<int64_t>(strip) + lane / 4 * 2; }
-SWIFTSPEC_HD int64_t ll_strips(const Plan& p) { return ceil_div(p.half, kStrip / 2); }
-SWIFTSPEC_HD bool has_line(const Plan& p, int strip, int j, int lane, int64_t rows) {
-  return strip < ll_strips(p) && 8 * j + c_column(lane, 0) < rows;
+SWIFTSPEC_HD int64_t pair_of_outputs(int strip, int lane) {
+  return 16 * static_cast<int64_t>(strip) + fragment::c_row(lane, 0) * 2;
 }
-SWIFTSPEC_HD int64_t ll_line(const Plan& p, int strip, int j, int lane, int second) {
-  return ((4 * static_cast<int64_t>(j) + lane % 4) * ll_strips(p) + strip) * 16 + 8 * second + lane / 4;
+SWIFTSPEC_HD int64_t ll_strips(const Tiling& t) { return ceil_div(t.half, kStrip / 2); }
+SWIFTSPEC_HD bool has_line(const Tiling& t, int strip, int j, int lane, int64_t rows) {
+  return strip < ll_strips(t) && 8 * j + fragment::c_column(lane, 0) < rows;
 }
-SWIFTSPEC_HD int64_t ll_lines(const Plan& p, int64_t rows) { return ceil_div(rows, 2) * ll_strips(p) * 16; }
+SWIFTSPEC_HD int64_t ll_line(const Tiling& t, int strip, int j, int lane, int second) {
+  return ((4 * static_cast<int64_t>(j) + lane % 4) * ll_strips(t) + strip) * 16 + 8 * second + lane / 4;
+}
+SWIFTSPEC_HD int64_t ll_lines(const Tiling& t, int64_t rows) { return ceil_div(rows, 2) * ll_strips(t) * 16; }
 
 // Four sums of a lane: of one warp, and joined over the warps of a strip. Counted in units of 16 bytes.
 SWIFTSPEC_HD int partial_at(int warp, int rows8, int j, int f, int lane) {
@@ -105,10 +105,8 @@ SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x
 SWIFTSPEC_HD float low(uint32_t pair) { return float_of(pair << 16); }
 SWIFTSPEC_HD float high(uint32_t pair) { return float_of(pair & 0xffff0000u); }
 SWIFTSPEC_HD uint32_t pair_of(float a, float b) {
-#if defined(__CUDACC__) && defined(__CUDA_ARCH__)
-  uint32_t pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
-  return pair;
+#if defined(__CUDA_ARCH__)
+  return ptx::bf16_pair(a, b);
 #else
   return static_cast<uint32_t>(ll::Bfloat16::round(b)) << 16 | ll::Bfloat16::round(a);
 #endif
@@ -126,58 +124,6 @@ SWIFTSPEC_HD float sum8(const uint32_t (&piece)[4]) {
   const float a = low(piece[0]) + high(piece[0]), b = low(piece[1]) + high(piece[1]);
   const float c = low(piece[2]) + high(piece[2]), d = low(piece[3]) + high(piece[3]);
   return (a + b) + (c + d);
-}
-
-// --- repacking --------------------------------------------------------------------------------------------------------
-
-// A checkpoint's int4 matrix (model/linear.py, Int4Weight), with groups of plan.group.
-struct Int4Source {
-  const uint32_t* codes;  // [k, n / 8], nibble i of word c is output 8c + i
-  const float* scales;    // [k / group, n]
-  const uint32_t* zeros;  // [k / group, n / 8], packed like the codes
-};
-
-SWIFTSPEC_HD uint32_t nibble(const uint32_t* words, int64_t row, int64_t n, int64_t column) {
-  return words[row * (n / 8) + column / 8] >> 4 * (column % 8) & 15u;
-}
-
-SWIFTSPEC_HD uint32_t int4_codes(const Plan& p, const Int4Source& from, int strip, int64_t step, int lane, int f) {
-  uint32_t word = 0;
-  for (int i = 0; i < 8; ++i) {
-    const int64_t output = output_of(p, strip, f, a_row(lane, i % 4));
-    const int64_t input = input_of(step, a_column(lane, i % 4) + i / 4);
-    if (output >= 0 && input < p.k) word |= nibble(from.codes, input, p.n, output) << 4 * i;
-  }
-  return word;
-}
-
-SWIFTSPEC_HD uint32_t int4_group(const Plan& p, const Int4Source& from, int strip, int64_t group, int row, int f) {
-  const int64_t output = output_of(p, strip, f, row);
-  if (output < 0 || group * p.group >= p.k) return 0;
-  return pack_group(from.scales[group * p.n + output], nibble(from.zeros, group, p.n, output));
-}
-
-// Word `at` of all tiles.
-SWIFTSPEC_HD uint32_t int4_word(const Plan& p, const Int4Source& from, int64_t at) {
-  const int words = p.tile_bytes / 4, word = static_cast<int>(at % words);
-  const int64_t tile = at / words % p.tiles;
-  const int strip = static_cast<int>(at / words / p.tiles);
-  if (word < kCodeWords) {  // the inverse of code_word
-    const int step = word / 128 * 2 + word % 4 / 2;
-    return int4_codes(p, from, strip, tile * 8 + step, word / 4 % 32, word % 2);
-  }
-  const int place = word - kCodeWords;  // the inverse of group_words: [group][row of eight][fragment][upper half]
-  return int4_group(p, from, strip, tile * p.groups() + place / 32, place / 4 % 8 + 8 * (place % 2), place / 2 % 2);
-}
-
-SWIFTSPEC_HD uint32_t bf16_word(const Plan& p, const uint16_t* matrix, int64_t at) {
-  const int words = p.tile_bytes / 4, word = static_cast<int>(at % words);  // below: the inverse of dense_word
-  const int64_t tile = at / words % p.tiles;
-  const int strip = static_cast<int>(at / words / p.tiles), i = word % 4, lane = word / 4 % 32;
-  const int64_t output = output_of(p, strip, word / 128 % 2, a_row(lane, i));
-  const int64_t input = input_of(tile * 4 + word / 256, a_column(lane, i));
-  if (output < 0 || input >= p.k) return 0;  // k is even
-  return static_cast<uint32_t>(matrix[output * p.k + input + 1]) << 16 | matrix[output * p.k + input];
 }
 
 }  // namespace swiftspec::cuda::tiles

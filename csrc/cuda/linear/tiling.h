@@ -8,13 +8,7 @@
 
 #include <cstdint>
 
-#include "common/ll.h"
-
-#if defined(__CUDA_ARCH__)
-#define SWIFTSPEC_UNROLL _Pragma("unroll")
-#else
-#define SWIFTSPEC_UNROLL
-#endif
+#include "common/host_device.h"
 
 namespace swiftspec::cuda::tiles {
 
@@ -44,7 +38,7 @@ SWIFTSPEC_HD Slice slice_of(int64_t bytes, int64_t each, int64_t part) {
   return {first, bytes - first < each ? bytes - first : each};
 }
 
-struct Plan {
+struct Tiling {
   int64_t n, k, half;  // outputs, inputs, and how many outputs are `first`
   int32_t group;       // inputs of an int4 group: 32, 64 or 128; 0: bf16
   int32_t group_log;   // its blocks are 1 << group_log
@@ -69,43 +63,43 @@ struct Plan {
   }
 };
 
-SWIFTSPEC_HD Plan shape(int64_t k, int64_t n, int group) {
-  Plan p{};
-  p.n = n, p.k = k, p.half = (n + 1) / 2, p.group = group;
-  p.group_log = group == 128 ? 2 : group == 64 ? 1 : 0;
-  p.tile_k = group != 0 ? 128 : 64;
-  p.tile_bytes = group != 0 ? 4 * (kCodeWords + kStrip * (128 / group)) : kStrip * 64 * 2;
-  p.tiles = static_cast<int32_t>(ceil_div(k, p.tile_k));
-  p.strips = static_cast<int32_t>(ceil_div(p.half, kStrip / 2));
-  return p;
+SWIFTSPEC_HD Tiling shape(int64_t k, int64_t n, int group) {
+  Tiling t{};
+  t.n = n, t.k = k, t.half = (n + 1) / 2, t.group = group;
+  t.group_log = group == 128 ? 2 : group == 64 ? 1 : 0;
+  t.tile_k = group != 0 ? 128 : 64;
+  t.tile_bytes = group != 0 ? 4 * (kCodeWords + kStrip * (128 / group)) : kStrip * 64 * 2;
+  t.tiles = static_cast<int32_t>(ceil_div(k, t.tile_k));
+  t.strips = static_cast<int32_t>(ceil_div(t.half, kStrip / 2));
+  return t;
 }
 
 // The weight of `shape` cut in 1 << n_log strips at a time and 1 << cluster_log ranges of inputs.
-SWIFTSPEC_HD Plan cut(Plan p, int n_log, int cluster_log) {
-  p.n_log = n_log, p.cluster_log = cluster_log;
-  p.strips = static_cast<int32_t>(ceil_div(p.strips, p.warps_n())) * p.warps_n();
-  return p;
+SWIFTSPEC_HD Tiling cut(Tiling t, int n_log, int cluster_log) {
+  t.n_log = n_log, t.cluster_log = cluster_log;
+  t.strips = static_cast<int32_t>(ceil_div(t.strips, t.warps_n())) * t.warps_n();
+  return t;
 }
 
 // What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (132 SMs, 33 bytes
 // of weights a nanosecond for each, 64 of x), to be measured. Clusters of 4 and 8 reach 128 SMs. More inputs than fit
 // the shared memory are brought there again in every round.
-SWIFTSPEC_HD int64_t cost(const Plan& p) {
-  const int64_t ctas = p.cluster() >= 4 ? 128 : 132, most_inputs = kChunkBytes / 16;
-  const int64_t rounds = ceil_div(p.turns(), ctas / p.cluster());
-  const int64_t range = ceil_div(p.tiles, p.cluster()), inputs = range * p.tile_k;
-  const int64_t stream = rounds * ceil_div(range, p.warps_k()) * kWarps * p.tile_bytes / 33;
+SWIFTSPEC_HD int64_t cost(const Tiling& t) {
+  const int64_t ctas = t.cluster() >= 4 ? 128 : 132, most_inputs = kChunkBytes / 16;
+  const int64_t rounds = ceil_div(t.turns(), ctas / t.cluster());
+  const int64_t range = ceil_div(t.tiles, t.cluster()), inputs = range * t.tile_k;
+  const int64_t stream = rounds * ceil_div(range, t.warps_k()) * kWarps * t.tile_bytes / 33;
   const int64_t stagings = inputs <= most_inputs ? 1 : rounds * ceil_div(inputs, most_inputs);
   const int64_t rows = stagings * (300 + (inputs < most_inputs ? inputs : most_inputs) * 16 / 64);
-  return stream + rows + rounds * (p.cluster() > 1 ? 300 : 100);
+  return stream + rows + rounds * (t.cluster() > 1 ? 300 : 100);
 }
 
 // The cheapest cut of a weight. group: 32, 64, 128, or 0 for bf16.
-SWIFTSPEC_HD Plan plan(int64_t k, int64_t n, int group) {
-  Plan best{};
+SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group) {
+  Tiling best{};
   for (int i = 0; i < 16; ++i) {
-    const Plan p = cut(shape(k, n, group), i / 4, i % 4);
-    if (best.n == 0 || cost(p) < cost(best)) best = p;
+    const Tiling t = cut(shape(k, n, group), i / 4, i % 4);
+    if (best.n == 0 || cost(t) < cost(best)) best = t;
   }
   return best;
 }
@@ -125,10 +119,10 @@ struct Walk {
 };
 
 // Warps of one strip are neighbours. `clusters` take the turns in turn.
-SWIFTSPEC_HD Walk walk_of(const Plan& p, int cluster, int clusters, int cta, int warp) {
-  const int first = p.first_tile(cta) + p.share_of(warp);
-  return {(cluster << p.n_log) + p.strip_of(warp), clusters << p.n_log, p.strips, first, p.first_tile(cta + 1),
-          p.warps_k(), first};
+SWIFTSPEC_HD Walk walk_of(const Tiling& t, int cluster, int clusters, int cta, int warp) {
+  const int first = t.first_tile(cta) + t.share_of(warp);
+  return {(cluster << t.n_log) + t.strip_of(warp), clusters << t.n_log, t.strips, first, t.first_tile(cta + 1),
+          t.warps_k(), first};
 }
 
 // The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
@@ -138,24 +132,24 @@ struct Carve {
   int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
 };
 
-SWIFTSPEC_HD Carve carve(const Plan& p, int rows8) {
+SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8) {
   Carve c{};
-  const int x_bytes = p.tile_k * rows8 * 16, most = rows8 <= 2 ? kChunkBytes : 2 * kChunkBytes;
-  const int range = static_cast<int>(ceil_div(ceil_div(p.tiles, p.cluster()), p.warps_k())) * p.warps_k();
+  const int x_bytes = t.tile_k * rows8 * 16, most = rows8 <= 2 ? kChunkBytes : 2 * kChunkBytes;
+  const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
   c.chunk_tiles = range < most / x_bytes ? range : most / x_bytes;
-  const int groups = p.group != 0 ? c.chunk_tiles * p.groups() : 0;
-  c.joined_bytes = p.warps_n() * rows8 * 1024;  // two fragments of 512 bytes for each strip and 8 rows
+  const int groups = t.group != 0 ? c.chunk_tiles * t.groups() : 0;
+  c.joined_bytes = t.warps_n() * rows8 * 1024;  // two fragments of 512 bytes for each strip and 8 rows
   c.sums = c.chunk_tiles * x_bytes;
   c.partial = c.sums + groups * rows8 * 8 * 4;
-  c.joined = c.partial + (p.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
+  c.joined = c.partial + (t.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
   c.squares = c.joined + 2 * c.joined_bytes;
   c.scales = c.squares + kMaxRows * 4;
   c.barriers = c.scales + kMaxRows * 4;
   c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
-  int stages = (kHalfShared - c.ring) / (kWarps * p.tile_bytes);
-  if (stages < kFewStages) stages = (kSharedBytes - c.ring) / (kWarps * p.tile_bytes);
+  int stages = (kHalfShared - c.ring) / (kWarps * t.tile_bytes);
+  if (stages < kFewStages) stages = (kSharedBytes - c.ring) / (kWarps * t.tile_bytes);
   c.stages = stages < kMaxStages ? stages : kMaxStages;
-  c.total = c.ring + c.stages * kWarps * p.tile_bytes;
+  c.total = c.ring + c.stages * kWarps * t.tile_bytes;
   return c;
 }
 
@@ -165,8 +159,8 @@ namespace swiftspec::cuda {
 
 // A projection made ready at load on one device.
 struct Weights {
-  tiles::Plan plan;
-  const void* data;   // plan.bytes() of tiles
+  tiles::Tiling tiling;
+  const void* data;   // tiling.bytes() of tiles
   const float* bias;  // [n], or null
   int32_t clusters;   // how many clusters run at once: what `prepare` returns
   // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.

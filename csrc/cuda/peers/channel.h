@@ -7,8 +7,8 @@
 
 #include <cstdint>
 
+#include "common/host_device.h"
 #include "common/ll.h"
-#include "cuda/linear/tiling.h"
 
 namespace swiftspec::cuda {
 

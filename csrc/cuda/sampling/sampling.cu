@@ -3,8 +3,6 @@
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"
 #include "cuda/shared.cuh"
@@ -14,15 +12,6 @@ namespace {
 
 using namespace sampling;
 namespace cg = cooperative_groups;
-
-__global__ void gumbel_rows_kernel(uint64_t seed, uint32_t stream, const int64_t* positions, uint32_t first,
-                                   int64_t count, float* out) {
-  const uint32_t key = noise::row_key(seed, stream, static_cast<uint32_t>(positions[blockIdx.y]));
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
-    out[blockIdx.y * count + i] = noise::gumbel_exact(noise::bits(key, first + static_cast<uint32_t>(i)));
-  }
-}
 
 __global__ void __launch_bounds__(kThreads)
     children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
@@ -44,15 +33,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 }  // namespace
-
-void gumbel_rows(uint64_t seed, uint32_t stream, const int64_t* positions, int64_t rows, uint32_t first, int64_t count,
-                 float* out, Stream cuda_stream) {
-  constexpr int kBlock = 256;
-  constexpr int64_t kMany = 1024;
-  if (rows == 0 || count == 0) return;
-  const dim3 grid(static_cast<unsigned>(std::min((count + kBlock - 1) / kBlock, kMany)), static_cast<unsigned>(rows));
-  launch("gumbel_rows", gumbel_rows_kernel, {grid, kBlock}, cuda_stream, seed, stream, positions, first, count, out);
-}
 
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
   if (args.rows == 0) return;

@@ -2,14 +2,18 @@
 // keeps the best of its columns and the sum of their exponentials, then blocks and cluster join these in a fixed order.
 #pragma once
 
+#include <cmath>
+#include <cstdint>
+
 #include "common/best.h"
-#include "kernels_host.h"
+#include "common/ieee.h"
+#include "common/warp.h"
+#include "kernels_cuda.h"
 
 namespace swiftspec::sampling {
 
 using best::Best;
 using best::Entry;
-using host::ScoreArgs;
 
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
@@ -27,7 +31,7 @@ struct LogSum {
 SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.total + b.total};
-  return {top, noise::add(noise::mul(a.total, expf(a.top - top)), noise::mul(b.total, expf(b.top - top)))};
+  return {top, ieee::add(ieee::mul(a.total, expf(a.top - top)), ieee::mul(b.total, expf(b.top - top)))};
 }
 
 // A lane's sum of exponentials and those of more scores.
@@ -67,11 +71,11 @@ struct Found {
 
 SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
   float x = a.logits[row * a.stride + column];
-  if (a.bias != nullptr) x = noise::add(x, a.bias[column]);
-  if (a.temperature != 1.0f) x = noise::div(x, a.temperature);
+  if (a.bias != nullptr) x = ieee::add(x, a.bias[column]);
+  if (a.temperature != 1.0f) x = ieee::div(x, a.temperature);
   if (a.noise == nullptr) return x;
-  x = noise::add(x, a.noise[a.rows_of_noise[row] * a.vocab + column]);
-  return a.tau == 1.0f ? x : noise::div(x, a.tau);
+  x = ieee::add(x, a.noise[a.rows_of_noise[row] * a.vocab + column]);
+  return a.tau == 1.0f ? x : ieee::div(x, a.tau);
 }
 
 // A warp's columns of a row, without `sums` no exponentials.

@@ -1,4 +1,4 @@
-// The draft tree on a device (swiftspec/spec/tree.py): the best leaves, their mask rows, their children. Host code too.
+// The draft tree on a device (swiftspec/tree/tree.py): the best leaves, their mask rows, their children. Host code too.
 //
 // Of equal weights the earlier node comes first, and the rows of an expansion are in that order. An expansion always has
 // w rows and takes w tree slots: where there are fewer leaves, rows are left over, which belong to no node and which
@@ -6,7 +6,7 @@
 #pragma once
 
 #include "common/best.h"
-#include "kernels_host.h"
+#include "kernels_cuda.h"
 
 namespace swiftspec::tree {
 
@@ -38,7 +38,7 @@ SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const
       const int32_t node = found.index[half](lane) == best::kNobody ? -1 : found.index[half](lane);
       out.node[row] = node;
       out.tokens[row] = node < 0 ? 0 : t.token[node];
-      out.places[row] = *prefix + first + row;
+      out.slots[row] = *prefix + first + row;
       if (node >= 0) t.slot[node] = first + row;
     }
     if (lane == 0) t.used[1] = first + w;
@@ -47,7 +47,7 @@ SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const
 
 // A warp writes one row after `choose`: what the leaf's parent sees, and the leaf itself; and its position.
 SWIFTSPEC_HD void see(const TreeState& t, int row, const int64_t* prefix, const Expansion& out) {
-  const int32_t node = out.node[row], mine = static_cast<int32_t>(out.places[row] - *prefix);
+  const int32_t node = out.node[row], mine = static_cast<int32_t>(out.slots[row] - *prefix);
   const uint8_t* above = node > 0 ? t.visible + static_cast<int64_t>(t.slot[t.parent[node]]) * t.slots : nullptr;
   int depth = 0;
   for (int32_t base = 0; base < t.slots; base += 32) {

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "kernels_host.h"
 #include "host/shm/ll_shm.h"
+#include "kernels_host.h"
 
 namespace swiftspec::host {
 

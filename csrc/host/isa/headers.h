@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "kernels_host.h"
 #include "common/noise.h"
 #include "host/isa/level.h"
 #include "host/ops/threads.h"
+#include "kernels_host.h"
