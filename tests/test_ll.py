@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 NEVER = 1_000_000
 NO_WRAP = (NEVER, NEVER)  # flags, epochs between two cleanings
-SOURCES = ["tests/native/ll_threads.cpp", "csrc/host/shm/segment.cpp", "csrc/host/shm/ll_shm.cpp"]
+SOURCES = ["tests/native/ll_threads.cpp", *(f"csrc/host/shm/{name}.cpp" for name in ("segment", "ll_shm", "mailbox"))]
 NEAR_WRAP = 2**32 - 50
 FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four laps before the flags start again
 

@@ -24,7 +24,7 @@ inline void check_inside(const int64_t* values, int64_t count, int64_t bound, co
 inline int64_t size_arg(const char* name, int64_t value, int64_t least) {
   if (value < least || value > kMaxSize) {
     throw py::value_error(std::string(name) + " must be between " + std::to_string(least) + " and " +
-                                std::to_string(kMaxSize) + ", not " + std::to_string(value));
+                          std::to_string(kMaxSize) + ", not " + std::to_string(value));
   }
   return value;
 }
@@ -42,14 +42,17 @@ inline void* type_arg(const char* name, uintptr_t address, bool wide, int64_t el
               : static_cast<void*>(pointer_arg<uint16_t>(name, address, elements));
 }
 
-// Each part of the module is defined in a file of its own.
-void define_shared_memory(py::module_& m);
-void define_decoder(py::module_& m);
-void define_rounds(py::module_& m);
+// The noise of rows: of the host or, as the addresses, of a GPU.
+struct NoiseArgs {
+  const int32_t* positions;
+  uint32_t* out;
 
-// Where CUDA is built, in the files of these names.
-void bind_linear(py::module_& m);          // bindings_cuda.cpp
-void bind_cuda_attention(py::module_& m);  // bindings_cuda_attention.cpp
-void bind_peers(py::module_& m);           // bindings_cuda_peers.cpp
+  NoiseArgs(uintptr_t positions_ptr, int64_t rows, int64_t vocab, uintptr_t out_ptr) {
+    size_arg("rows", rows, 0);
+    size_arg("vocab", vocab, 1);
+    positions = pointer_arg<const int32_t>("positions", positions_ptr, rows);
+    out = pointer_arg<uint32_t>("out", out_ptr, rows);
+  }
+};
 
 }  // namespace swiftspec::binding

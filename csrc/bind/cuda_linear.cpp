@@ -1,31 +1,30 @@
-// Projections on a GPU. Addresses are of device memory; the kernels read 16 bytes at a time.
+// Projections on a GPU.
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "bind/arguments.h"
+#include "bind/cuda_arguments.h"
+#include "bind/module.h"
 #include "cuda/linear/repack.h"
 #include "cuda/linear/tiles.h"
 #include "cuda/linear/tiling.h"
 #include "cuda/peers/channel.h"
-#include "kernels_cuda.h"
 
 namespace swiftspec::binding {
+
 namespace {
 
 using cuda::Channel;
 using cuda::LinearArgs;
 using cuda::Weights;
 
-template <typename T>
-T* aligned_arg(const char* name, uintptr_t address) {
+const void* aligned_or_null(const char* name, uintptr_t address) {
   if (address % 16 != 0) throw py::value_error(std::string(name) + " is not aligned to 16 bytes");
-  return reinterpret_cast<T*>(address);
+  return reinterpret_cast<const void*>(address);
 }
-
-cuda::Stream stream_of(uintptr_t address) { return reinterpret_cast<cuda::Stream>(address); }
 
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   size_arg("k", k, 8);
@@ -49,44 +48,19 @@ void precede(Weights& weights, uintptr_t tiles, int64_t bytes) {
   weights.next_bytes = std::min(bytes, cuda::tiles::kAheadBytes);
 }
 
-void repack_int4(int64_t k, int64_t n, int64_t group, uintptr_t codes, uintptr_t scales, uintptr_t zeros,
-                 uintptr_t out, uintptr_t stream) {
+void repack_int4(int64_t k, int64_t n, int64_t group, uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t out,
+                 uintptr_t stream) {
   check(group != 0, "int4 weights have groups");
   const auto tiling = tiling_of(k, n, group);
   const cuda::tiles::Int4Source source{pointer_arg<const uint32_t>("codes", codes, 1),
                                        pointer_arg<const float>("scales", scales, 1),
                                        pointer_arg<const uint32_t>("zeros", zeros, 1)};
-  cuda::repack_int4(tiling, source, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
+  cuda::repack_int4(tiling, source, pointer_arg<uint32_t>("out", out, 1), stream_arg(stream));
 }
 
 void repack_bf16(int64_t k, int64_t n, uintptr_t matrix, uintptr_t out, uintptr_t stream) {
   const auto* from = pointer_arg<const uint16_t>("matrix", matrix, 1);
-  cuda::repack_bf16(tiling_of(k, n, 0), from, pointer_arg<uint32_t>("out", out, 1), stream_of(stream));
-}
-
-std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines, uintptr_t epoch,
-                                      uintptr_t done, uintptr_t trouble, double patience) {
-  const int ranks = static_cast<int>(inboxes.size());
-  check(ranks >= 1 && ranks <= cuda::kMaxPeers && rank >= 0 && rank < ranks, "1 to 8 ranks, 0 <= rank < size");
-  check(patience > 0 && patience <= 3600, "patience must lie above 0 and be an hour at most");
-  size_arg("lines", lines, 1);
-  Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(patience * 1000) + 1, {}, nullptr, nullptr, nullptr};
-  for (int r = 0; r < ranks; ++r) channel.inbox[r] = pointer_arg<ll::Line>("inbox", inboxes[r], 1);
-  channel.epoch = pointer_arg<uint64_t>("epoch", epoch, 1);
-  channel.done = pointer_arg<uint32_t>("done", done, 1);
-  channel.trouble = pointer_arg<uint64_t>("trouble", trouble, 1);
-  return std::make_unique<Channel>(channel);
-}
-
-int64_t inbox_bytes(int ranks, int64_t lines) {
-  return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::rules()) * static_cast<int64_t>(sizeof(ll::Line));
-}
-
-// Who gave up, on whom, in which slot and epoch; nobody: None.
-py::object trouble_of(uint64_t word) {
-  const ll::Trouble t = ll::trouble_of(word);
-  if (t.reason == ll::Reason::kNone) return py::none();
-  return py::make_tuple(int{t.rank}, int{t.source}, int{t.slot}, t.epoch);
+  cuda::repack_bf16(tiling_of(k, n, 0), from, pointer_arg<uint32_t>("out", out, 1), stream_arg(stream));
 }
 
 LinearArgs linear_args(const Weights& weights, uintptr_t x, uintptr_t norm, float eps, uintptr_t residual,
@@ -100,8 +74,8 @@ LinearArgs linear_args(const Weights& weights, uintptr_t x, uintptr_t norm, floa
         "the product is longer than the group's lines");
   check(rows == 0 || x != 0, "x is null");
   return {&weights,
-          aligned_arg<const void>("x", x),
-          aligned_arg<const void>("norm", norm),
+          aligned_or_null("x", x),
+          aligned_or_null("norm", norm),
           eps,
           pointer_arg<const uint16_t>("residual", residual, 0),
           pointer_arg<uint16_t>("out", out, 0),
@@ -113,7 +87,7 @@ LinearArgs linear_args(const Weights& weights, uintptr_t x, uintptr_t norm, floa
 
 void linear(const Weights& weights, uintptr_t x, uintptr_t norm, float eps, uintptr_t residual, uintptr_t out,
             uintptr_t logits, bool swiglu, const Channel* channel, int64_t rows, uintptr_t stream) {
-  cuda::linear(linear_args(weights, x, norm, eps, residual, out, logits, swiglu, channel, rows), stream_of(stream));
+  cuda::linear(linear_args(weights, x, norm, eps, residual, out, logits, swiglu, channel, rows), stream_arg(stream));
 }
 
 void linear_virtual(const std::vector<const Weights*>& weights, const std::vector<uintptr_t>& x, uintptr_t residual,
@@ -129,61 +103,33 @@ void linear_virtual(const std::vector<const Weights*>& weights, const std::vecto
     check(mine.k == first.k && mine.n == first.n && mine.group == first.group, "ranks of different shapes");
     args.push_back(linear_args(*weights[r], x[r], 0, 0, residual, out[r], 0, false, channels[r], rows));
   }
-  cuda::linear_virtual(args.data(), static_cast<int>(count), delays, stream_of(stream));
-}
-
-cuda::GatherArgs gather_args(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count) {
-  check(count >= 0 && cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
-  return {&channel, pointer_arg<const uint32_t>("mine", mine, count), pointer_arg<uint32_t>("out", out, count), count};
-}
-
-void gather(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count, uintptr_t stream) {
-  cuda::gather(gather_args(channel, mine, out, count), stream_of(stream));
-}
-
-void gather_virtual(const std::vector<const Channel*>& channels, const std::vector<uintptr_t>& mine,
-                    const std::vector<uintptr_t>& out, int64_t count, uintptr_t stream) {
-  const size_t ranks = channels.size();
-  check(ranks >= 1 && ranks <= cuda::kMaxPeers && mine.size() == ranks && out.size() == ranks && count >= 1,
-        "one of each for 1 to 8 ranks");
-  std::vector<cuda::GatherArgs> args;
-  for (size_t r = 0; r < ranks; ++r) {
-    check(channels[r] != nullptr, "a rank without channel");
-    args.push_back(gather_args(*channels[r], mine[r], out[r], count));
-  }
-  cuda::gather_virtual(args.data(), static_cast<int>(ranks), stream_of(stream));
+  cuda::linear_virtual(args.data(), static_cast<int>(count), delays, stream_arg(stream));
 }
 
 }  // namespace
 
-void bind_linear(py::module_& m) {
-  py::class_<Channel>(m, "CudaChannel", "One rank's end of a group of GPUs; see cuda/channel.h. Patience in seconds.")
-      .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
-           py::arg("done"), py::arg("trouble"), py::arg("patience"));
-  py::class_<Weights>(m, "CudaWeights", "A projection's tiles on the current device; see cuda::Weights in kernels.h.")
+void bind_cuda_linear(py::module_& m) {
+  py::class_<Weights>(m, "CudaWeights",
+                      "A projection's tiles on the current device; see cuda::Weights in cuda/linear/tiling.h.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"))
       .def("precede", &precede, py::arg("tiles"), py::arg("bytes"),
            "The tiles that L2 is to have when this projection ends, for as long as both are used.");
-  m.def("cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
-        py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
-  m.def("cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(tiling_of(8, n, 0), rows); },
-        py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
-  m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"), "Bytes that a rank reads in, zero at first.");
-  m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
+  m.def(
+      "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
+      py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
+  m.def(
+      "cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(tiling_of(8, n, 0), rows); },
+      py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
   m.def("repack_int4_cuda", &repack_int4, py::arg("k"), py::arg("n"), py::arg("group"), py::arg("codes"),
-        py::arg("scales"), py::arg("zeros"), py::arg("out"), py::arg("stream"), "See repack_int4 in kernels.h.");
+        py::arg("scales"), py::arg("zeros"), py::arg("out"), py::arg("stream"), "See repack_int4 in kernels_cuda.h.");
   m.def("repack_bf16_cuda", &repack_bf16, py::arg("k"), py::arg("n"), py::arg("matrix"), py::arg("out"),
-        py::arg("stream"), "See repack_bf16 in kernels.h.");
+        py::arg("stream"), "See repack_bf16 in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("logits"), py::arg("swiglu"), py::arg("channel").none(true), py::arg("rows"),
-        py::arg("stream"), "A projection of up to 32 rows; see cuda::LinearArgs in kernels.h. 0 is null.");
+        py::arg("stream"), "A projection of up to 32 rows; see cuda::LinearArgs in kernels_cuda.h. 0 is null.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("rows"), py::arg("delays"), py::arg("stream"),
-        "All ranks of a group in one launch, for tests; see linear_virtual in kernels.h.");
-  m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("count"),
-        py::arg("stream"), "See cuda::GatherArgs in kernels.h.");
-  m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("count"),
-        py::arg("stream"), "All ranks of a group in one launch, for tests.");
+        "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");
 }
 
 }  // namespace swiftspec::binding

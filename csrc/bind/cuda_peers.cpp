@@ -1,20 +1,16 @@
 // What ranks on the GPUs of one machine need of each other before their kernels can sum.
-#include <pybind11/stl.h>
-
 #include <memory>
 #include <string>
 
 #include "bind/arguments.h"
+#include "bind/module.h"
+#include "bind/waits.h"
 #include "cuda/peers/peers.h"
 #include "host/shm/segment.h"
 
 namespace swiftspec::binding {
-namespace {
 
-bool interrupted() {
-  const py::gil_scoped_acquire locked;
-  return PyErr_CheckSignals() != 0;
-}
+namespace {
 
 // A word of shared memory that every rank's host and GPU see.
 class Word {
@@ -59,7 +55,7 @@ uintptr_t address_of(const T& memory) {
 
 }  // namespace
 
-void bind_peers(py::module_& m) {
+void bind_cuda_peers(py::module_& m) {
   py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
       .def(py::init(&make_inbox), py::arg("bytes"))
       .def_property_readonly("address", &address_of<cuda::Inbox>)

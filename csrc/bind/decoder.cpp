@@ -1,14 +1,15 @@
 // The whole decoder for Python. Who holds one keeps the tensors, weights and group behind it alive.
 #include "host/decoder/decoder.h"
 
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bind/arguments.h"
+#include "bind/module.h"
 
 namespace swiftspec::binding {
 
@@ -20,7 +21,6 @@ using LayerArgs = std::tuple<uintptr_t, const Weights*, const Weights*, uintptr_
 // first row, rows, mask, width, length, keys, values
 using PartArgs = std::tuple<int64_t, int64_t, uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t>;
 
-
 bool has_shape(const Weights* weights, int64_t n, int64_t k, bool wide) {
   return weights != nullptr && weights->n == n && weights->k == k && (wide || weights->format != host::Format::f32);
 }
@@ -31,15 +31,14 @@ host::Layer layer_of(const LayerArgs& args, const host::Stack& s) {
             has_shape(o, s.hidden, s.heads * s.dim, s.wide) && gate_up != nullptr && gate_up->n % 2 == 0 &&
             has_shape(gate_up, gate_up->n, s.hidden, s.wide) && has_shape(down, s.hidden, gate_up->n / 2, s.wide),
         "a layer's projections do not fit each other");
-  return {type_arg("input_norm", input_norm, s.wide, 1), qkv,
-          o,         type_arg("post_norm", post_norm, s.wide, 1), gate_up, down};
+  return {type_arg("input_norm", input_norm, s.wide, 1), qkv,     o,
+          type_arg("post_norm", post_norm, s.wide, 1),   gate_up, down};
 }
 
 std::unique_ptr<host::Decoder> make_decoder(bool wide, float eps, int64_t hidden, int64_t heads, int64_t kv_heads,
                                             int64_t dim, int64_t vocab, int64_t positions, uintptr_t embedding,
                                             uintptr_t cos, uintptr_t sin, uintptr_t norm, const Weights& head,
-                                            const std::vector<LayerArgs>& layers, host::Group* group,
-                                            double timeout) {
+                                            const std::vector<LayerArgs>& layers, host::Group* group, double timeout) {
   size_arg("hidden", hidden, 1);
   size_arg("vocab", vocab, 1);
   size_arg("positions", positions, 1);
@@ -103,8 +102,8 @@ void forward(host::Decoder& decoder, uintptr_t tokens, uintptr_t positions, uint
 
 }  // namespace
 
-void define_decoder(py::module_& m) {
-  py::class_<host::Decoder>(m, "Decoder", "All layers as one call; see Stack and Step in host/decoder.h.")
+void bind_decoder(py::module_& m) {
+  py::class_<host::Decoder>(m, "Decoder", "All layers as one call; see Stack and Step in host/decoder/decoder.h.")
       .def(py::init(&make_decoder), py::arg("wide"), py::arg("eps"), py::arg("hidden"), py::arg("heads"),
            py::arg("kv_heads"), py::arg("dim"), py::arg("vocab"), py::arg("positions"), py::arg("embedding"),
            py::arg("cos"), py::arg("sin"), py::arg("norm"), py::arg("head"), py::arg("layers"), py::arg("group"),

@@ -1,13 +1,14 @@
-// The draft tree and the inner part of a round for Python. Who holds one of these keeps what it was given alive.
-#include <pybind11/pybind11.h>
+// The inner part of a round. Who holds one of these keeps what it was given alive.
+#include "host/decoder/rounds.h"
+
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "bind/arguments.h"
-#include "host/decoder/fast_reply.h"
-#include "host/decoder/rounds.h"
+#include "bind/module.h"
 #include "host/decoder/tree.h"
 
 namespace swiftspec::binding {
@@ -20,52 +21,6 @@ using host::Rounds;
 using host::Scoring;
 using host::Tree;
 
-std::unique_ptr<Tree> make_tree(uintptr_t token, uintptr_t parent, uintptr_t slot, uintptr_t logprob,
-                                uintptr_t visible, uintptr_t sizes, int64_t nodes, int64_t slots) {
-  size_arg("nodes", nodes, 1);
-  size_arg("slots", slots, 1);
-  return std::make_unique<Tree>(Tree{pointer_arg<int64_t>("token", token, nodes),
-                                     pointer_arg<int64_t>("parent", parent, nodes),
-                                     pointer_arg<int64_t>("slot", slot, nodes),
-                                     pointer_arg<double>("logprob", logprob, nodes),
-                                     pointer_arg<uint8_t>("visible", visible, slots),
-                                     pointer_arg<int64_t>("sizes", sizes, 2), nodes, slots});
-}
-
-void check_node(const Tree& tree, int64_t node) {
-  check(node >= 0 && node < tree.count(), "a node that the tree does not have");
-}
-
-// nodes, their tokens, their parents by position
-std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64_t root) {
-  size_arg("bs", bs, 1);
-  check_node(tree, root);
-  host::SubTree found = tree.best_subtree(bs, root);
-  return {std::move(found.nodes), std::move(found.tokens), std::move(found.parents)};
-}
-
-std::pair<double, double> prospects(const Tree& tree, int64_t bs, int64_t w, int64_t root) {
-  size_arg("bs", bs, 1);
-  size_arg("w", w, 1);
-  check_node(tree, root);
-  return tree.prospects(bs, w, root);
-}
-
-std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
-  check_node(tree, node);
-  Nodes path, kept;
-  tree.reroot(node, path, kept);
-  return {std::move(path), std::move(kept)};
-}
-
-host::Offer offer(const Tree& tree, int32_t request, int32_t prefix_len, int64_t bs, int64_t w, int64_t steps,
-                  double worth) {
-  size_arg("bs", bs, 1);
-  size_arg("w", w, 1);
-  size_arg("steps", steps, 1);
-  return {tree, request, prefix_len, bs, w, steps, worth};
-}
-
 // bias [vocab], of which the columns of this rank are read
 std::unique_ptr<Scoring> make_scoring(const Rounds& rounds, int64_t vocab, double temperature, uintptr_t bias,
                                       bool noisy, uint64_t seed, uint32_t stream) {
@@ -77,9 +32,9 @@ std::unique_ptr<Scoring> make_scoring(const Rounds& rounds, int64_t vocab, doubl
                                    stream);
 }
 
-// A region's addresses, with room for `rows` more slots after `used` of the tree.
-Region region_of(const host::Decoder& decoder, uintptr_t keys, uintptr_t values, int64_t capacity,
-                 int64_t layer_stride, int64_t prefix, int64_t rows) {
+// A region's addresses, with room for `rows` slots after the prefix.
+Region region_of(const host::Decoder& decoder, uintptr_t keys, uintptr_t values, int64_t capacity, int64_t layer_stride,
+                 int64_t prefix, int64_t rows) {
   const host::Stack& stack = decoder.stack();
   check(prefix >= 0 && prefix + rows <= capacity, "the rows do not fit the cache");
   check(prefix + rows <= stack.positions, "a position lies outside the context");
@@ -88,9 +43,9 @@ Region region_of(const host::Decoder& decoder, uintptr_t keys, uintptr_t values,
 }
 
 // leaves expanded, seconds of the forward
-std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
-                                  uintptr_t values, int64_t capacity, int64_t layer_stride, int64_t prefix,
-                                  const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled, double tau) {
+std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys, uintptr_t values, int64_t capacity,
+                                  int64_t layer_stride, int64_t prefix, const Nodes& pending, int64_t w, int64_t k,
+                                  Scoring& scoring, bool coupled, double tau) {
   const host::Decoder& decoder = rounds.decoder();
   const int64_t ahead = static_cast<int64_t>(pending.size()), vocab = decoder.stack().vocab;
   size_arg("w", w, 1);
@@ -101,17 +56,16 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, uintptr_t keys,
   check(scoring.columns().count <= decoder.stack().head->n, "the scoring is another decoder's");
   check_inside(pending.data(), ahead, vocab, "a token lies outside the vocabulary");
   check_inside(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
-  const Region region =
-      region_of(decoder, keys, values, capacity, layer_stride, prefix, ahead + tree.expanded() + w);
+  const Region region = region_of(decoder, keys, values, capacity, layer_stride, prefix, ahead + tree.expanded() + w);
   py::gil_scoped_release unlocked;
   const int64_t count = rounds.expand(tree, region, pending, w, k, scoring, coupled, tau);
   return {count, count == 0 ? 0.0 : rounds.seconds()};
 }
 
 // path, sampled tokens, seconds of the forward
-std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens,
-                                        const Nodes& parents, uintptr_t keys, uintptr_t values, int64_t capacity,
-                                        int64_t layer_stride, int64_t prefix, Scoring& scoring) {
+std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, uintptr_t keys,
+                                        uintptr_t values, int64_t capacity, int64_t layer_stride, int64_t prefix,
+                                        Scoring& scoring) {
   const host::Decoder& decoder = rounds.decoder();
   const auto count = static_cast<int64_t>(tokens.size());
   size_arg("nodes", count, 1);
@@ -133,22 +87,11 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens,
 
 }  // namespace
 
-void define_rounds(py::module_& m) {
-  py::class_<Tree>(m, "Tree", "A draft tree on arrays that Python holds; see host/tree.h.")
-      .def(py::init(&make_tree), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("logprob"),
-           py::arg("visible"), py::arg("sizes"), py::arg("nodes"), py::arg("slots"))
-      .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"))
-      .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"))
-      .def("walk", &Tree::walk, py::arg("tokens"))
-      .def("reroot", &reroot, py::arg("node"))
-      .def("offer", &offer, py::arg("request"), py::arg("prefix_len"), py::arg("bs"), py::arg("w"), py::arg("steps"),
-           py::arg("worth"), py::keep_alive<0, 1>());
-  py::class_<host::Offer>(m, "Offer", "What a draft is ready to answer; see host/answer.h.")
-      .def("answer", &host::answer, py::arg("result"));
-  py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; see host/rounds.h.")
+void bind_rounds(py::module_& m) {
+  py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; see host/decoder/rounds.h.")
       .def(py::init(&make_scoring), py::arg("rounds"), py::arg("vocab"), py::arg("temperature"), py::arg("bias"),
            py::arg("noisy"), py::arg("seed"), py::arg("stream"));
-  py::class_<Rounds>(m, "Rounds", "Expansions and verifications as one call each; see host/rounds.h.")
+  py::class_<Rounds>(m, "Rounds", "Expansions and verifications as one call each; see host/decoder/rounds.h.")
       .def(py::init<host::Decoder&>(), py::arg("decoder"), py::keep_alive<1, 2>())
       .def("expand", &expand, py::arg("tree"), py::arg("keys"), py::arg("values"), py::arg("capacity"),
            py::arg("layer_stride"), py::arg("prefix"), py::arg("pending"), py::arg("w"), py::arg("k"),

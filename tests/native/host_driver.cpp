@@ -164,8 +164,8 @@ struct Model {
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
       result.insert(result.end(), path.begin(), path.end());
       result.insert(result.end(), sampled.begin(), sampled.end());
-      const Words answered = answer({tree, 1, 30, 6, 4, 3, 0.1}, result);
-      told.insert(told.end(), answered.begin(), answered.end());
+      const Words replied = fast_reply({tree, 1, 30, 6, 4, 3, 0.1}, result);
+      told.insert(told.end(), replied.begin(), replied.end());
       const Nodes walked = tree.walk(sampled);
       if (walked.empty()) {
         pending = {token[0]};

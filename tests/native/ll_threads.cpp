@@ -1,7 +1,7 @@
 // Ranks as threads, for the sanitizers. Exits with 0 and prints "ok", or says what is wrong.
 //
-//   ll_threads sum RANKS BLOCKS EPOCHS FIRST_EPOCH    sessions of csrc/ll.h: sums to the bit, under random delays
-//   ll_threads ring LINES MESSAGES FIRST_LINE         a ring of csrc/host/ring.h
+//   ll_threads sum RANKS BLOCKS EPOCHS FIRST_EPOCH    sessions of csrc/common/ll.h: sums to the bit, under random delays
+//   ll_threads ring LINES MESSAGES FIRST_LINE         a ring of csrc/host/shm/ring.h
 //   ll_threads shm RANKS                              groups and mailboxes over shared memory
 #include <sched.h>
 
@@ -17,6 +17,7 @@
 
 #include "common/ll.h"
 #include "host/shm/ll_shm.h"
+#include "host/shm/mailbox.h"
 #include "host/shm/ring.h"
 
 namespace ll = swiftspec::ll;

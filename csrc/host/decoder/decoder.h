@@ -1,5 +1,5 @@
-// A whole decoder as one call: embedding, layers, head. The operators of ../kernels.h in their order, on buffers
-// that are made once.
+// A whole decoder as one call: embedding, layers, head. The operators of kernels_host.h in their order, on
+// buffers that are made once.
 #pragma once
 
 #include <cstdint>

@@ -134,9 +134,10 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
   path.assign(1, 0);
   sampled.assign(1, drawn_[0]);
   for (int64_t node = 1; node < count; ++node) {  // a child comes after its parent
-    if (parents[static_cast<size_t>(node)] != path.back() || tokens[static_cast<size_t>(node)] != sampled.back()) continue;
+    const auto i = static_cast<size_t>(node);
+    if (parents[i] != path.back() || tokens[i] != sampled.back()) continue;
     path.push_back(node);
-    sampled.push_back(drawn_[static_cast<size_t>(node)]);
+    sampled.push_back(drawn_[i]);
   }
   commit(region, path);
 }

@@ -129,16 +129,16 @@ void Tree::reroot(int64_t node, Nodes& path, Nodes& kept) {
 void Tree::keep(int64_t root, const Nodes& kept) {
   const int64_t before = count(), used = expanded();
   const double weight = logprob[root];
-  Nodes place(static_cast<size_t>(before)), new_slot(static_cast<size_t>(slots) + 1, slots);
+  Nodes new_index(static_cast<size_t>(before)), new_slot(static_cast<size_t>(slots) + 1, slots);
   std::vector<uint8_t> stays(static_cast<size_t>(before));
   for (size_t s = 0; s < kept.size(); ++s) new_slot[static_cast<size_t>(kept[s])] = static_cast<int64_t>(s);
   for (int64_t i = 0; i < before; ++i) stays[static_cast<size_t>(i)] = below(i, root);
   int64_t now = 0;
   for (int64_t i = 0; i < before; ++i) {
     if (stays[static_cast<size_t>(i)] == 0) continue;
-    place[static_cast<size_t>(i)] = now;
+    new_index[static_cast<size_t>(i)] = now;
     token[now] = token[i];
-    parent[now] = i == root ? 0 : place[static_cast<size_t>(parent[i])];
+    parent[now] = i == root ? 0 : new_index[static_cast<size_t>(parent[i])];
     slot[now] = new_slot[static_cast<size_t>(slot[i])];
     logprob[now] = logprob[i] - weight;
     ++now;

@@ -1,4 +1,4 @@
-// The draft tree of swiftspec/spec/tree.py, on the arrays that it keeps. See there for what they hold.
+// The draft tree of swiftspec/tree/tree.py, on the arrays that it keeps. See there for what they hold.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace swiftspec::host {
 
 using Nodes = std::vector<int64_t>;
 
-// Some nodes of a tree, their tokens, and their parents by place among them; the first one's is -1.
+// Some nodes of a tree, their tokens, and their parents by index among them; the first one's is -1.
 struct SubTree {
   Nodes nodes, tokens, parents;
 };

@@ -1,6 +1,6 @@
 // From logits to tokens, a pass or two over a vocabulary. Read inside a level's namespace.
 
-// -ln(-ln(1 - v)), v as noise.h has it. ln(1 - v) is ln u for the u next to 1 - v, and what u leaves out.
+// -ln(-ln(1 - v)), v as common/noise.h has it. ln(1 - v) is ln u for the u next to 1 - v, and what u leaves out.
 inline F gumbel_lanes(I bits) {
   const F v = smallest(mul(add(unsigned_to_float(bits), all(0.5f)), all(0x1p-32f)), all(1.0f - 0x1p-24f));
   const F u = sub(all(1.0f), v);

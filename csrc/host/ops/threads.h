@@ -7,7 +7,7 @@
 namespace swiftspec::host {
 
 // Calls body(i) once for every i below `pieces`, on this thread and on those of the process that are free.
-// Which thread takes a piece is open, so pieces write to places of their own. A job that comes while another
+// Any thread may take any piece, so no two pieces may write to the same memory. A job that comes while another
 // runs is done by its caller alone.
 void share(int64_t pieces, void (*body)(const void*, int64_t), const void* context);
 

@@ -1,5 +1,5 @@
 // Words that several threads or processes share. Loads acquire and stores release: a flag and its data are one word and
-// would need neither, but that a place may be overwritten is known from another line having arrived (csrc/ll.h), and
+// would need neither, but that a slot may be overwritten is known from another line having arrived (common/ll.h), and
 // this orders the two. On x86 it costs nothing.
 #pragma once
 

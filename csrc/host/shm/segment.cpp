@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <cstdio>
 #include <system_error>
 #include <thread>
 
@@ -90,7 +91,13 @@ bool Segment::has_ended(int rank) {
 }
 
 Segment::Segment(const std::string& name, int rank, int size, size_t bytes, double seconds, const Patience& patience)
-    : spins(patience.spin ? kMostSpins : 0), interrupted(patience.interrupted), name_(name), rank_(rank), size_(size), bytes_(sizeof(Header) + bytes), watches_(size, -1) {
+    : spins(patience.spin ? kMostSpins : 0),
+      interrupted(patience.interrupted),
+      name_(name),
+      rank_(rank),
+      size_(size),
+      bytes_(sizeof(Header) + bytes),
+      watches_(size, -1) {
   const double until = now() + seconds;
   const int flags = rank == 0 ? O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC : O_RDWR | O_CLOEXEC;
   File file{shm_open(name.c_str(), flags, 0600)};
@@ -166,6 +173,12 @@ void Segment::join(double until) {
                      " ranks came to shared memory " + name_ + " in time");
     }
   }
+}
+
+std::string Waiter::limit() const {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", seconds_);
+  return text;
 }
 
 // Spinning that ended well earns the next wait more of it. Spinning in vain halves it: the other rank may want this

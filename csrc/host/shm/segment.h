@@ -71,7 +71,7 @@ class Waiter {
   bool again(int source);
   ll::Reason reason() const { return reason_; }  // kNone: because another rank had given up
   int source() const { return source_; }
-  double seconds() const { return seconds_; }
+  std::string limit() const;  // how long it may wait, for a message
 
  private:
   bool should_stop(int source, double time);
