@@ -257,12 +257,13 @@ def test_there_is_something_to_read() -> None:
     assert list((ROOT / "csrc").rglob("*.cpp"))
 
 
-def test_csrc_includes_no_torch() -> None:
+def test_csrc_includes_no_torch_and_no_long_file() -> None:
     complaints = []
     for file in sorted((ROOT / "csrc").rglob("*")):
         if file.is_file():
             path = file.relative_to(ROOT / "csrc").as_posix()
-            complaints += csrc_without_torch(path, file.read_text(encoding="utf-8"))
+            source = file.read_text(encoding="utf-8")
+            complaints += csrc_without_torch(path, source) + short_enough(path, source)
     assert not complaints, "\n" + "\n".join(complaints)
 
 
@@ -317,6 +318,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (csrc_without_torch, "host/a.cpp", "#include <torch/extension.h>"),
     (csrc_without_torch, "cuda/a.cu", '# include "ATen/cuda/CUDAContext.h"'),
     (csrc_without_torch, "host/a.cpp", "#include <pybind11/pybind11.h>"),
+    (short_enough, "host/a.cpp", "int x;\n" * (MAX_LINES + 1)),
 ]
 
 
