@@ -1,5 +1,5 @@
-// Every launch on a GPU, on one page. Raw pointers, sizes and a stream; the callers have checked the arguments. A launch
-// is asynchronous and throws std::runtime_error when CUDA refuses it.
+// Every launch on a GPU, on one page. Raw pointers, sizes and a stream; the callers have checked the arguments. A
+// launch is asynchronous and throws std::runtime_error when CUDA refuses it.
 #pragma once
 
 #include <cstdint>
@@ -106,8 +106,8 @@ void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, 
 // ---- chains
 
 // What of the draft tokens of each request the target keeps, and the token that it adds (swiftspec/chains), of logits
-// that are shaped already. Without `draft` a token stays while it is the target's own: the likeliest, or with `keys` the
-// one drawn by that noise. With `draft`, rejection: `keys` then is the noise of what follows.
+// that are shaped already. Without `draft` a token stays while it is the target's own: the likeliest, or with `keys`
+// the one drawn by that noise. With `draft`, rejection: `keys` then is the noise of what follows.
 struct Logits {
   const void* data;
   int64_t request, position;  // elements from one to the next; those of a position are neighbours

@@ -102,9 +102,9 @@ void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t co
 // plays no part.
 void draw(const ScoreArgs& args, int64_t* tokens, float* values);
 
-// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a row without k
-// candidates is filled up with -inf. With `totals` [rows] the values are the scores themselves, and logsumexp(scores) is
-// there: the columns are one rank's, and host/decoder/merge.h puts them together.
+// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a row without
+// k candidates is filled up with -inf. With `totals` [rows] the values are the scores themselves, and logsumexp(scores)
+// is there: the columns are one rank's, and host/decoder/merge.h puts them together.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals);
 
 // A score as a log-probability. A parent's weight bounds its children's, so none is above 0.

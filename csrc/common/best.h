@@ -1,7 +1,7 @@
 // The best of many, kept by a warp: for candidates out of a vocabulary and leaves out of a tree. Host code too.
 //
-// One order everywhere: larger values first, of equal ones the smaller index. It is total, so the result does not depend
-// on who looked at what first.
+// One order everywhere: larger values first, of equal ones the smaller index. It is total, so the result does not
+// depend on who looked at what first.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,8 @@ SWIFTSPEC_HD bool better(T value, int32_t index, T other, int32_t its) {
   return value > other || (value == other && index < its);
 }
 
-// The k best so far, best first; place i is lane i % 32's, in half i / 32. Empty places hold -inf and nobody.
+// The k best so far, best first: the one of rank i is held by lane i % 32, in half i / 32. What is empty holds -inf and
+// nobody.
 template <class T>
 struct Best {
   warp::PerLane<T> value[2];
@@ -55,21 +56,21 @@ struct Best {
 
   SWIFTSPEC_HD void insert(T x, int32_t at) {
     if (!better(x, at, last, last_index)) return;
-    int place = 0;
+    int rank = 0;
     for (int half = 0; half < 2; ++half) {
       warp::PerLane<bool> before;
       SWIFTSPEC_EACH_LANE(lane) { before(lane) = better(value[half](lane), index[half](lane), x, at); }
-      place += warp::popcount(warp::ballot(before));
+      rank += warp::popcount(warp::ballot(before));
     }
-    shift<1>(x, at, place);
-    shift<0>(x, at, place);
+    shift<1>(x, at, rank);
+    shift<0>(x, at, rank);
     last = k > 32 ? warp::from_lane(value[1], k - 33) : warp::from_lane(value[0], k - 1);
     last_index = k > 32 ? warp::from_lane(index[1], k - 33) : warp::from_lane(index[0], k - 1);
   }
 
-  // Places after `place` take what is before them.
+  // Puts a candidate at its rank, if that lies in this half; those behind it move by one.
   template <int kHalf>
-  SWIFTSPEC_HD void shift(T x, int32_t at, int place) {
+  SWIFTSPEC_HD void shift(T x, int32_t at, int rank) {
     auto values = warp::from_before(value[kHalf]);
     auto indices = warp::from_before(index[kHalf]);
     if (kHalf == 1) {
@@ -84,10 +85,10 @@ struct Best {
     }
     SWIFTSPEC_EACH_LANE(lane) {
       const int mine = lane + 32 * kHalf;
-      if (mine == place) {
+      if (mine == rank) {
         value[kHalf](lane) = x;
         index[kHalf](lane) = at;
-      } else if (mine > place) {
+      } else if (mine > rank) {
         value[kHalf](lane) = values(lane);
         index[kHalf](lane) = indices(lane);
       }

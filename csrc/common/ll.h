@@ -1,16 +1,16 @@
-// The LL protocol (SwiftSpec paper, section 3.3, after NCCL's "low latency" protocol): every 8 bytes in memory are 4 bytes
-// of data and a 32-bit flag, written and read as one. A reader polls for the flag of its epoch and then has the data, so
-// an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: what loads and
-// stores a line is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
+// The LL protocol (SwiftSpec paper, section 3.3, after NCCL's "low latency" protocol): every 8 bytes in memory are 4
+// bytes of data and a 32-bit flag, written and read as one. A reader polls for the flag of its epoch and then has the
+// data, so an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: what
+// loads and stores a line is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
 //
 // Epochs. All ranks of a group count their exchanges alike. In an exchange each rank sends at least one line to every
-// other rank and receives all that they send. The lines from one rank to another live in `slots` places used in turn,
-// and nothing is ever cleared. Two places are enough if a rank sends for epoch e + 1 only after it has received
-// everything of epoch e: a peer whose line of epoch e + 1 has arrived is through with epoch e, and that line must have
-// arrived before epoch e + 2 overwrites the place of epoch e. So a fast rank may be one epoch ahead of a slow one.
-// Ranks that send for e + 1 while they still receive e need four places: then a line of e + 1 proves only that its
-// sender is through with e - 1. tests/native/ll_model.cpp walks through every interleaving: one place fails, two pass;
-// with the early sends three fail, four pass.
+// other rank and receives all that they send. The lines from one rank to another lie in a few slots used in turn, and
+// nothing is ever cleared. Two slots are enough if a rank sends for epoch e + 1 only after it has received everything
+// of epoch e: a peer whose line of epoch e + 1 has arrived is through with epoch e, and that line must have arrived
+// before epoch e + 2 overwrites the slot of epoch e. So a fast rank may be one epoch ahead of a slow one. Ranks that
+// send for e + 1 while they still receive e need four slots: then a line of e + 1 proves only that its sender is
+// through with e - 1. tests/native/ll_model.cpp walks through every interleaving: one slot fails, two pass; with the
+// early sends three fail, four pass.
 //
 // Blocks. Block b of a rank exchanges lines with block b of the other ranks only; each keeps the rule by itself.
 #pragma once
@@ -47,8 +47,8 @@ SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const Rules& rules = {}) {
 }
 
 // Messages differ in length, so the far lines of a slot may keep a flag until it returns and would be taken for new.
-// In these epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds the flag of e, which
-// is why once in the life of a flag is not enough.
+// In these epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds the flag of e,
+// which is why once in the life of a flag is not enough.
 SWIFTSPEC_HD bool cleans(uint64_t epoch, const Rules& rules = {}) {
   return epoch % rules.clean_every < rules.slots;
 }

@@ -17,7 +17,8 @@ __device__ inline uint32_t shared_address(const void* p) { return static_cast<ui
 // ---- products of a warp
 
 // d += a b; bf16 operands, float32 sums. PTX ISA, "Matrix Fragments for mma.m16n8k16".
-__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -115,10 +116,10 @@ __device__ inline void prefetch(const void* from, uint32_t bytes) {
 
 // ---- launches
 
-// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said so.
-// `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is launched
-// early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads; so when it
-// has ended, all in front of it have.
+// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said
+// so. `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is
+// launched early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads;
+// so when it has ended, all in front of it have.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

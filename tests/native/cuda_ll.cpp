@@ -1,5 +1,5 @@
-// Launches that sum over ranks, and between them some that gather (csrc/cuda/channel.h), as threads, for the sanitizers:
-// prints "ok", or says what is wrong.
+// Launches that sum over ranks, and between them some that gather (csrc/cuda/peers/channel.h), as threads, for the
+// sanitizers: prints "ok", or says what is wrong.
 //
 //   cuda_ll RANKS EPOCHS FIRST_EPOCH AHEAD
 //

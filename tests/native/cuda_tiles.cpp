@@ -1,14 +1,14 @@
 // Runs a projection of csrc/cuda lane by lane on the CPU: its tiles, its cut over CTAs and warps, its shared memory and
-// its order of sums, by the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 written down from the PTX
-// ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu.
+// its order of sums, by the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 written down from
+// the PTX ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu there.
 //
 //   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
 //   cuda_tiles K N GROUP    prints the tiling: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
 //
-// GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the bf16
-// matrix; then x [rows, k] bf16. MODE logits: out is float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and residual
-// [rows, n] bf16 follow x: plain adds both, sum the same by way of LL lines, swiglu the bias alone. Leaves with 1 and one
-// line when something does not fit.
+// GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the
+// bf16 matrix; then x [rows, k] bf16. MODE logits: out is float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and
+// residual [rows, n] bf16 follow x: plain adds both, sum the same by way of LL lines, swiglu the bias alone. Leaves
+// with 1 and one line when something does not fit.
 #include <array>
 #include <cstdio>
 #include <cstdlib>
@@ -122,7 +122,8 @@ void multiply_block(const Launch& l, Cta& cta, const uint32_t* tile, int tile_bl
     for (int lane = 0; lane < 32; ++lane) {
       for (int i = 0; i < 4; ++i) {
         const int step = 2 * block + odd;
-        a[lane][i] = l.tiling.group != 0 ? expand(tile[code_word(step, lane, f)], i) : tile[dense_word(step, lane, f, i)];
+        a[lane][i] = l.tiling.group != 0 ? expand(tile[code_word(step, lane, f)], i)
+                                         : tile[dense_word(step, lane, f, i)];
       }
       const Words4 piece = cta.at<Words4>(l.carve.x, x_piece(tile_block + block, l.rows8, j, lane));
       b[lane] = {piece[2 * odd], piece[2 * odd + 1]};

@@ -1,7 +1,7 @@
 // Grows a draft tree with the device's code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
-// expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its log-probability
-// a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token, position, slot and
-// the slots it sees; then for each node "node", token, parent, weight.
+// expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its
+// log-probability a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token,
+// position, slot and the slots it sees; then for each node "node", token, parent, weight.
 #include "cuda/tree/tree.h"
 
 #include <cstdio>

@@ -73,8 +73,8 @@ __device__ bool is_last(const Job& j, Shared<kDim>& s, cg::cluster_group& cluste
 // same for all blocks of a cluster, so that they meet at its barriers.
 //
 // It starts early, but lets nobody start before its end: with few heads it leaves many SMs idle, on which the blocks of
-// the next projection would settle two by two, and stay so for their whole stream of weights. The projection in front of
-// it has asked for the first of these weights instead (Weights::next).
+// the next projection would settle two by two, and stay so for their whole stream of weights. The projection in front
+// of it has asked for the first of these weights instead (Weights::next).
 template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, uint16_t* keys, uint16_t* values,
@@ -146,7 +146,8 @@ int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_that_fit<6
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
-  launch("prepare_attention", claim_kernel, {dim3(static_cast<unsigned>(parts(a.rows, kThreads))), kThreads}, stream, a);
+  const dim3 blocks(static_cast<unsigned>(parts(a.rows, kThreads)));
+  launch("prepare_attention", claim_kernel, {blocks, kThreads}, stream, a);
   const Launch how{.grid = dim3(static_cast<unsigned>(groups_of(a))), .threads = kThreads, .early = true};
   launch("prepare_attention", list_kernel, how, stream, a);
 }

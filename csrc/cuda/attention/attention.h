@@ -1,5 +1,5 @@
-// Tree attention on a GPU, all but the launches: what each row sees, and what a warp or a thread does in each step. Host
-// code too, so that tests run the whole kernel on a CPU (tests/native/attention_driver.cpp).
+// Tree attention on a GPU, all but the launches: what each row sees, and what a warp or a thread does in each step.
+// Host code too, so that tests run the whole kernel on a CPU (tests/native/attention_driver.cpp).
 //
 // A row's keys are numbered in the order of their positions. Key number i lies in slot i as long as the row sees every
 // slot before it; from there on the row's own list names it. Keys go in tiles of 128, one to a block; eight tiles are a

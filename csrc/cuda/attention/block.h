@@ -72,8 +72,8 @@ SWIFTSPEC_HD void gather_tile(const Job& j, Shared<kDim>& s, PerWarp<Output<kDim
   }
 }
 
-// From queries and `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or -1:
-// rows of many groups then read a shared prefix once.
+// From queries and `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or
+// -1: rows of many groups then read a shared prefix once.
 template <int kDim>
 SWIFTSPEC_HD void attend(const Job& j, Shared<kDim>& s, int64_t& held) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }

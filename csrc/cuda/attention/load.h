@@ -38,8 +38,8 @@ SWIFTSPEC_HD void await_fetches() {
 #endif
 }
 
-// Eight elements from `at` on of a head [kDim] after RoPE at a row's position: x cos + half_rotation(x) sin, where `sin`
-// has the sign of the rotation; rounded where the reference rounds.
+// Eight elements from `at` on of a head [kDim] after RoPE at a row's position: x cos + half_rotation(x) sin, where
+// `sin` has the sign of the rotation; rounded where the reference rounds.
 template <int kDim>
 SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
   const int64_t table = a.positions[row] * kDim + at;

@@ -13,7 +13,8 @@
 
 namespace swiftspec::attention {
 
-// B of a product over `k .. k + 15`, columns 8 n .. 8 n + 7, from lines of bfloat16; others than first .. end - 1 are 0.
+// B of a product over `k .. k + 15`, columns 8 n .. 8 n + 7, from lines of bfloat16; others than first .. end - 1 are
+// 0.
 SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, int k, int first, int end) {
   mma::B b;
   SWIFTSPEC_EACH_LANE(lane) {

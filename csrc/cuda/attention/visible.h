@@ -23,8 +23,8 @@ SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
 
 SWIFTSPEC_HD int64_t rows_of_group(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
 
-// How many entries the table of groups has. With one sequence every entry is a group. With several there is an entry for
-// each row, and those with which no group begins are empty: a group ends where the sequence changes.
+// How many entries the table of groups has. With one sequence every entry is a group. With several there is an entry
+// for each row, and those with which no group begins are empty: a group ends where the sequence changes.
 SWIFTSPEC_HD int64_t groups_of(const AttentionSetup& a) {
   return a.sequence == nullptr ? parts(a.rows, rows_of_group(a)) : a.rows;
 }

@@ -1,7 +1,9 @@
-// Chains of draft tokens against the target, all but the launch; host code too. A cluster of 8 blocks reads a position of
-// a request. Whichever cluster of a request ends last sees what the others have marked, and says how many tokens stay; by
-// rejection it then reads the position behind them again, for the token that follows. Nothing of the size of a vocabulary
-// is written.
+// Verification of chains: draft tokens in a row against the target, for a batch of requests (swiftspec/chains). All but
+// the launch; host code too.
+//
+// A cluster of 8 blocks reads a position of a request. Whichever cluster of a request ends last sees what the others
+// have marked, and says how many tokens stay; by rejection it then reads the position behind them again, for the token
+// that follows. Nothing of the size of a vocabulary is written.
 #pragma once
 
 #include <cmath>
@@ -54,9 +56,9 @@ SWIFTSPEC_HD int64_t positions(const VerifyArgs& a) {
 
 template <class T>
 SWIFTSPEC_HD float logit(const Logits& logits, int64_t request, int64_t position, int64_t column) {
-  const int64_t place = request * logits.request + position * logits.position + column;
-  if constexpr (sizeof(T) == 2) return bf16::widen(static_cast<const uint16_t*>(logits.data)[place]);
-  return static_cast<const float*>(logits.data)[place];
+  const int64_t at = request * logits.request + position * logits.position + column;
+  if constexpr (sizeof(T) == 2) return bf16::widen(static_cast<const uint16_t*>(logits.data)[at]);
+  return static_cast<const float*>(logits.data)[at];
 }
 
 // Calls `use(lane, scores, first column)` for a warp's share of the vocabulary, kAhead columns of a lane at a time.
@@ -168,12 +170,12 @@ SWIFTSPEC_HD Part join_blocks(Blocks block) {
 template <class T>
 SWIFTSPEC_HD PositionMark mark(const VerifyArgs& a, int64_t request, int64_t position, const Part& all) {
   if (position == a.steps) return {0, 0, all.best.index, 0};
-  const int64_t place = request * a.steps + position, token = a.tokens[place];
+  const int64_t at = request * a.steps + position, token = a.tokens[at];
   if (a.draft.data == nullptr) return {0, 0, all.best.index, all.best.index == token};
   const float target = all.target.top + logf(all.target.total), draft = all.draft.top + logf(all.draft.total);
   const float log_p = logit<T>(a.target, request, position, token) - target;
   const float log_q = logit<T>(a.draft, request, position, token) - draft;
-  return {target, draft, 0, log_p > -INFINITY && logf(a.coins[place]) < log_p - log_q};
+  return {target, draft, 0, log_p > -INFINITY && logf(a.coins[at]) < log_p - log_q};
 }
 
 // Other clusters have written it in this launch.

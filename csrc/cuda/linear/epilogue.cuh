@@ -1,14 +1,14 @@
-// From the sums of the warps to those of the cluster, in a fixed order. What becomes of them is in unit.h.
+// From the sums of the warps to those of the cluster, in a fixed order. What becomes of them is in lane_epilogue.h.
 #pragma once
 
 #include "cuda/linear/linear.cuh"
 
 namespace swiftspec::cuda {
 
-// The warps' sums, joined over the warps of each strip, where the cluster can read them. Two buffers in turn: a CTA that
-// writes the next sums while another still reads these writes the other buffer, and there is a barrier in between.
+// The warps' sums, joined over the warps of each strip, where the cluster can read them. Two buffers in turn: a CTA
+// that writes the next sums while another still reads these writes the other buffer, and there is a barrier in between.
 template <int kRows8>
-__device__ const float4* join(const LinearTask& task, const Place& at, int turn, const Sums<kRows8>& sums,
+__device__ const float4* join(const LinearTask& task, const ThreadIndex& at, int turn, const Sums<kRows8>& sums,
                               uint8_t* shared) {
   auto* joined = reinterpret_cast<float4*>(shared + task.carve.joined + turn % 2 * task.carve.joined_bytes);
   auto* partial = reinterpret_cast<float4*>(shared + task.carve.partial);
@@ -55,7 +55,7 @@ __device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
 // Calls one(unit without values) for the units of a turn that are this warp's: every eight rows of every strip,
 // spread over the warps of the cluster.
 template <int kRows8, class One>
-__device__ void each_unit(const LinearTask& task, const Place& at, int first_strip, One one) {
+__device__ void each_unit(const LinearTask& task, const ThreadIndex& at, int first_strip, One one) {
   const int step = tiles::kWarps << task.tiling.cluster_log;
   for (int i = (at.warp << task.tiling.cluster_log) + at.cta; i < kRows8 << task.tiling.n_log; i += step) {
     Unit unit;
@@ -65,11 +65,12 @@ __device__ void each_unit(const LinearTask& task, const Place& at, int first_str
 }
 
 template <int kRows8>
-__device__ void read_unit(const LinearTask& task, const Place& at, int first_strip, const float4* joined, Unit& unit) {
+__device__ void read_unit(const LinearTask& task, const ThreadIndex& at, int first_strip, const float4* joined,
+                          Unit& unit) {
 #pragma unroll
   for (int f = 0; f < 2; ++f) {
-    const int place = tiles::partial_at(unit.strip - first_strip, kRows8, unit.j, f, at.lane);
-    const float4 v = sum_of_cluster(joined + place, task.tiling.cluster());
+    const int index = tiles::partial_at(unit.strip - first_strip, kRows8, unit.j, f, at.lane);
+    const float4 v = sum_of_cluster(joined + index, task.tiling.cluster());
     const float sums[4] = {v.x, v.y, v.z, v.w};
     set_sums(unit, f, sums);
   }

@@ -1,5 +1,5 @@
-// What becomes of the sums of one lane: bias, SwiGLU, residual, LL lines, and where they are stored. For host code and
-// device code; tests/native/cuda_tiles.cpp runs it.
+// The epilogue of a projection, lane by lane: what becomes of a lane's sums. Bias, SwiGLU, residual, LL lines, and
+// where all is stored. For host code and device code; tests/native/cuda_tiles.cpp runs it.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,8 @@ struct Outputs {
   int32_t rows;
 };
 
-// A lane's sums for eight rows of a strip: of two rows, `first` and `second` outputs, two neighbours of each.
+// A unit is eight rows of a strip. These are a lane's sums of it: of two rows, `first` and `second` outputs, two
+// neighbours of each.
 struct Unit {
   int strip, j;
   float value[2][2][2];  // [second][row][neighbour]
@@ -53,13 +54,13 @@ SWIFTSPEC_HD void store_two(float* to, int64_t count, float a, float b) {
 // Outputs `output` and the next of a row: the product, rounded and added to the residual where there is one.
 SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64_t row, int64_t output, int64_t count,
                                 float a, float b) {
-  const int64_t place = row * t.n + output;
-  if (to.logits != nullptr) return store_two(to.logits + place, count, a, b);
+  const int64_t at = row * t.n + output;
+  if (to.logits != nullptr) return store_two(to.logits + at, count, a, b);
   if (to.residual != nullptr) {
-    if (count >= 1) a = tiles::rounded(a) + ll::Bfloat16::widen(to.residual[place]);
-    if (count >= 2) b = tiles::rounded(b) + ll::Bfloat16::widen(to.residual[place + 1]);
+    if (count >= 1) a = tiles::rounded(a) + ll::Bfloat16::widen(to.residual[at]);
+    if (count >= 2) b = tiles::rounded(b) + ll::Bfloat16::widen(to.residual[at + 1]);
   }
-  store_two(to.out + place, count, a, b);
+  store_two(to.out + at, count, a, b);
 }
 
 SWIFTSPEC_HD float silu_times(float gate, float up) {

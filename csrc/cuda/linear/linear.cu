@@ -47,9 +47,10 @@ struct ManyRanks {
   }
 };
 
-// The sums of one strip's worth of outputs, all inputs of this CTA. A second call may find x where the first has put it.
+// The sums of one strip's worth of outputs, all inputs of this CTA. A second call may find x where the first has put
+// it.
 template <bool kInt4, int kRows8>
-__device__ void multiply(const LinearTask& task, const Place& at, bool staged, uint8_t* shared, Ring& ring,
+__device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared, Ring& ring,
                          Sums<kRows8>& sums) {
   const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.carve.chunk_tiles;
   clear<kRows8>(sums);
@@ -66,7 +67,7 @@ __device__ void multiply(const LinearTask& task, const Place& at, bool staged, u
 }
 
 // Asks for this warp's part of what the next projection reads first.
-__device__ void ask_ahead(const LinearTask& task, const Place& at, int block) {
+__device__ void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
   if (at.lane != 0) return;
   const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
   if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes));
@@ -74,7 +75,7 @@ __device__ void ask_ahead(const LinearTask& task, const Place& at, int block) {
 
 // Waits for what the other ranks have sent of this warp's units, and writes the outputs.
 template <int kRows8, class Ranks>
-__device__ void receive(const Ranks& ranks, const LinearTask& task, const Place& at,
+__device__ void receive(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at,
                         const Session<DeviceMemory>& session) {
   Spin wait(session.channel, session.epoch);
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
@@ -98,7 +99,7 @@ __device__ void linear_body(const Ranks& ranks) {
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = ranks.my_task();
   const Channel& channel = ranks.my_channel();
-  const Place at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
+  const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
   Ring ring(task, at, shared);  // the weights are on their way
   ptx::launch_dependents();
@@ -204,7 +205,9 @@ int prepare(const tiles::Tiling& tiling) {
                      .cluster = cluster,
                      .shared = tiles::kSharedBytes};  // on its SM
   const int clusters = clusters_at_a_time("linear", kernel_for<OneRank>(true, 1), alone);
-  if (clusters < 1) throw std::runtime_error("a cluster of " + std::to_string(tiling.cluster()) + " CTAs does not fit here");
+  if (clusters < 1) {
+    throw std::runtime_error("a cluster of " + std::to_string(tiling.cluster()) + " CTAs does not fit here");
+  }
   return clusters;
 }
 

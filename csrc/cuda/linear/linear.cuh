@@ -21,15 +21,15 @@ struct LinearTask {
   int64_t next_bytes, next_each;  // of a warp
 };
 
-// Where a thread stands.
-struct Place {
+// Which thread of a rank's launch.
+struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
 // A warp's own ring of tiles in shared memory. Its first lane keeps the copies coming, so no other warp is waited for.
 class Ring {
  public:
-  __device__ Ring(const LinearTask& task, const Place& at, uint8_t* shared)
+  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared)
       : task_(task),
         lane_(at.lane),
         slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
@@ -44,7 +44,7 @@ class Ring {
     return slots_ + stage_ * task_.tiling.tile_bytes;
   }
 
-  // All lanes have read the tile; its place is filled again.
+  // All lanes have read the tile; its slot of the ring is filled again.
   __device__ void release() {
     __syncwarp();
     if (lane_ == 0) fetch(stage_);
@@ -93,7 +93,7 @@ __device__ inline float add_squares(float sum, uint32_t pair) {
 // The RMSNorm's factor of every row, in shared memory. Each CTA squares its own inputs; the sums of the cluster's CTAs
 // are added in order.
 template <int kRows8>
-__device__ void norm_scales(const LinearTask& task, const Place& at, uint8_t* shared) {
+__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
   auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
   const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
@@ -121,7 +121,7 @@ __device__ void norm_scales(const LinearTask& task, const Place& at, uint8_t* sh
 // A chunk of x into shared memory as the lanes read it, normalised; of int4 also the sum of every group. A warp takes
 // a group of blocks and eight rows at a time. `first` is the chunk's first input.
 template <bool kInt4, int kRows8>
-__device__ void stage(const LinearTask& task, const Place& at, int64_t first, int blocks, uint8_t* shared) {
+__device__ void stage(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
   constexpr int kMostBlocks = kInt4 ? 4 : 2;
   auto* pieces = reinterpret_cast<uint4*>(shared + task.carve.x);
   auto* sums = reinterpret_cast<float*>(shared + task.carve.sums);
@@ -236,7 +236,7 @@ __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uin
 
 // A warp's tiles of a chunk of `tiles_here` tiles, which lies in shared memory.
 template <bool kInt4, int kRows8>
-__device__ void multiply_chunk(const LinearTask& task, const Place& at, int tiles_here, const uint8_t* shared,
+__device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tiles_here, const uint8_t* shared,
                                Ring& ring, Sums<kRows8>& sums) {
   const auto* pieces = reinterpret_cast<const uint4*>(shared + task.carve.x);
   const auto* x_sums = reinterpret_cast<const float*>(shared + task.carve.sums);
@@ -245,8 +245,8 @@ __device__ void multiply_chunk(const LinearTask& task, const Place& at, int tile
     const uint8_t* weights = ring.wait();
     const uint4* mine = pieces + tiles::x_piece(tile * blocks, kRows8, 0, 0);
     if constexpr (kInt4) {
-      multiply_int4<kRows8>(sums, weights, mine, x_sums + tile * task.tiling.groups() * 8 * kRows8, task.tiling.group_log,
-                            at.lane);
+      const float* my_sums = x_sums + tile * task.tiling.groups() * 8 * kRows8;
+      multiply_int4<kRows8>(sums, weights, mine, my_sums, task.tiling.group_log, at.lane);
     } else {
       multiply_bf16<kRows8>(sums, weights, mine, at.lane);
     }

@@ -6,8 +6,8 @@
 // outputs further on (`second`), in two m16 fragments. With SwiGLU first and second are gate and up: both lie in one
 // lane, and other projections lose nothing by the order.
 //
-// A tile is a strip times 128 inputs (int4) or 64 (bf16), as the lanes of a warp read it, with the scales and zero points
-// of its groups behind the codes. Tiles lie strip by strip. One bulk copy fetches one tile.
+// A tile is a strip times 128 inputs (int4) or 64 (bf16), as the lanes of a warp read it, with the scales and zero
+// points of its groups behind the codes. Tiles lie strip by strip. One bulk copy fetches one tile.
 //
 // Inputs are taken in blocks of 32, two k16 steps. The order inside a block is free, as long as A and B agree: lane
 // t = lane % 4 has inputs 8t to 8t + 7, so that its B operands of both steps are 16 bytes of a row of x.
@@ -27,7 +27,7 @@
 
 namespace swiftspec::cuda::tiles {
 
-// --- who has what -----------------------------------------------------------------------------------------------------
+// --- who has what ---------------------------------------------------------------------------------------------------
 
 // Output of row r of fragment f (0 or 1) of a strip; -1: padding.
 SWIFTSPEC_HD int64_t output_of(const Tiling& t, int strip, int f, int r) {
@@ -54,8 +54,9 @@ SWIFTSPEC_HD int x_piece(int block, int rows8, int j, int lane) { return (block 
 SWIFTSPEC_HD int x_row(int j, int lane) { return 8 * j + fragment::b_column(lane); }
 SWIFTSPEC_HD int64_t x_input(int64_t block, int lane) { return block * kBlock + 8 * (lane % 4); }
 
-// What the sums of a lane for rows 8j.. are: pairs of outputs, `first` and `second`, for each of two rows. Their LL lines
-// hold one pair of outputs for both rows. Which lines there are follows from n and the rows, since ranks may differ in k.
+// What the sums of a lane for rows 8j.. are: pairs of outputs, `first` and `second`, for each of two rows. Their LL
+// lines hold one pair of outputs for both rows. Which lines there are follows from n and the rows, since ranks may
+// differ in k.
 SWIFTSPEC_HD int64_t pair_of_outputs(int strip, int lane) {
   return 16 * static_cast<int64_t>(strip) + fragment::c_row(lane, 0) * 2;
 }
@@ -73,7 +74,7 @@ SWIFTSPEC_HD int partial_at(int warp, int rows8, int j, int f, int lane) {
   return ((warp * rows8 + j) * 2 + f) * 32 + lane;
 }
 
-// --- int4 -------------------------------------------------------------------------------------------------------------
+// --- int4 -----------------------------------------------------------------------------------------------------------
 
 // A group's scale and zero point in one word: the float with the zero point in place of its last four bits. Scales of
 // fp16 and bf16 keep all of theirs.
@@ -100,7 +101,7 @@ SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x
   return fmaf(scale_of(group_word), centred, total);
 }
 
-// --- bf16 -------------------------------------------------------------------------------------------------------------
+// --- bf16 -----------------------------------------------------------------------------------------------------------
 
 SWIFTSPEC_HD float low(uint32_t pair) { return float_of(pair << 16); }
 SWIFTSPEC_HD float high(uint32_t pair) { return float_of(pair & 0xffff0000u); }

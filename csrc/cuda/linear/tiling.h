@@ -1,9 +1,9 @@
-// Who computes what of a projection: how its weights are cut over clusters, CTAs and warps, and what lies where in shared
-// memory. Arithmetic only, for host code and device code. What a tile is, tiles.h says.
+// How a projection is cut: who of the clusters, CTAs and warps computes what, and what lies where in shared memory.
+// Arithmetic only, for host code and device code. tiles.h says what a tile is.
 //
 // A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the `warps_k` warps of a
-// strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The cut follows from the shape
-// of the weight alone: neither the rows nor the size of the grid change a row's result.
+// strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The tiling follows from the
+// shape of the weight alone: neither the rows nor the size of the grid change a row's result.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,7 @@ SWIFTSPEC_HD Slice slice_of(int64_t bytes, int64_t each, int64_t part) {
   return {first, bytes - first < each ? bytes - first : each};
 }
 
+// The shape of a weight, and how it is cut.
 struct Tiling {
   int64_t n, k, half;  // outputs, inputs, and how many outputs are `first`
   int32_t group;       // inputs of an int4 group: 32, 64 or 128; 0: bf16
@@ -94,7 +95,7 @@ SWIFTSPEC_HD int64_t cost(const Tiling& t) {
   return stream + rows + rounds * (t.cluster() > 1 ? 300 : 100);
 }
 
-// The cheapest cut of a weight. group: 32, 64, 128, or 0 for bf16.
+// The cheapest tiling of a weight. group: 32, 64, 128, or 0 for bf16.
 SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group) {
   Tiling best{};
   for (int i = 0; i < 16; ++i) {

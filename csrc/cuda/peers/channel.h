@@ -1,5 +1,5 @@
-// The LL protocol (csrc/ll.h) among GPUs: what one launch exchanges is one epoch. For host code and device code; `Memory`
-// and `Wait` are as there. Loads and stores of a line are in ll.cuh.
+// The LL protocol (common/ll.h) among GPUs: what one launch exchanges is one epoch. For host code and device code;
+// `Memory` and `Wait` are as there. ll.cuh loads and stores lines on a GPU.
 //
 // A kernel may start before the one in front of it has ended. It sends only after it has waited for that one's end, so
 // two slots would do; with four even a kernel that sends an epoch early does no harm (tests/native/ll_model.cpp).
@@ -27,7 +27,8 @@ struct Channel {
   uint64_t* trouble;           // 0, or why somebody gave up (ll::Trouble); pinned host memory that all ranks see
 };
 
-// One thread's part of a launch. Every line is sent to all ranks, this one too: nothing need be kept until it is summed.
+// One thread's part of a launch. Every line is sent to all ranks, this one too: nothing need be kept until it is
+// summed.
 template <class Memory>
 struct Session {
   const Channel& channel;

@@ -1,5 +1,5 @@
-// What the GPUs of one machine see of each other: memory that kernels of other processes write (CUDA IPC) for the inboxes
-// of a group, and pinned memory for the word that says why somebody gave up. All throw std::runtime_error.
+// What the GPUs of one machine see of each other: memory that kernels of other processes write (CUDA IPC) for the
+// inboxes of a group, and pinned memory for the word that says why somebody gave up. All throw std::runtime_error.
 #pragma once
 
 #include <array>

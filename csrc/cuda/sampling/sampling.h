@@ -27,7 +27,8 @@ struct LogSum {
   float top, total;
 };
 
-// Rounded operation by operation: else a compiler may join a product with the sum, and the order of a and b would count.
+// Rounded operation by operation: else a compiler may join a product with the sum, and the order of a and b would
+// count.
 SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
   const float top = fmaxf(a.top, b.top);
   if (top == -INFINITY) return {top, a.total + b.total};
@@ -132,7 +133,7 @@ SWIFTSPEC_HD float log_share(float score, const LogSum& all) {
 }
 
 // The first warp of the cluster's first block: what the blocks have found; `block(i)` is block i's memory. Without
-// `values` the tokens alone. Places without a candidate get the tokens from 0 on, and -inf.
+// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf.
 template <class Blocks>
 SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   Best<float> best(k);
@@ -143,11 +144,11 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
   }
   SWIFTSPEC_EACH_LANE(lane) {
     for (int half = 0; half < 2; ++half) {
-      const int place = lane + 32 * half;
-      if (place >= k) continue;
+      const int rank = lane + 32 * half;
+      if (rank >= k) continue;
       const int32_t token = best.index[half](lane);
-      tokens[place] = token == best::kNobody ? place : token;
-      if (values != nullptr) values[place] = log_share(best.value[half](lane), all);
+      tokens[rank] = token == best::kNobody ? rank : token;
+      if (values != nullptr) values[rank] = log_share(best.value[half](lane), all);
     }
   }
 }

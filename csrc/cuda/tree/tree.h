@@ -1,8 +1,8 @@
 // The draft tree on a device (swiftspec/tree/tree.py): the best leaves, their mask rows, their children. Host code too.
 //
-// Of equal weights the earlier node comes first, and the rows of an expansion are in that order. An expansion always has
-// w rows and takes w tree slots: where there are fewer leaves, rows are left over, which belong to no node and which
-// nobody sees.
+// Of equal weights the earlier node comes first, and the rows of an expansion are in that order. An expansion always
+// has w rows and takes w tree slots: where there are fewer leaves, rows are left over, which belong to no node and
+// which nobody sees.
 #pragma once
 
 #include "common/best.h"
