@@ -5,15 +5,11 @@ namespace swiftspec::binding {
 
 void bind_cuda(py::module_& m) {
   bind_cuda_linear(m);
-  bind_cuda_embed(m);
-  bind_cuda_norm(m);
   bind_cuda_attention(m);
   bind_cuda_cache(m);
-  bind_cuda_noise(m);
   bind_cuda_sampling(m);
   bind_cuda_chains(m);
   bind_cuda_tree(m);
-  bind_cuda_channel(m);
   bind_cuda_peers(m);
 }
 

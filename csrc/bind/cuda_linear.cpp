@@ -1,4 +1,4 @@
-// Projections on a GPU.
+// Projections on a GPU, and what stands beside them: embeddings, and a norm of its own.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -106,6 +106,18 @@ void linear_virtual(const std::vector<const Weights*>& weights, const std::vecto
   cuda::linear_virtual(args.data(), static_cast<int>(count), delays, stream_arg(stream));
 }
 
+void embed(uintptr_t tokens, uintptr_t table, int64_t rows, int64_t row_bytes, uintptr_t out, uintptr_t stream) {
+  check(int32_sized(rows) && row_bytes >= 16 && row_bytes % 16 == 0, "rows must be multiples of 16 bytes");
+  cuda::embed(device_arg<const int64_t>("tokens", tokens), aligned_arg("table", table), rows, row_bytes,
+              aligned_arg("out", out), stream_arg(stream));
+}
+
+void rms_norm(uintptr_t x, uintptr_t weight, float eps, int64_t rows, int64_t dim, uintptr_t out, uintptr_t stream) {
+  check(int32_sized(rows) && dim >= 8 && dim % 8 == 0, "dim must be a multiple of 8");
+  cuda::rms_norm(aligned_arg("x", x), aligned_arg("weight", weight), eps, rows, dim, aligned_arg("out", out),
+                 stream_arg(stream));
+}
+
 }  // namespace
 
 void bind_cuda_linear(py::module_& m) {
@@ -130,6 +142,10 @@ void bind_cuda_linear(py::module_& m) {
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("rows"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");
+  m.def("embed_cuda", &embed, py::arg("tokens"), py::arg("table"), py::arg("rows"), py::arg("row_bytes"),
+        py::arg("out"), py::arg("stream"));
+  m.def("rms_norm_cuda", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("rows"), py::arg("dim"),
+        py::arg("out"), py::arg("stream"));
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,6 @@
 // The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
+#include <pybind11/pybind11.h>
+
 #include "bind/module.h"
 #include "simt/machine.h"
 

@@ -8,6 +8,7 @@
 #include "cuda/linear/epilogue.cuh"
 #include "cuda/peers/ll.cuh"
 #include "cuda/shared.cuh"
+#include "kernels_cuda.h"
 
 namespace swiftspec::cuda {
 namespace {
@@ -47,8 +48,7 @@ struct ManyRanks {
   }
 };
 
-// The sums of one strip's worth of outputs, all inputs of this CTA. A second call may find x where the first has put
-// it.
+// The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x already.
 template <bool kInt4, int kRows8>
 __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared, Ring& ring,
                          Sums<kRows8>& sums) {

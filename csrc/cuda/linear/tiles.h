@@ -15,8 +15,8 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
+#include "common/ieee.h"
 #include "common/ll.h"
 #include "cuda/fragment.h"
 #include "cuda/linear/tiling.h"
@@ -78,19 +78,10 @@ SWIFTSPEC_HD int partial_at(int warp, int rows8, int j, int f, int lane) {
 
 // A group's scale and zero point in one word: the float with the zero point in place of its last four bits. Scales of
 // fp16 and bf16 keep all of theirs.
-SWIFTSPEC_HD uint32_t pack_group(float scale, uint32_t zero) {
-  uint32_t bits;
-  memcpy(&bits, &scale, sizeof bits);
-  return ((bits + 8) & ~15u) | zero;
-}
-SWIFTSPEC_HD float float_of(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-SWIFTSPEC_HD float scale_of(uint32_t word) { return float_of(word & ~15u); }
+SWIFTSPEC_HD uint32_t pack_group(float scale, uint32_t zero) { return ((ieee::bits_of(scale) + 8) & ~15u) | zero; }
+SWIFTSPEC_HD float scale_of(uint32_t word) { return ieee::of_bits(word & ~15u); }
 // 128 + zero point: the last bits of a float of 2^23 count ones, which spares a conversion.
-SWIFTSPEC_HD float offset_of(uint32_t word) { return float_of(0x4b000080u | (word & 15u)) - 8388608.0f; }
+SWIFTSPEC_HD float offset_of(uint32_t word) { return ieee::of_bits(0x4b000080u | (word & 15u)) - 8388608.0f; }
 
 // Nibbles i and 4 + i as two bf16 of 128 + code: 0x4300 is 128, whose last mantissa bit counts 1.
 SWIFTSPEC_HD uint32_t expand(uint32_t word, int i) { return (word >> 4 * i & 0x000f000fu) | 0x43004300u; }
@@ -103,8 +94,8 @@ SWIFTSPEC_HD float fold(float total, float product, uint32_t group_word, float x
 
 // --- bf16 -----------------------------------------------------------------------------------------------------------
 
-SWIFTSPEC_HD float low(uint32_t pair) { return float_of(pair << 16); }
-SWIFTSPEC_HD float high(uint32_t pair) { return float_of(pair & 0xffff0000u); }
+SWIFTSPEC_HD float low(uint32_t pair) { return ieee::of_bits(pair << 16); }
+SWIFTSPEC_HD float high(uint32_t pair) { return ieee::of_bits(pair & 0xffff0000u); }
 SWIFTSPEC_HD uint32_t pair_of(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return ptx::bf16_pair(a, b);

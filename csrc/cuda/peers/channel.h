@@ -27,8 +27,7 @@ struct Channel {
   uint64_t* trouble;           // 0, or why somebody gave up (ll::Trouble); pinned host memory that all ranks see
 };
 
-// One thread's part of a launch. Every line is sent to all ranks, this one too: nothing need be kept until it is
-// summed.
+// One thread's part of a launch. Every line is sent to all ranks, this one too, so nothing need be kept for the sum.
 template <class Memory>
 struct Session {
   const Channel& channel;

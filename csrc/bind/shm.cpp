@@ -1,11 +1,14 @@
-// Collectives over shared memory, for Python.
+// Collectives over shared memory, and the errors of all that waits for another process.
+#include <exception>
 #include <memory>
 #include <string>
+#include <system_error>
 
 #include "bind/arguments.h"
 #include "bind/module.h"
 #include "bind/waits.h"
 #include "host/shm/ll_shm.h"
+#include "host/shm/segment.h"
 
 namespace swiftspec::binding {
 
@@ -39,9 +42,24 @@ std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int s
   return std::make_unique<host::Group>(name, rank, size, capacity, seconds, host::Patience{spin, &interrupted});
 }
 
+// What is thrown when a wait ends without what was waited for, as Python's errors.
+void raise(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const host::TimedOut& e) {
+    PyErr_SetString(PyExc_TimeoutError, e.what());
+  } catch (const host::PeerLost& e) {
+    PyErr_SetString(PyExc_ConnectionError, e.what());
+  } catch (const std::system_error& e) {
+    PyErr_SetString(PyExc_OSError, e.what());
+  } catch (const host::Interrupted&) {  // the exception is set already
+  }
+}
+
 }  // namespace
 
-void bind_group(py::module_& m) {
+void bind_shm(py::module_& m) {
+  py::register_exception_translator(&raise);
   py::class_<host::Group>(m, "Group",
                           "Collectives over shared memory; see Group in host/shm/ll_shm.h. Times in seconds.")
       .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("capacity"),
