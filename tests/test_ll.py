@@ -1,4 +1,4 @@
-"""The LL protocol (csrc/common/ll.h) in C++: a walk through every interleaving, and ranks as threads under the sanitizers."""
+"""The LL protocol (csrc/common/ll.h) in C++: a walk through every interleaving, ranks as threads under sanitizers."""
 
 from __future__ import annotations
 
