@@ -13,14 +13,14 @@
 
 namespace {
 
-namespace ptx = swiftspec::cuda::ptx;
+namespace ptx = swiftspec::ptx;
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kTile = 2176;                // bytes of an int4 tile of the projections (csrc/cuda/plan.h)
+constexpr int kTile = 2176;                // bytes of an int4 tile of the projections (csrc/cuda/linear/tiling.h)
 constexpr int kMostStages = 12;            // tiles under way for each warp
 constexpr int64_t kBuffer = 1ll << 30;     // far larger than the L2
 constexpr int64_t kFlush = 256ll << 20;    // writing so much leaves nothing else in the L2
-constexpr int64_t kAhead = 16ll << 20;     // what a QKV asks for of the next projection (csrc/cuda/plan.h)
+constexpr int64_t kAhead = 16ll << 20;     // what a QKV asks for of the next projection (csrc/cuda/linear/tiling.h)
 constexpr int kNodes = 200, kTurns = 2000, kLoads = 500, kReplays = 15;
 constexpr uint64_t kPatience = 1000000000;  // nanoseconds; a wait that is longer ends the kernel
 

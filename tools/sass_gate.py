@@ -150,7 +150,7 @@ def compile_all(nvcc: str) -> Report:
     """Compiles every .cu, two at a time."""
     report = Report(nvcc_release(nvcc))
     with ThreadPoolExecutor(2) as pool:
-        for kernels in pool.map(lambda source: compile_one(nvcc, source), sorted((ROOT / "csrc/cuda").glob("*.cu"))):
+        for kernels in pool.map(lambda source: compile_one(nvcc, source), sorted((ROOT / "csrc/cuda").glob("*/*.cu"))):
             report.kernels |= kernels
     return report
 

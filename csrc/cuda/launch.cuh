@@ -6,8 +6,8 @@
 #include <cstdlib>
 #include <string_view>
 
-#include "check.cuh"
-#include "kernels.h"
+#include "cuda/check.cuh"
+#include "kernels_cuda.h"
 
 namespace swiftspec::cuda {
 

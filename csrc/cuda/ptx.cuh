@@ -1,5 +1,5 @@
-// The few instructions of Hopper that CUDA C++ has no name for. They are written out here rather than taken from
-// CUTLASS: a dozen lines, against a dependency that a bare GPU image does not have.
+// The instructions that CUDA C++ has no name for: all PTX of the project. They are written out here rather than taken
+// from CUTLASS: a few lines each, against a dependency that a bare GPU image does not have.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,10 +10,15 @@
 #include <simt/ptx.h>  // tests/simt, a GPU emulated on a CPU
 #else
 
-namespace swiftspec::cuda::ptx {
+namespace swiftspec::ptx {
+
+__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// ---- products of a warp
 
 // d += a b; bf16 operands, float32 sums. PTX ISA, "Matrix Fragments for mma.m16n8k16".
-__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+__device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                           uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -21,7 +26,46 @@ __device__ inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+// Four 8 x 8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8 in shared memory.
+template <bool kTransposed>
+__device__ inline void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+  const uint32_t address = shared_address(row);
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+// The bfloat16 next to `low` and `high`, in the halves of a word.
+__device__ inline uint32_t bf16_pair(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+// ---- copies to shared memory, and to L2
+
+// 16 bytes from global to shared memory, past the registers and L1.
+__device__ inline void cp_async16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;\n" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global))
+               : "memory");
+}
+
+__device__ inline void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most N of this thread's groups are under way.
+template <int N>
+__device__ inline void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
+}
 
 __device__ inline void barrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
@@ -70,12 +114,16 @@ __device__ inline void prefetch(const void* from, uint32_t bytes) {
                : "memory");
 }
 
-// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said so.
-// `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is launched
-// early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads; so when it
-// has ended, all in front of it have.
+// ---- launches
+
+// Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said
+// so. `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is
+// launched early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads;
+// so when it has ended, all in front of it have.
 __device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- clusters
 
 __device__ inline uint32_t cluster_rank() {
   uint32_t rank;
@@ -116,7 +164,9 @@ __device__ inline float remote_load(const float* p, uint32_t rank) {
   return v;
 }
 
-// Memory that other devices and the host see. Each 8 bytes are one access; compiles to 16 bytes at once.
+// ---- memory that other devices and the host see
+
+// Each 8 bytes are one access; compiles to 16 bytes at once.
 __device__ inline void load_system(const void* p, uint64_t& a, uint64_t& b) {
   asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];"
                : "=l"(a), "=l"(b)
@@ -145,6 +195,6 @@ __device__ inline uint64_t nanoseconds() {
   return now;
 }
 
-}  // namespace swiftspec::cuda::ptx
+}  // namespace swiftspec::ptx
 
 #endif

@@ -127,7 +127,7 @@ def short_enough(path: str, source: str) -> list[str]:
 def no_torch_in_native_code(path: str, source: str) -> list[str]:
     headers = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', source, re.MULTILINE)
     complaints = [f"{path} includes {h}" for h in headers if re.match(r"(torch|ATen|c10|caffe2)\b", h)]
-    if any(h.startswith("pybind11/") or h == "Python.h" for h in headers) and not path.startswith("bind"):
+    if any(h.startswith("pybind11/") or h == "Python.h" for h in headers) and not path.startswith("bind/"):
         complaints.append(f"{path} knows Python; only the bindings do")
     return complaints
 
@@ -189,6 +189,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (no_torch_in_native_code, "host/a.cpp", "#include <torch/extension.h>"),
     (no_torch_in_native_code, "cuda/a.cu", '# include "ATen/cuda/CUDAContext.h"'),
     (no_torch_in_native_code, "host/a.cpp", "#include <pybind11/pybind11.h>"),
+    (no_torch_in_native_code, "binder.cpp", "#include <Python.h>"),
 ]
 
 

@@ -22,7 +22,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def launch(driver: str, c: Chains, *, draft: bool, keys: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What tests/csrc/verify_driver.cpp makes of them. Padding is a logit that would win."""
+    """What tests/native/verify_driver.cpp makes of them. Padding is a logit that would win."""
     (batch, steps), vocab = c.tokens.shape, c.target.shape[-1]
     wide = c.target.dtype == torch.float32
     header = np.array([batch, steps, vocab, vocab + PADDING, draft, keys, wide, 5], dtype=np.int64)

@@ -39,7 +39,7 @@ def build(folder: Path, name: str, *more: str) -> str:
     linked = subprocess.run([*command, str(probe)], capture_output=True, check=False)
     if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
         pytest.skip("no working sanitizers here")
-    sources = [str(ROOT / "tests/csrc" / f"{name}.cpp"), *(str(ROOT / "csrc" / file) for file in more)]
+    sources = [str(ROOT / "tests/native" / f"{name}.cpp"), *(str(ROOT / "csrc" / file) for file in more)]
     subprocess.run([*command, *sources], check=True)
     return out
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sampling(folder: Path) -> str:
-    return build(folder, "sampling_driver", "host/move_kv.cpp")
+    return build(folder, "sampling_driver", "host/ops/move_kv.cpp")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def mix(x: int) -> int:
 
 
 def children(parent: int, k: int, spread: int) -> Iterator[tuple[int, float]]:
-    """As tests/csrc/tree_driver.cpp makes them."""
+    """As tests/native/tree_driver.cpp makes them."""
     for child in range(k):
         token = mix((parent * 31 + child) % 2**32)
         value = mix((token + 1) % 2**32) % spread

@@ -1,4 +1,4 @@
-"""Sums and gathers over a group of GPUs (csrc/cuda/channel.h), launches as threads under ThreadSanitizer."""
+"""Sums and gathers over a group of GPUs (csrc/cuda/peers/channel.h), launches as threads under ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.native.test_ll import NEAR_WRAP, build
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> str:
     flags = ("-O1", "-g", "-fsanitize=thread", "-fno-sanitize-recover=all")
-    return build(tmp_path_factory.mktemp("ll") / "launches", ["tests/csrc/cuda_ll.cpp"], *flags)
+    return build(tmp_path_factory.mktemp("ll") / "launches", ["tests/native/cuda_ll.cpp"], *flags)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -1,4 +1,4 @@
-"""The arithmetic of csrc/cuda/tiles.h: the CUDA projections, run lane by lane on the CPU under sanitizers."""
+"""The arithmetic of csrc/cuda/linear/tiles.h: the CUDA projections, run lane by lane on the CPU under sanitizers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
     flags = ("-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    return build(tmp_path_factory.mktemp("tiles") / "tiles", ["tests/csrc/cuda_tiles.cpp"], *flags)
+    return build(tmp_path_factory.mktemp("tiles") / "tiles", ["tests/native/cuda_tiles.cpp"], *flags)
 
 
 def bf16(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""The LL protocol (csrc/ll.h) in C++: a walk through every interleaving, and ranks as threads under the sanitizers."""
+"""The LL protocol (csrc/common/ll.h) in C++: a walk through every interleaving, ranks as threads under sanitizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NEVER = 1_000_000
 NO_WRAP = (NEVER, NEVER)  # flags, epochs between two cleanings
-SOURCES = ["tests/csrc/ll_threads.cpp", "csrc/host/segment.cpp", "csrc/host/ll_shm.cpp"]
+SOURCES = ["tests/native/ll_threads.cpp", *(f"csrc/host/shm/{name}.cpp" for name in ("segment", "ll_shm", "mailbox"))]
 NEAR_WRAP = 2**32 - 50
 FIRST_LINE = 8 * (2**32 - 4)  # of a ring of 8 lines: four laps before the flags start again
 
@@ -32,7 +32,7 @@ def build(out: Path, sources: list[str], *flags: str) -> str:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("ll") / "model", ["tests/csrc/ll_model.cpp"], "-O2")
+    return build(tmp_path_factory.mktemp("ll") / "model", ["tests/native/ll_model.cpp"], "-O2")
 
 
 def walk(model: str, *numbers: int) -> str:

@@ -20,7 +20,7 @@ def build(folder: Path, sanitizer: str) -> Path:
     linked = subprocess.run([*flags, str(probe), "-o", str(out)], capture_output=True, check=False)
     if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"no working -fsanitize={sanitizer} here")
-    sources = [str(ROOT / "tests/host_driver.cpp"), *map(str, sorted((ROOT / "csrc/host").glob("*.cpp")))]
+    sources = [str(ROOT / "tests/native/host_driver.cpp"), *map(str, sorted((ROOT / "csrc/host").rglob("*.cpp")))]
     subprocess.run([*flags, "-O1", "-g", f"-I{ROOT / 'csrc'}", *sources, "-o", str(out)], check=True)
     return out
 

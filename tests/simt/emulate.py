@@ -31,7 +31,7 @@ from swiftspec.backends.cuda import linear as cuda_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-SOURCES = ("bindings_cuda.cpp", "bindings_cuda_attention.cpp", "bindings_cuda_peers.cpp", "host/segment.cpp")
+SOURCES = (*sorted(CSRC.glob("bind/cuda*.cpp")), CSRC / "host/shm/segment.cpp")
 # pybind11 shares its types among modules of one version; these stay apart from those of a _C that was built with CUDA
 APART = "-DPYBIND11_INTERNALS_VERSION=1000"
 FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
@@ -46,8 +46,8 @@ def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
-    plain = [*(CSRC / name for name in SOURCES), here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
-    jobs = [(source, ()) for source in plain] + [(source, DEVICE_CODE) for source in sorted(CSRC.glob("cuda/*.cu"))]
+    plain = [*SOURCES, here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
+    jobs = [(source, ()) for source in plain] + [(source, DEVICE_CODE) for source in sorted(CSRC.glob("cuda/*/*.cu"))]
 
     def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:
         source, more = job

@@ -9,7 +9,7 @@
 
 namespace {
 
-namespace ptx = swiftspec::cuda::ptx;
+namespace ptx = swiftspec::ptx;
 using swiftspec::cuda::dynamic_shared;
 
 float result;

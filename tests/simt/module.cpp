@@ -1,11 +1,11 @@
 // The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
-#include "bindings.h"
+#include <pybind11/pybind11.h>
+
+#include "bind/module.h"
 #include "simt/machine.h"
 
 PYBIND11_MODULE(emulated, m) {
-  swiftspec::binding::bind_linear(m);
-  swiftspec::binding::bind_cuda_attention(m);
-  swiftspec::binding::bind_peers(m);
+  swiftspec::binding::bind_cuda(m);
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
   m.def("blocks", [](unsigned count) { simt::Machine::get().blocks = count; }, "So many run at a time.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");

@@ -1,4 +1,4 @@
-// csrc/cuda/ptx.cuh and attention_ptx.cuh on the emulated GPU.
+// csrc/cuda/ptx.cuh on the emulated GPU.
 #pragma once
 
 #include <atomic>
@@ -41,6 +41,12 @@ inline void multiply(Warp& warp) {
   }
 }
 
+// To nearest, ties to even; one NaN.
+inline uint32_t bf16(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
 inline void mma(float (&c)[4], const Operands& operands) {
   Machine::get().collective(0xffffffffu, "mma.sync", &operands, c, &multiply);
 }
@@ -65,8 +71,8 @@ void load_matrices(Warp& warp) {
 
 namespace swiftspec::ptx {
 
-inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  simt::mma(c, {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, {c[0], c[1], c[2], c[3]}});
+inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  simt::mma(d, {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}});
 }
 
 template <bool kTransposed>
@@ -74,6 +80,8 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
   simt::Machine::get().check_shared(row, 16, 16, "ldmatrix");
   simt::Machine::get().collective(0xffffffffu, "ldmatrix", &row, r, &simt::load_matrices<kTransposed>);
 }
+
+inline uint32_t bf16_pair(float low, float high) { return simt::bf16(high) << 16 | simt::bf16(low); }
 
 // The bytes come when they are waited for, or at once.
 inline void cp_async16(void* shared, const void* global) {
@@ -96,14 +104,6 @@ void cp_async_wait() {
     for (const simt::Copy& copy : groups.front()) std::memcpy(copy.to, copy.from, copy.bytes);
     groups.pop_front();
   }
-}
-
-}  // namespace swiftspec::ptx
-
-namespace swiftspec::cuda::ptx {
-
-inline void mma(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-  simt::mma(d, {{a0, a1, a2, a3}, {b0, b1}, {d[0], d[1], d[2], d[3]}});
 }
 
 // ---- mbarriers and bulk copies.
@@ -202,4 +202,4 @@ inline uint64_t nanoseconds() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
-}  // namespace swiftspec::cuda::ptx
+}  // namespace swiftspec::ptx

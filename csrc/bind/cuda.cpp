@@ -1,0 +1,16 @@
+// All that needs a GPU.
+#include "bind/module.h"
+
+namespace swiftspec::binding {
+
+void bind_cuda(py::module_& m) {
+  bind_cuda_linear(m);
+  bind_cuda_attention(m);
+  bind_cuda_cache(m);
+  bind_cuda_sampling(m);
+  bind_cuda_chains(m);
+  bind_cuda_tree(m);
+  bind_cuda_peers(m);
+}
+
+}  // namespace swiftspec::binding

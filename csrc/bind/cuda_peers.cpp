@@ -1,0 +1,138 @@
+// What ranks on the GPUs of one machine need of each other, and gathering among them.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bind/arguments.h"
+#include "bind/cuda_arguments.h"
+#include "bind/module.h"
+#include "bind/waits.h"
+#include "cuda/peers/channel.h"
+#include "cuda/peers/peers.h"
+#include "host/shm/segment.h"
+
+namespace swiftspec::binding {
+
+namespace {
+
+using cuda::Channel;
+
+// A word of shared memory that every rank's host and GPU see.
+class Word {
+ public:
+  Word(const std::string& name, int rank, int size, double seconds)
+      : segment_(name, rank, size, sizeof(uint64_t), seconds, {false, &interrupted}),
+        pinned_(segment_.data(), sizeof(uint64_t)) {}
+  py::memoryview view() { return py::memoryview::from_memory(segment_.data(), sizeof(uint64_t)); }
+
+ private:
+  host::Segment segment_;
+  cuda::Pinned pinned_;
+};
+
+std::unique_ptr<Word> make_word(const std::string& name, int rank, int size, double seconds) {
+  check(size >= 1 && size <= ll::kMaxRanks && rank >= 0 && rank < size, "1 to 16 ranks, 0 <= rank < size");
+  py::gil_scoped_release unlocked;
+  return std::make_unique<Word>(name, rank, size, seconds);
+}
+
+std::unique_ptr<cuda::Inbox> make_inbox(int64_t bytes) {
+  check(bytes >= 1, "an inbox has at least a byte");
+  return std::make_unique<cuda::Inbox>(bytes);
+}
+
+py::bytes handle_of(const cuda::Inbox& inbox) {
+  const cuda::PeerHandle handle = inbox.handle();
+  return {handle.data(), handle.size()};
+}
+
+std::unique_ptr<cuda::PeerInbox> open_inbox(const std::string& handle) {
+  cuda::PeerHandle wanted;
+  check(handle.size() == wanted.size(), "a handle has 64 bytes");
+  handle.copy(wanted.data(), wanted.size());
+  return std::make_unique<cuda::PeerInbox>(wanted);
+}
+
+template <class T>
+uintptr_t address_of(const T& memory) {
+  return reinterpret_cast<uintptr_t>(memory.data());
+}
+
+std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines, uintptr_t epoch,
+                                      uintptr_t done, uintptr_t trouble, double patience) {
+  const int ranks = static_cast<int>(inboxes.size());
+  check(ranks >= 1 && ranks <= cuda::kMaxPeers && rank >= 0 && rank < ranks, "1 to 8 ranks, 0 <= rank < size");
+  check(patience > 0 && patience <= 3600, "patience must lie above 0 and be an hour at most");
+  size_arg("lines", lines, 1);
+  Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(patience * 1000) + 1, {}, nullptr, nullptr, nullptr};
+  for (int r = 0; r < ranks; ++r) channel.inbox[r] = pointer_arg<ll::Line>("inbox", inboxes[r], 1);
+  channel.epoch = pointer_arg<uint64_t>("epoch", epoch, 1);
+  channel.done = pointer_arg<uint32_t>("done", done, 1);
+  channel.trouble = pointer_arg<uint64_t>("trouble", trouble, 1);
+  return std::make_unique<Channel>(channel);
+}
+
+int64_t inbox_bytes(int ranks, int64_t lines) {
+  return ll::Layout{ranks, 1, lines}.inbox_lines(cuda::rules()) * static_cast<int64_t>(sizeof(ll::Line));
+}
+
+// Who gave up, on whom, in which slot and epoch; nobody: None.
+py::object trouble_of(uint64_t word) {
+  const ll::Trouble t = ll::trouble_of(word);
+  if (t.reason == ll::Reason::kNone) return py::none();
+  return py::make_tuple(int{t.rank}, int{t.source}, int{t.slot}, t.epoch);
+}
+
+cuda::GatherArgs gather_args(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count) {
+  check(count >= 0 && cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
+  return {&channel, pointer_arg<const uint32_t>("mine", mine, count), pointer_arg<uint32_t>("out", out, count), count};
+}
+
+void gather(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count, uintptr_t stream) {
+  cuda::gather(gather_args(channel, mine, out, count), stream_arg(stream));
+}
+
+void gather_virtual(const std::vector<const Channel*>& channels, const std::vector<uintptr_t>& mine,
+                    const std::vector<uintptr_t>& out, int64_t count, uintptr_t stream) {
+  const size_t ranks = channels.size();
+  check(ranks >= 1 && ranks <= cuda::kMaxPeers && mine.size() == ranks && out.size() == ranks && count >= 1,
+        "one of each for 1 to 8 ranks");
+  std::vector<cuda::GatherArgs> args;
+  for (size_t r = 0; r < ranks; ++r) {
+    check(channels[r] != nullptr, "a rank without channel");
+    args.push_back(gather_args(*channels[r], mine[r], out[r], count));
+  }
+  cuda::gather_virtual(args.data(), static_cast<int>(ranks), stream_arg(stream));
+}
+
+}  // namespace
+
+void bind_cuda_peers(py::module_& m) {
+  py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
+      .def(py::init(&make_inbox), py::arg("bytes"))
+      .def_property_readonly("address", &address_of<cuda::Inbox>)
+      .def("handle", [](const cuda::Inbox& inbox) { return handle_of(inbox); });
+  py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "Another process's inbox, as the current GPU reaches it.")
+      .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
+      .def_property_readonly("address", &address_of<cuda::PeerInbox>);
+  py::class_<Word>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
+      .def(py::init(&make_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
+      .def("view", &Word::view, "To be used no longer than the word.");
+  m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
+  m.def("cuda_reaches", &cuda::reaches, py::arg("bus_id"), "Whether the current GPU reaches that one's memory.");
+  py::class_<Channel>(m, "CudaChannel",
+                      "One rank's end of a group of GPUs; see cuda/peers/channel.h. Patience in seconds.")
+      .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
+           py::arg("done"), py::arg("trouble"), py::arg("patience"));
+  m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
+        "Bytes that a rank reads in, zero at first.");
+  m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
+  m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("count"),
+        py::arg("stream"), "See cuda::GatherArgs in kernels_cuda.h.");
+  m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("count"),
+        py::arg("stream"), "All ranks of a group in one launch, for tests.");
+}
+
+}  // namespace swiftspec::binding

@@ -1,0 +1,33 @@
+// What the module is made of: each room of csrc is bound in the file of its name.
+#pragma once
+
+// As pybind11 has it, whose headers are long to read.
+namespace pybind11 __attribute__((visibility("hidden"))) {
+class module_;
+}
+
+namespace swiftspec::binding {
+
+namespace py = pybind11;
+
+void bind_linear(py::module_& m);
+void bind_attention(py::module_& m);
+void bind_cache(py::module_& m);
+void bind_sampling(py::module_& m);
+void bind_shm(py::module_& m);
+void bind_mailbox(py::module_& m);
+void bind_decoder(py::module_& m);
+void bind_tree(py::module_& m);
+void bind_rounds(py::module_& m);
+
+// Where CUDA is built.
+void bind_cuda(py::module_& m);  // all that follow
+void bind_cuda_linear(py::module_& m);
+void bind_cuda_attention(py::module_& m);
+void bind_cuda_cache(py::module_& m);
+void bind_cuda_sampling(py::module_& m);
+void bind_cuda_chains(py::module_& m);
+void bind_cuda_tree(py::module_& m);
+void bind_cuda_peers(py::module_& m);
+
+}  // namespace swiftspec::binding

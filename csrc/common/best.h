@@ -1,0 +1,122 @@
+// The best of many, kept by a warp: for candidates out of a vocabulary and leaves out of a tree. Host code too.
+//
+// One order everywhere: larger values first, of equal ones the smaller index. It is total, so the result does not
+// depend on who looked at what first.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/warp.h"
+
+namespace swiftspec::best {
+
+constexpr int kMost = 64;
+constexpr int32_t kNobody = INT32_MAX;
+
+template <class T>
+struct Entry {
+  T value;
+  int32_t index;
+};
+
+template <class T>
+SWIFTSPEC_HD bool better(T value, int32_t index, T other, int32_t its) {
+  return value > other || (value == other && index < its);
+}
+
+// The k best so far, best first: the one of rank i is held by lane i % 32, in half i / 32. What is empty holds -inf and
+// nobody.
+template <class T>
+struct Best {
+  warp::PerLane<T> value[2];
+  warp::PerLane<int32_t> index[2];
+  T last;  // the k-th
+  int32_t last_index;
+  int k;
+
+  SWIFTSPEC_HD explicit Best(int k_) : last(-INFINITY), last_index(kNobody), k(k_) {
+    SWIFTSPEC_EACH_LANE(lane) {
+      for (int half = 0; half < 2; ++half) {
+        value[half](lane) = -INFINITY;
+        index[half](lane) = kNobody;
+      }
+    }
+  }
+
+  // One candidate of each lane. NaN is none.
+  SWIFTSPEC_HD void offer(const warp::PerLane<T>& x, const warp::PerLane<int32_t>& at) {
+    warp::PerLane<bool> good;
+    SWIFTSPEC_EACH_LANE(lane) { good(lane) = better(x(lane), at(lane), last, last_index); }
+    for (uint32_t word = warp::ballot(good); word != 0; word &= word - 1) {
+      const int lane = warp::lowest(word);
+      insert(warp::from_lane(x, lane), warp::from_lane(at, lane));
+    }
+  }
+
+  SWIFTSPEC_HD void insert(T x, int32_t at) {
+    if (!better(x, at, last, last_index)) return;
+    int rank = 0;
+    for (int half = 0; half < 2; ++half) {
+      warp::PerLane<bool> before;
+      SWIFTSPEC_EACH_LANE(lane) { before(lane) = better(value[half](lane), index[half](lane), x, at); }
+      rank += warp::popcount(warp::ballot(before));
+    }
+    shift<1>(x, at, rank);
+    shift<0>(x, at, rank);
+    last = k > 32 ? warp::from_lane(value[1], k - 33) : warp::from_lane(value[0], k - 1);
+    last_index = k > 32 ? warp::from_lane(index[1], k - 33) : warp::from_lane(index[0], k - 1);
+  }
+
+  // Puts a candidate at its rank, if that lies in this half; those behind it move by one.
+  template <int kHalf>
+  SWIFTSPEC_HD void shift(T x, int32_t at, int rank) {
+    auto values = warp::from_before(value[kHalf]);
+    auto indices = warp::from_before(index[kHalf]);
+    if (kHalf == 1) {
+      const T carried = warp::from_lane(value[0], 31);
+      const int32_t carried_index = warp::from_lane(index[0], 31);
+      SWIFTSPEC_EACH_LANE(lane) {
+        if (lane == 0) {
+          values(lane) = carried;
+          indices(lane) = carried_index;
+        }
+      }
+    }
+    SWIFTSPEC_EACH_LANE(lane) {
+      const int mine = lane + 32 * kHalf;
+      if (mine == rank) {
+        value[kHalf](lane) = x;
+        index[kHalf](lane) = at;
+      } else if (mine > rank) {
+        value[kHalf](lane) = values(lane);
+        index[kHalf](lane) = indices(lane);
+      }
+    }
+  }
+
+  // To and from memory, k entries.
+  SWIFTSPEC_HD void put_down(Entry<T>* to) const {
+    SWIFTSPEC_EACH_LANE(lane) {
+      for (int half = 0; half < 2; ++half) {
+        const int mine = lane + 32 * half;
+        if (mine < k) to[mine] = {value[half](lane), index[half](lane)};
+      }
+    }
+  }
+
+  SWIFTSPEC_HD void offer_all(const Entry<T>* from) {
+    for (int half = 0; half < 2; ++half) {
+      warp::PerLane<T> x;
+      warp::PerLane<int32_t> at;
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int mine = lane + 32 * half;
+        x(lane) = mine < k ? from[mine].value : -INFINITY;
+        at(lane) = mine < k ? from[mine].index : kNobody;
+      }
+      offer(x, at);
+    }
+  }
+};
+
+}  // namespace swiftspec::best

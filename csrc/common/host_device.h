@@ -1,0 +1,14 @@
+// What lets one source be compiled for a CPU and, by nvcc, for a GPU.
+#pragma once
+
+#if defined(__CUDACC__)
+#define SWIFTSPEC_HD __host__ __device__ inline
+#else
+#define SWIFTSPEC_HD inline
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define SWIFTSPEC_UNROLL _Pragma("unroll")
+#else
+#define SWIFTSPEC_UNROLL
+#endif

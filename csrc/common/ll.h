@@ -1,0 +1,210 @@
+// The LL protocol (SwiftSpec paper, section 3.3, after NCCL's "low latency" protocol): every 8 bytes in memory are 4
+// bytes of data and a 32-bit flag, written and read as one. A reader polls for the flag of its epoch and then has the
+// data, so an exchange needs neither a barrier nor a second message. Host code and CUDA kernels share this file: what
+// loads and stores a line is the parameter `Memory`, what happens between two looks is the parameter `Wait`.
+//
+// Epochs. All ranks of a group count their exchanges alike. In an exchange each rank sends at least one line to every
+// other rank and receives all that they send. The lines from one rank to another lie in a few slots used in turn, and
+// nothing is ever cleared. Two slots are enough if a rank sends for epoch e + 1 only after it has received everything
+// of epoch e: a peer whose line of epoch e + 1 has arrived is through with epoch e, and that line must have arrived
+// before epoch e + 2 overwrites the slot of epoch e. So a fast rank may be one epoch ahead of a slow one. Ranks that
+// send for e + 1 while they still receive e need four slots: then a line of e + 1 proves only that its sender is
+// through with e - 1. tests/native/ll_model.cpp walks through every interleaving: one slot fails, two pass; with the
+// early sends three fail, four pass.
+//
+// Blocks. Block b of a rank exchanges lines with block b of the other ranks only; each keeps the rule by itself.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/host_device.h"
+
+namespace swiftspec::ll {
+
+constexpr int kMaxRanks = 16;
+constexpr int64_t kLineBytes = 8;  // payload of a line
+
+// Two halves, each with a flag of its own: only 8 bytes must be written as one.
+struct alignas(16) Line {
+  uint64_t half[2];
+};
+
+// The constants of the protocol; only the model check uses others.
+struct Rules {
+  uint32_t slots = 2;
+  uint64_t flags = 0xffffffffu;         // how many flags there are: 1 to 2^32 - 1
+  uint64_t clean_every = 1ull << 30;    // epochs; at least twice in the life of a flag
+};
+
+// Never 0, which is what fresh memory holds. A flag returns after 2^32 - 1 epochs.
+SWIFTSPEC_HD uint32_t flag_of(uint64_t epoch, const Rules& rules = {}) {
+  return static_cast<uint32_t>(1 + epoch % rules.flags);
+}
+
+SWIFTSPEC_HD uint32_t slot_of(uint64_t epoch, const Rules& rules = {}) {
+  return static_cast<uint32_t>(epoch % rules.slots);
+}
+
+// Messages differ in length, so the far lines of a slot may keep a flag until it returns and would be taken for new.
+// In these epochs a sender therefore writes every line of its slot. A line cleaned in epoch e holds the flag of e,
+// which is why once in the life of a flag is not enough.
+SWIFTSPEC_HD bool cleans(uint64_t epoch, const Rules& rules = {}) {
+  return epoch % rules.clean_every < rules.slots;
+}
+
+SWIFTSPEC_HD uint64_t pack(uint32_t data, uint32_t flag) { return static_cast<uint64_t>(flag) << 32 | data; }
+SWIFTSPEC_HD uint32_t data_of(uint64_t half) { return static_cast<uint32_t>(half); }
+SWIFTSPEC_HD bool ready(uint64_t half, uint32_t flag) { return static_cast<uint32_t>(half >> 32) == flag; }
+
+SWIFTSPEC_HD int64_t lines_for(int64_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes; }
+
+// The inbox of one rank: [source rank][slot][block][line].
+struct Layout {
+  int32_t ranks;
+  int32_t blocks;
+  int64_t lines;  // the longest message of a block
+
+  SWIFTSPEC_HD int64_t inbox_lines(const Rules& rules = {}) const { return ranks * rules.slots * blocks * lines; }
+  SWIFTSPEC_HD int64_t index(int source, uint32_t slot, int block, int64_t line, const Rules& rules = {}) const {
+    return ((static_cast<int64_t>(source) * rules.slots + slot) * blocks + block) * lines + line;
+  }
+};
+
+// Why a rank gave up, in one word that all ranks can see. 0: nobody has.
+enum class Reason : uint8_t { kNone, kTimeout, kEnded, kLeft, kInterrupted };
+
+struct Trouble {
+  Reason reason;
+  uint8_t rank;    // who gave up
+  uint8_t source;  // on whom
+  uint8_t slot;
+  uint32_t epoch;  // low 32 bits
+};
+
+SWIFTSPEC_HD uint64_t pack(const Trouble& t) {
+  return static_cast<uint64_t>(t.reason) << 56 | static_cast<uint64_t>(t.rank) << 48 |
+         static_cast<uint64_t>(t.source) << 40 | static_cast<uint64_t>(t.slot) << 32 | t.epoch;
+}
+
+SWIFTSPEC_HD Trouble trouble_of(uint64_t word) {
+  return {static_cast<Reason>(word >> 56), static_cast<uint8_t>(word >> 48), static_cast<uint8_t>(word >> 40),
+          static_cast<uint8_t>(word >> 32), static_cast<uint32_t>(word)};
+}
+
+// How the payload of a line is summed: in Sum, rounded once.
+struct Float32 {
+  using Value = float;
+  using Sum = float;
+  SWIFTSPEC_HD static Sum widen(Value x) { return x; }
+  SWIFTSPEC_HD static Value round(Sum x) { return x; }
+};
+
+struct Float64 {
+  using Value = double;
+  using Sum = double;
+  SWIFTSPEC_HD static Sum widen(Value x) { return x; }
+  SWIFTSPEC_HD static Value round(Sum x) { return x; }
+};
+
+struct Bfloat16 {
+  using Value = uint16_t;
+  using Sum = float;
+  SWIFTSPEC_HD static Sum widen(Value x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+  }
+  SWIFTSPEC_HD static Value round(Sum x) {  // to nearest, ties to even
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return static_cast<Value>(bits >> 16 | 0x40);
+    return static_cast<Value>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+};
+
+// Whether both halves of a line, as it was seen, carry the flag, and if so their data.
+SWIFTSPEC_HD bool read(const Line& seen, uint32_t flag, uint64_t& payload) {
+  if (!ready(seen.half[0], flag) || !ready(seen.half[1], flag)) return false;
+  payload = static_cast<uint64_t>(data_of(seen.half[1])) << 32 | data_of(seen.half[0]);
+  return true;
+}
+
+// The same of a line in memory.
+template <class Memory>
+SWIFTSPEC_HD bool look(const Line& line, uint32_t flag, uint64_t& payload) {
+  return read(Memory::load(line), flag, payload);
+}
+
+template <class Memory>
+SWIFTSPEC_HD void put(Line& line, uint32_t flag, uint64_t payload) {
+  Memory::store(line, {{pack(static_cast<uint32_t>(payload), flag), pack(static_cast<uint32_t>(payload >> 32), flag)}});
+}
+
+// Polls one line. `wait.again(source)` is called after each look that fails, `wait.rest()` before the first; when
+// `again` gives up there is one last look, since a rank may end right after it has sent.
+template <class Memory, class Wait>
+SWIFTSPEC_HD bool await(const Line& line, uint32_t flag, int source, uint64_t& payload, Wait& wait) {
+  if (look<Memory>(line, flag, payload)) return true;
+  wait.rest();
+  while (!look<Memory>(line, flag, payload)) {
+    if (!wait.again(source)) return look<Memory>(line, flag, payload);
+  }
+  return true;
+}
+
+// One block of one rank: send or broadcast lines, receive or reduce them, finish the epoch.
+template <class Memory>
+struct Session {
+  Layout layout;
+  int rank;
+  int block;
+  uint64_t epoch;
+  Line* inbox[kMaxRanks];  // inbox[r] is what rank r reads
+
+  SWIFTSPEC_HD void send(int peer, int64_t line, uint64_t payload) const {
+    put<Memory>(inbox[peer][layout.index(rank, slot_of(epoch), block, line)], flag_of(epoch), payload);
+  }
+
+  SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {
+    for (int peer = 0; peer < layout.ranks; ++peer) {
+      if (peer != rank) send(peer, line, payload);
+    }
+  }
+
+  template <class Wait>
+  SWIFTSPEC_HD bool receive(int source, int64_t line, uint64_t& payload, Wait& wait) const {
+    const Line& from = inbox[rank][layout.index(source, slot_of(epoch), block, line)];
+    return await<Memory>(from, flag_of(epoch), source, payload, wait);
+  }
+
+  // The sum of this line over all ranks, in the order of the ranks, so that it is the same to the bit on each of them.
+  template <class Element, class Wait>
+  SWIFTSPEC_HD bool reduce(int64_t line, uint64_t own, uint64_t& total, Wait& wait) const {
+    constexpr int kValues = kLineBytes / sizeof(typename Element::Value);
+    typename Element::Value values[kValues];
+    typename Element::Sum sums[kValues] = {};
+    for (int source = 0; source < layout.ranks; ++source) {
+      uint64_t payload = own;
+      if (source != rank && !receive(source, line, payload, wait)) return false;
+      memcpy(values, &payload, sizeof payload);
+      for (int i = 0; i < kValues; ++i) {
+        sums[i] = source == 0 ? Element::widen(values[i]) : sums[i] + Element::widen(values[i]);
+      }
+    }
+    for (int i = 0; i < kValues; ++i) values[i] = Element::round(sums[i]);
+    memcpy(&total, values, sizeof total);
+    return true;
+  }
+
+  // After everything of this epoch has been received; `used` lines were sent to each peer.
+  SWIFTSPEC_HD void finish(int64_t used) {
+    if (cleans(epoch)) {
+      for (int64_t line = used; line < layout.lines; ++line) broadcast(line, 0);
+    }
+    ++epoch;
+  }
+};
+
+}  // namespace swiftspec::ll

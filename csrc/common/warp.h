@@ -1,0 +1,111 @@
+// A warp's code, written once: on a device a lane runs it, on a CPU a loop over the lanes does, so that tests run every
+// index, fragment and shuffle of a kernel under sanitizers. What a lane keeps between two steps is `PerLane`.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+#ifdef __CUDA_ARCH__
+#define SWIFTSPEC_EACH_LANE(lane) if (const int lane = static_cast<int>(threadIdx.x) & 31; true)
+#else
+#define SWIFTSPEC_EACH_LANE(lane) for (int lane = 0; lane < 32; ++lane)
+#endif
+
+namespace swiftspec::warp {
+
+template <class T>
+struct PerLane {
+#ifdef __CUDA_ARCH__
+  T here;
+  SWIFTSPEC_HD T& operator()(int) { return here; }
+  SWIFTSPEC_HD const T& operator()(int) const { return here; }
+#else
+  T lanes[32];
+  SWIFTSPEC_HD T& operator()(int lane) { return lanes[lane]; }
+  SWIFTSPEC_HD const T& operator()(int lane) const { return lanes[lane]; }
+#endif
+};
+
+template <int N, class T>
+struct Regs {
+  T r[N];
+};
+
+SWIFTSPEC_HD int popcount(uint32_t x) {
+#ifdef __CUDA_ARCH__
+  return __popc(x);
+#else
+  return __builtin_popcount(x);
+#endif
+}
+
+SWIFTSPEC_HD int lowest(uint32_t x) {  // of the bits set; there is one
+#ifdef __CUDA_ARCH__
+  return __ffs(static_cast<int>(x)) - 1;
+#else
+  return __builtin_ctz(x);
+#endif
+}
+
+// Orders the lanes' accesses to shared memory.
+SWIFTSPEC_HD void sync() {
+#ifdef __CUDA_ARCH__
+  __syncwarp();
+#endif
+}
+
+SWIFTSPEC_HD uint32_t ballot(const PerLane<bool>& x) {
+#ifdef __CUDA_ARCH__
+  return __ballot_sync(0xffffffffu, x.here);
+#else
+  uint32_t word = 0;
+  for (int lane = 0; lane < 32; ++lane) word |= static_cast<uint32_t>(x(lane)) << lane;
+  return word;
+#endif
+}
+
+template <class T>
+SWIFTSPEC_HD T from_lane(const PerLane<T>& x, int lane) {
+#ifdef __CUDA_ARCH__
+  return __shfl_sync(0xffffffffu, x.here, lane);
+#else
+  return x(lane);
+#endif
+}
+
+// Each lane's x as the lane before has it; lane 0 keeps its own.
+template <class T>
+SWIFTSPEC_HD PerLane<T> from_before(const PerLane<T>& x) {
+  PerLane<T> out;
+#ifdef __CUDA_ARCH__
+  out.here = __shfl_up_sync(0xffffffffu, x.here, 1);
+#else
+  for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane == 0 ? 0 : lane - 1);
+#endif
+  return out;
+}
+
+// Each lane's x as the lane `step` (a power of 2) away has it.
+template <class T>
+SWIFTSPEC_HD PerLane<T> exchanged(const PerLane<T>& x, int step) {
+  PerLane<T> out;
+#ifdef __CUDA_ARCH__
+  out.here = __shfl_xor_sync(0xffffffffu, x.here, step);
+#else
+  for (int lane = 0; lane < 32; ++lane) out(lane) = x(lane ^ step);
+#endif
+  return out;
+}
+
+// x joined over all lanes by `join`, which commutes; always in the same order, and the same in every lane.
+template <class T, class Join>
+SWIFTSPEC_HD PerLane<T> joined(PerLane<T> x, Join join) {
+  for (int step = 16; step > 0; step /= 2) {
+    const PerLane<T> other = exchanged(x, step);
+    SWIFTSPEC_EACH_LANE(lane) { x(lane) = join(x(lane), other(lane)); }
+  }
+  return x;
+}
+
+}  // namespace swiftspec::warp

@@ -1,0 +1,98 @@
+// A block's way through its tile, from queries to the tile's output. On a CPU its threads and warps take turns.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/load.h"
+#include "cuda/attention/products.h"
+#include "cuda/attention/tile.h"
+
+namespace swiftspec::attention {
+
+#ifdef __CUDA_ARCH__
+#define SWIFTSPEC_EACH_THREAD(thread) if (const int thread = static_cast<int>(threadIdx.x); true)
+#define SWIFTSPEC_EACH_WARP(index) if (const int index = static_cast<int>(threadIdx.x) / 32; true)
+#else
+#define SWIFTSPEC_EACH_THREAD(thread) for (int thread = 0; thread < kThreads; ++thread)
+#define SWIFTSPEC_EACH_WARP(index) for (int index = 0; index < kWarps; ++index)
+#endif
+
+SWIFTSPEC_HD void block_sync() {
+#ifdef __CUDA_ARCH__
+  __syncthreads();
+#endif
+}
+
+template <class T>
+struct PerWarp {
+#ifdef __CUDA_ARCH__
+  T here;
+  SWIFTSPEC_HD T& operator()(int) { return here; }
+#else
+  T warps[kWarps];
+  SWIFTSPEC_HD T& operator()(int index) { return warps[index]; }
+#endif
+};
+
+template <Kind kKind, int kDim>
+SWIFTSPEC_HD void load(const Job& j, Shared<kDim>& s, int first, int count, int slot) {
+  SWIFTSPEC_EACH_THREAD(thread) {
+    load_units<kKind>(j, s, first, count, slot, thread);
+    end_fetches();
+  }
+}
+
+template <int kDim>
+SWIFTSPEC_HD void score_tile(const Job& j, Shared<kDim>& s, bool at_once) {
+  for (int first = 0; first < s.units; first += kStage) {
+    const int count = static_cast<int>(least(s.units - first, kStage));
+    if (!at_once) {
+      block_sync();
+      load<Kind::keys>(j, s, first, count, 0);
+      await_fetches<0>();
+    } else {
+      await_fetches<1>();  // the keys; the values may be under way
+    }
+    block_sync();
+    SWIFTSPEC_EACH_WARP(index) { score(j, s, first, count, index); }
+  }
+}
+
+template <int kDim>
+SWIFTSPEC_HD void gather_tile(const Job& j, Shared<kDim>& s, PerWarp<Output<kDim>>& out, bool at_once) {
+  for (int first = 0; first < s.units; first += kStage) {
+    const int count = static_cast<int>(least(s.units - first, kStage));
+    if (!at_once) {
+      block_sync();
+      load<Kind::values>(j, s, first, count, 0);
+    }
+    await_fetches<0>();
+    block_sync();
+    SWIFTSPEC_EACH_WARP(index) { gather(j, s, out(index), first, count, at_once ? kStage / 2 : 0, index); }
+  }
+}
+
+// From queries and `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or
+// -1: rows of many groups then read a shared prefix once.
+template <int kDim>
+SWIFTSPEC_HD void attend(const Job& j, Shared<kDim>& s, int64_t& held) {
+  SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
+  block_sync();
+  const bool at_once = s.units <= kStage / 2, whole = s.shared_units == kUnits;
+  const int64_t name = j.sequence() * parts(j.setup.capacity, kTile) + j.tile;
+  if (at_once && !(whole && held == name)) {
+    load<Kind::keys>(j, s, 0, s.units, 0);
+    load<Kind::values>(j, s, 0, s.units, kStage / 2);
+  }
+  held = whole ? name : -1;
+  score_tile(j, s, at_once);
+  block_sync();
+  SWIFTSPEC_EACH_WARP(index) { soften(j, s, index); }
+  block_sync();
+  PerWarp<Output<kDim>> out = {};
+  gather_tile(j, s, out, at_once);
+  block_sync();
+  SWIFTSPEC_EACH_WARP(index) { put_down(j, s, out(index), index); }
+}
+
+}  // namespace swiftspec::attention

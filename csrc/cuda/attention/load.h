@@ -1,0 +1,118 @@
+// What a block reads: queries and new keys after RoPE, the cache, and the rows' own keys and values.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/ieee.h"
+#include "cuda/attention/tile.h"
+
+#ifdef __CUDA_ARCH__
+#include "cuda/ptx.cuh"
+#endif
+
+namespace swiftspec::attention {
+
+using bf16::Chunk;
+
+// From global to shared memory; there once `await_fetches` says so.
+SWIFTSPEC_HD void fetch(Chunk* shared, const Chunk* global) {
+#ifdef __CUDA_ARCH__
+  ptx::cp_async16(shared, global);
+#else
+  *shared = *global;
+#endif
+}
+
+// Ends a group of fetches. `await_fetches<N>` waits until at most N groups of this thread are under way.
+SWIFTSPEC_HD void end_fetches() {
+#ifdef __CUDA_ARCH__
+  ptx::cp_async_commit();
+#endif
+}
+template <int N>
+SWIFTSPEC_HD void await_fetches() {
+#ifdef __CUDA_ARCH__
+  ptx::cp_async_wait<N>();
+#endif
+}
+
+// Eight elements from `at` on of a head [kDim] after RoPE at a row's position: x cos + half_rotation(x) sin, where
+// `sin` has the sign of the rotation; rounded where the reference rounds.
+template <int kDim>
+SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t row, int at) {
+  const int64_t table = a.positions[row] * kDim + at;
+  const Chunk straight = *reinterpret_cast<const Chunk*>(x + at);
+  const Chunk turned = *reinterpret_cast<const Chunk*>(x + (at + kDim / 2) % kDim);
+  const Chunk cos = *reinterpret_cast<const Chunk*>(static_cast<const uint16_t*>(a.cos) + table);
+  const Chunk sin = *reinterpret_cast<const Chunk*>(static_cast<const uint16_t*>(a.sin) + table);
+  Chunk out;
+  for (int i = 0; i < 8; ++i) {
+    const float first = bf16::widen(bf16::nearest(ieee::mul(bf16::widen(straight.x[i]), bf16::widen(cos.x[i]))));
+    out.x[i] = bf16::nearest(fmaf(bf16::widen(turned.x[i]), bf16::widen(sin.x[i]), first));
+  }
+  return out;
+}
+
+// New keys and values of this group's rows go to the cache; the blocks of the first part share them.
+template <int kDim>
+SWIFTSPEC_HD void append(const Job& j, int rank, int thread) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = thread; i < static_cast<int>(parts(j.group.count - rank, kCluster)) * kChunks; i += kThreads) {
+    const int64_t row = j.group.first + rank + i / kChunks * kCluster;
+    const int at = i % kChunks * 8;
+    const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * kDim;
+    const uint16_t* v = k + j.setup.kv_heads * kDim;
+    const int64_t to = j.region() + j.setup.slots[row] * kDim + at;
+    *reinterpret_cast<Chunk*>(j.keys + to) = rotated<kDim>(j.setup, k, row, at);
+    *reinterpret_cast<Chunk*>(j.values + to) = *reinterpret_cast<const Chunk*>(v + at);
+  }
+}
+
+template <int kDim>
+SWIFTSPEC_HD void load_queries(const Job& j, Shared<kDim>& s, int thread) {
+  constexpr int kChunks = kDim / 8;
+  for (int i = thread; i < j.column_blocks() * 8 * kChunks; i += kThreads) {
+    const int column = i / kChunks, at = i % kChunks * 8;
+    Chunk chunk = {};
+    if (column < j.columns()) {
+      const int64_t row = j.group.first + column / j.heads();
+      const int64_t head = j.head * j.heads() + column % j.heads();
+      chunk = rotated<kDim>(j.setup, j.qkv + row * j.width() + head * kDim, row, at);
+    }
+    *reinterpret_cast<Chunk*>(&s.queries[column][at]) = chunk;
+  }
+  if (thread < kColumns) s.seen[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
+}
+
+enum class Kind : uint8_t { keys, values };
+
+// Units first .. first + count - 1 into the stage from `slot` on. Keys that a row does not have are zeros.
+template <Kind kKind, int kDim>
+SWIFTSPEC_HD void load_units(const Job& j, Shared<kDim>& s, int first, int count, int slot, int thread) {
+  constexpr int kChunks = kDim / 8, kSize = kUnit * kChunks;
+  const AttentionSetup& a = j.setup;
+  const int64_t start = window_start(a, j.sequence());
+  const uint16_t* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
+  for (int i = thread; i < count * kSize; i += kThreads) {
+    const Unit unit = unit_at(j, s, first + i / kSize);
+    const int key = i % kSize / kChunks, at = i % kChunks * 8;
+    const int64_t number = j.first_key() + unit.index * kUnit + key, row = j.group.first + unit.row;
+    auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][key][at]);
+    if (number >= s.seen[unit.row]) {
+      *to = Chunk{};
+      continue;
+    }
+    const int64_t from = number < start ? number : a.tail[row * a.width + number - start];
+    if (from >= 0) {
+      fetch(to, reinterpret_cast<const Chunk*>(cache + from * kDim + at));
+    } else {
+      const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * kDim;
+      *to = kKind == Kind::keys ? rotated<kDim>(a, fresh, ~from, at)
+                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * kDim + at);
+    }
+  }
+}
+
+}  // namespace swiftspec::attention

@@ -1,0 +1,155 @@
+// What a block's warps compute of a tile: scores, their softmax, and the sums of values.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/ieee.h"
+#include "common/warp.h"
+#include "cuda/attention/tile.h"
+#include "cuda/fragment.h"
+#include "cuda/mma.h"
+
+namespace swiftspec::attention {
+
+// B of a product over `k .. k + 15`, columns 8 n .. 8 n + 7, from lines of bfloat16; others than first .. end - 1 are
+// 0.
+SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, int k, int first, int end) {
+  mma::B b;
+  SWIFTSPEC_EACH_LANE(lane) {
+    const int column = 8 * n + fragment::b_column(lane);
+    for (int i = 0; i < 2; ++i) {
+      const uint16_t* pair = lines + column * stride + k + fragment::b_row(lane, i);
+      b(lane).r[i] = column >= first && column < end ? *reinterpret_cast<const uint32_t*>(pair) : 0;
+    }
+  }
+  return b;
+}
+
+// Scores of units first .. first + count - 1, which lie in the stage from slot 0 on: this warp's share of them.
+template <int kDim>
+SWIFTSPEC_HD void score(const Job& j, Shared<kDim>& s, int first, int count, int warp_index) {
+  for (int u = warp_index; u < count; u += kWarps) {
+    const Unit unit = unit_at(j, s, first + u);
+    const int from = unit.first / 8, to = (unit.end + 7) / 8;
+    mma::C sums[kColumns / 8] = {};
+    SWIFTSPEC_UNROLL
+    for (int k = 0; k < kDim; k += 16) {
+      warp::PerLane<const uint16_t*> lines;
+      SWIFTSPEC_EACH_LANE(lane) { lines(lane) = &s.stage[u][lane % 16][k + lane / 16 * 8]; }
+      mma::A a;
+      mma::load_matrices<false>(a, lines);
+      SWIFTSPEC_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) {
+        if (n >= from && n < to) {
+          mma::multiply(sums[n], a, load_columns(s.queries[0], kDim + kPad, n, k, 0, kColumns));
+        }
+      }
+    }
+    SWIFTSPEC_EACH_LANE(lane) {
+      SWIFTSPEC_UNROLL
+      for (int n = 0; n < kColumns / 8; ++n) {
+        SWIFTSPEC_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const int column = 8 * n + fragment::c_column(lane, i);
+          if (column >= unit.first && column < unit.end) {
+            s.scores[column][unit.index * kUnit + fragment::c_row(lane, i)] = sums[n](lane).r[i];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Scores become shares 2^(score - top) in bfloat16, where the scores were; zero for keys that the row does not have.
+template <int kDim>
+SWIFTSPEC_HD void soften(const Job& j, Shared<kDim>& s, int warp_index) {
+  constexpr int kEach = kTile / 32;
+  const float none = -INFINITY;
+  for (int column = warp_index; column < 8 * j.column_blocks(); column += kWarps) {
+    const int64_t keys = column < j.columns() ? s.seen[column / j.heads()] - j.first_key() : 0;
+    warp::PerLane<warp::Regs<kEach, float>> x;
+    warp::PerLane<float> top, total;
+    SWIFTSPEC_EACH_LANE(lane) {
+      top(lane) = none;
+      for (int i = 0; i < kEach; ++i) {
+        const int key = lane + 32 * i;
+        x(lane).r[i] = key < keys ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
+        top(lane) = fmaxf(top(lane), x(lane).r[i]);
+      }
+    }
+    top = warp::joined(top, [](float a, float b) { return fmaxf(a, b); });
+    warp::sync();  // all have read before anyone writes
+    SWIFTSPEC_EACH_LANE(lane) {
+      auto* shares = reinterpret_cast<uint16_t*>(s.scores[column]);
+      total(lane) = 0;
+      for (int i = 0; i < kEach; ++i) {
+        const int key = lane + 32 * i;
+        const uint16_t share = bf16::nearest(key < keys ? exp2f(x(lane).r[i] - top(lane)) : 0);
+        shares[key] = share;
+        total(lane) += bf16::widen(share);
+      }
+    }
+    total = warp::joined(total, [](float a, float b) { return a + b; });
+    SWIFTSPEC_EACH_LANE(lane) {
+      if (lane == 0) {
+        s.top[column] = top(lane);
+        s.total[column] = total(lane);
+      }
+    }
+  }
+}
+
+// The warps share the output by blocks of 16 dimensions, and for narrow heads by columns: warp w has dimensions
+// 16 (w % kBlocks) and on, and of the blocks of columns every kSplit-th from w / kBlocks on.
+template <int kDim>
+struct Output {
+  static constexpr int kBlocks = kDim / 16, kSplit = kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
+  mma::C sums[kMine];
+  SWIFTSPEC_HD static int dimension(int warp_index) { return warp_index % kBlocks * 16; }
+  SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
+};
+
+// Adds the values of units first .. first + count - 1, which lie in the stage from `slot` on. A row's units come in the
+// order of its keys; those of other rows add nothing.
+template <int kDim>
+SWIFTSPEC_HD void gather(const Job& j, const Shared<kDim>& s, Output<kDim>& out, int first, int count, int slot,
+                         int warp_index) {
+  for (int u = 0; u < count; ++u) {
+    const Unit unit = unit_at(j, s, first + u);
+    const int from = unit.first / 8, to = (unit.end + 7) / 8, dimension = out.dimension(warp_index);
+    warp::PerLane<const uint16_t*> lines;
+    SWIFTSPEC_EACH_LANE(lane) {
+      lines(lane) = &s.stage[slot + u][lane % 8 + lane / 16 * 8][dimension + lane / 8 % 2 * 8];
+    }
+    mma::A a;
+    mma::load_matrices<true>(a, lines);
+    const auto* shares = reinterpret_cast<const uint16_t*>(s.scores[0]);
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < Output<kDim>::kMine; ++i) {
+      const int n = out.columns(warp_index, i);
+      if (n >= from && n < to) {
+        const auto b = load_columns(shares, 2 * kScoreLine, n, unit.index * kUnit, unit.first, unit.end);
+        mma::multiply(out.sums[i], a, b);
+      }
+    }
+  }
+}
+
+// The output goes to where the shares were.
+template <int kDim>
+SWIFTSPEC_HD void put_down(const Job& j, Shared<kDim>& s, const Output<kDim>& out, int warp_index) {
+  SWIFTSPEC_EACH_LANE(lane) {
+    SWIFTSPEC_UNROLL
+    for (int b = 0; b < Output<kDim>::kMine; ++b) {
+      const int n = out.columns(warp_index, b);
+      for (int i = 0; i < 4 && n < j.column_blocks(); ++i) {
+        const int dimension = out.dimension(warp_index) + fragment::c_row(lane, i);
+        s.scores[8 * n + fragment::c_column(lane, i)][dimension] = out.sums[b](lane).r[i];
+      }
+    }
+  }
+}
+
+}  // namespace swiftspec::attention

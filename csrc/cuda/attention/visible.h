@@ -1,0 +1,91 @@
+// What the rows see, worked out once a forward: which rows form a group, and each row's list of keys.
+#pragma once
+
+#include <cstdint>
+
+#include "common/warp.h"
+#include "cuda/attention/sizes.h"
+#include "kernels_cuda.h"
+
+namespace swiftspec::attention {
+
+using cuda::AttentionSetup;
+using cuda::RowGroup;
+
+SWIFTSPEC_HD int64_t sequence_of(const AttentionSetup& a, int64_t row) {
+  return a.sequence == nullptr ? 0 : a.sequence[row];
+}
+
+// The first slot of the mask's window; its column 0 is that slot, or stands for one before slot 0.
+SWIFTSPEC_HD int64_t window_start(const AttentionSetup& a, int64_t sequence) {
+  return most(a.kv_len[sequence] - a.width, 0);
+}
+
+SWIFTSPEC_HD int64_t rows_of_group(const AttentionSetup& a) { return kColumns / (a.heads / a.kv_heads); }
+
+// How many entries the table of groups has. With one sequence every entry is a group. With several there is an entry
+// for each row, and those with which no group begins are empty: a group ends where the sequence changes.
+SWIFTSPEC_HD int64_t groups_of(const AttentionSetup& a) {
+  return a.sequence == nullptr ? parts(a.rows, rows_of_group(a)) : a.rows;
+}
+
+// The rows of entry `i`: none where no group begins.
+SWIFTSPEC_HD RowGroup rows_at(const AttentionSetup& a, int64_t i) {
+  const int64_t full = rows_of_group(a);
+  int64_t first = i, count = 1;
+  if (a.sequence == nullptr) {
+    first = i * full;
+    count = least(full, a.rows - first);
+  } else {
+    int64_t start = i;
+    while (start > 0 && a.sequence[start - 1] == a.sequence[i]) --start;
+    if ((i - start) % full != 0) return {static_cast<int32_t>(i), 0, 0, 0};
+    while (count < full && i + count < a.rows && a.sequence[i + count] == a.sequence[i]) ++count;
+  }
+  return {static_cast<int32_t>(first), static_cast<int32_t>(count), 0, 0};
+}
+
+// Notes whose new key a slot holds. Of rows with one slot any may win: they are copies, or nobody reads them.
+SWIFTSPEC_HD void claim(const AttentionSetup& a, int64_t row) {
+  a.owner[sequence_of(a, row) * a.capacity + a.slots[row]] = static_cast<int32_t>(row);
+}
+
+// The row of this batch whose new key the slot holds, or -1. `owner` is never cleared, so what it says is checked.
+SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t slot) {
+  const int32_t row = a.owner[sequence * a.capacity + slot];
+  const bool here = row >= 0 && row < a.rows && a.slots[row] == slot && sequence_of(a, row) == sequence;
+  return here ? row : -1;
+}
+
+// A warp lists what a row sees of its window: slots, or ~row where the key is new. Returns the leading slots of the
+// sequence that the row sees without a gap.
+SWIFTSPEC_HD int64_t list_row(const AttentionSetup& a, int64_t row) {
+  const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
+  const int64_t before = a.kv_len[sequence] - a.width;  // below 0: the first columns stand for no slot
+  const int64_t first = start - before;
+  int64_t seen = 0, run = a.width - first;
+  for (int64_t base = first; base < a.width; base += 32) {
+    warp::PerLane<bool> visible;
+    SWIFTSPEC_EACH_LANE(lane) {
+      const int64_t column = base + lane;
+      visible(lane) = column < a.width && a.mask[row * a.width + column] != 0;
+    }
+    const uint32_t word = warp::ballot(visible);
+    if (~word != 0) run = least(run, base - first + warp::lowest(~word));
+    SWIFTSPEC_EACH_LANE(lane) {
+      if (visible(lane)) {
+        const int64_t slot = before + base + lane;
+        const int32_t owner = owner_of(a, sequence, slot);
+        const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));
+        a.tail[row * a.width + index] = owner >= 0 ? ~owner : static_cast<int32_t>(slot);
+      }
+    }
+    seen += warp::popcount(word);
+  }
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) a.count[row] = static_cast<int32_t>(start + seen);
+  }
+  return start + run;
+}
+
+}  // namespace swiftspec::attention

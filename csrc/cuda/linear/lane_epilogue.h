@@ -1,0 +1,120 @@
+// The epilogue of a projection, lane by lane: what becomes of a lane's sums. Bias, SwiGLU, residual, LL lines, and
+// where all is stored. For host code and device code; tests/native/cuda_tiles.cpp runs it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/linear/tiles.h"
+
+namespace swiftspec::cuda {
+
+struct Outputs {
+  const float* bias;         // [n], or null
+  const uint16_t* residual;  // [rows, n], or null
+  uint16_t* out;             // [rows, n], with swiglu [rows, n / 2]
+  float* logits;             // [rows, n] in place of out, or null
+  bool swiglu;
+  int32_t rows;
+};
+
+// A unit is eight rows of a strip. These are a lane's sums of it: of two rows, `first` and `second` outputs, two
+// neighbours of each.
+struct Unit {
+  int strip, j;
+  float value[2][2][2];  // [second][row][neighbour]
+};
+
+// The four sums of the lane in fragment f, in the order of the MMA's registers.
+SWIFTSPEC_HD void set_sums(Unit& unit, int f, const float (&sums)[4]) {
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) unit.value[i / 2][i % 2][f] = sums[i];
+}
+
+// How many of the outputs from `pair` on exist, among the first ones or the second ones.
+SWIFTSPEC_HD int64_t outputs_left(const tiles::Tiling& t, int64_t pair, int second) {
+  return second == 0 ? t.half - pair : t.n - t.half - pair;
+}
+
+// Two neighbouring values, of which the first `count` exist.
+SWIFTSPEC_HD void store_two(uint16_t* to, int64_t count, float a, float b) {
+  if (count >= 2 && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
+    *reinterpret_cast<uint32_t*>(to) = tiles::pair_of(a, b);
+    return;
+  }
+  if (count >= 1) to[0] = static_cast<uint16_t>(tiles::pair_of(a, b));
+  if (count >= 2) to[1] = static_cast<uint16_t>(tiles::pair_of(b, a));
+}
+
+SWIFTSPEC_HD void store_two(float* to, int64_t count, float a, float b) {
+  if (count >= 1) to[0] = a;
+  if (count >= 2) to[1] = b;
+}
+
+// Outputs `output` and the next of a row: the product, rounded and added to the residual where there is one.
+SWIFTSPEC_HD void store_outputs(const tiles::Tiling& t, const Outputs& to, int64_t row, int64_t output, int64_t count,
+                                float a, float b) {
+  const int64_t at = row * t.n + output;
+  if (to.logits != nullptr) return store_two(to.logits + at, count, a, b);
+  if (to.residual != nullptr) {
+    if (count >= 1) a = tiles::rounded(a) + ll::Bfloat16::widen(to.residual[at]);
+    if (count >= 2) b = tiles::rounded(b) + ll::Bfloat16::widen(to.residual[at + 1]);
+  }
+  store_two(to.out + at, count, a, b);
+}
+
+SWIFTSPEC_HD float silu_times(float gate, float up) {
+  gate = tiles::rounded(gate);
+#if defined(__CUDA_ARCH__)
+  const float share = __fdividef(1.0f, 1.0f + __expf(-gate));
+#else
+  const float share = 1.0f / (1.0f + std::exp(-gate));
+#endif
+  return tiles::rounded(gate * share) * tiles::rounded(up);
+}
+
+// The bias, which int4 and bf16 weights may have.
+SWIFTSPEC_HD void add_bias(const tiles::Tiling& t, const Outputs& to, int lane, Unit& unit) {
+  if (to.bias == nullptr) return;
+  const int64_t pair = tiles::pair_of_outputs(unit.strip, lane);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) {  // [second][neighbour]
+    if (i % 2 >= outputs_left(t, pair, i / 2)) continue;
+    const float bias = to.bias[i / 2 * t.half + pair + i % 2];
+    unit.value[i / 2][0][i % 2] += bias;
+    unit.value[i / 2][1][i % 2] += bias;
+  }
+}
+
+SWIFTSPEC_HD void store_unit(const tiles::Tiling& t, const Outputs& to, int lane, const Unit& unit) {
+  const int64_t pair = tiles::pair_of_outputs(unit.strip, lane), half = t.half;
+  SWIFTSPEC_UNROLL
+  for (int e = 0; e < 2; ++e) {
+    const int64_t row = 8 * unit.j + fragment::c_column(lane, e);
+    if (row >= to.rows) continue;
+    const float(&first)[2] = unit.value[0][e];
+    const float(&second)[2] = unit.value[1][e];
+    if (to.swiglu) {
+      const float a = silu_times(first[0], second[0]), b = silu_times(first[1], second[1]);
+      store_two(to.out + row * half + pair, half - pair, a, b);
+    } else {
+      store_outputs(t, to, row, pair, outputs_left(t, pair, 0), first[0], first[1]);
+      store_outputs(t, to, row, half + pair, outputs_left(t, pair, 1), second[0], second[1]);
+    }
+  }
+}
+
+// The two LL lines of a unit: a pair of outputs, rounded, for both rows.
+SWIFTSPEC_HD uint64_t line_of(const Unit& unit, int second) {
+  const float(&v)[2][2] = unit.value[second];
+  return static_cast<uint64_t>(tiles::pair_of(v[1][0], v[1][1])) << 32 | tiles::pair_of(v[0][0], v[0][1]);
+}
+
+SWIFTSPEC_HD void set_line(Unit& unit, int second, uint64_t payload) {
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    unit.value[second][i / 2][i % 2] = ll::Bfloat16::widen(static_cast<uint16_t>(payload >> 16 * i));
+  }
+}
+
+}  // namespace swiftspec::cuda

@@ -1,0 +1,241 @@
+// Projections of a few rows, alone or summed over the ranks of a group: one kernel body, two entries.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/launch.cuh"
+#include "cuda/linear/epilogue.cuh"
+#include "cuda/peers/ll.cuh"
+#include "cuda/shared.cuh"
+#include "kernels_cuda.h"
+
+namespace swiftspec::cuda {
+namespace {
+
+using tiles::kThreads;
+
+// A rank of its own: the launch is this rank's.
+struct OneRank {
+  static constexpr int kPerSm = 2;  // CTAs with up to 16 rows
+  LinearTask task;
+  Channel channel;  // no ranks: nothing is summed
+  __device__ const LinearTask& my_task() const { return task; }
+  __device__ const Channel& my_channel() const { return channel; }
+  __device__ int block() const { return static_cast<int>(blockIdx.x); }
+  __device__ int blocks() const { return static_cast<int>(gridDim.x); }
+  __device__ void pause(int) const {}
+};
+
+// Virtual ranks: the CTAs of one cooperative launch, cut evenly. Pauses, from a seed, shift them against each other.
+struct ManyRanks {
+  static constexpr int kPerSm = 1;
+  LinearTask tasks[kMaxPeers];
+  Channel channels[kMaxPeers];
+  int32_t per_rank;  // CTAs
+  uint32_t delays;
+
+  __device__ int rank() const { return static_cast<int>(blockIdx.x) / per_rank; }
+  __device__ const LinearTask& my_task() const { return tasks[rank()]; }
+  __device__ const Channel& my_channel() const { return channels[rank()]; }
+  __device__ int block() const { return static_cast<int>(blockIdx.x) % per_rank; }
+  __device__ int blocks() const { return per_rank; }
+  __device__ void pause(int step) const {
+    if (delays == 0) return;
+    uint32_t dice = (delays ^ (blockIdx.x * 0x9e3779b9u + step)) * 0x7feb352du;
+    dice = (dice ^ dice >> 15) * 0x846ca68bu;
+    if (dice >> 28 == 0) __nanosleep(dice >> 8 & 0xffff);  // one time in sixteen, up to 65 us
+  }
+};
+
+// The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x already.
+template <bool kInt4, int kRows8>
+__device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared, Ring& ring,
+                         Sums<kRows8>& sums) {
+  const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.carve.chunk_tiles;
+  clear<kRows8>(sums);
+  for (int begin = 0; begin < range; begin += chunk) {
+    const int here = min(chunk, range - begin);
+    if (!staged || range > chunk) {
+      __syncthreads();  // nobody reads the chunk before
+      const int64_t input = static_cast<int64_t>(first + begin) * task.tiling.tile_k;
+      stage<kInt4, kRows8>(task, at, input, here * task.tiling.tile_k / tiles::kBlock, shared);
+      __syncthreads();
+    }
+    multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
+  }
+}
+
+// Asks for this warp's part of what the next projection reads first.
+__device__ void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
+  if (at.lane != 0) return;
+  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
+  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes));
+}
+
+// Waits for what the other ranks have sent of this warp's units, and writes the outputs.
+template <int kRows8, class Ranks>
+__device__ void receive(const Ranks& ranks, const LinearTask& task, const ThreadIndex& at,
+                        const Session<DeviceMemory>& session) {
+  Spin wait(session.channel, session.epoch);
+  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
+    each_unit<kRows8>(task, at, turn << task.tiling.n_log, [&](Unit& unit) {
+      ranks.pause(2 * unit.strip + 1);
+      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
+#pragma unroll
+      for (int second = 0; second < 2; ++second) {
+        uint64_t total = 0;
+        if (!session.reduce(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), total, wait)) return;
+        set_line(unit, second, total);
+      }
+      store_unit(task.tiling, task.to, at.lane, unit);
+    });
+  }
+}
+
+// The body: every CTA of every rank.
+template <bool kInt4, int kRows8, class Ranks>
+__device__ void linear_body(const Ranks& ranks) {
+  uint8_t* shared = dynamic_shared();
+  const LinearTask& task = ranks.my_task();
+  const Channel& channel = ranks.my_channel();
+  const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
+                 static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+  Ring ring(task, at, shared);  // the weights are on their way
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const bool reduces = channel.layout.ranks > 0;
+  const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
+  if (task.norm != nullptr) norm_scales<kRows8>(task, at, shared);
+  int count = 0;
+  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
+    Sums<kRows8> sums;
+    multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
+    const float4* joined = join<kRows8>(task, at, count, sums, shared);
+    ptx::cluster_sync();
+    const int strip = turn << task.tiling.n_log;
+    each_unit<kRows8>(task, at, strip, [&](Unit& unit) {
+      read_unit<kRows8>(task, at, strip, joined, unit);
+      add_bias(task.tiling, task.to, at.lane, unit);
+      if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
+      ranks.pause(2 * unit.strip);
+      if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
+      for (int second = 0; second < 2; ++second) {
+        session.broadcast(tiles::ll_line(task.tiling, unit.strip, unit.j, at.lane, second), line_of(unit, second));
+      }
+    });
+  }
+  ask_ahead(task, at, ranks.block());  // its own weights have come
+  if (reduces) {
+    receive<kRows8>(ranks, task, at, session);
+    end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());
+  }
+  ptx::cluster_meet();  // nobody leaves while another reads its shared memory
+}
+
+template <bool kInt4, int kRows8, class Ranks>
+__global__ void __launch_bounds__(kThreads, kRows8 <= 2 ? Ranks::kPerSm : 1)
+    linear_kernel(const __grid_constant__ Ranks ranks) {
+  linear_body<kInt4, kRows8>(ranks);
+}
+
+template <class Ranks>
+using Kernel = void (*)(Ranks);
+
+template <class Ranks>
+Kernel<Ranks> kernel_for(bool int4, int rows8) {
+  if (int4) {
+    if (rows8 == 1) return linear_kernel<true, 1, Ranks>;
+    return rows8 == 2 ? linear_kernel<true, 2, Ranks> : linear_kernel<true, 4, Ranks>;
+  }
+  if (rows8 == 1) return linear_kernel<false, 1, Ranks>;
+  return rows8 == 2 ? linear_kernel<false, 2, Ranks> : linear_kernel<false, 4, Ranks>;
+}
+
+int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+
+LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
+  const Weights& w = *a.weights;
+  const auto rows = static_cast<int32_t>(a.rows);
+  clusters = std::clamp(w.tiling.turns(), 1, clusters);
+  const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
+                   a.swiglu, rows};
+  return {w.tiling,
+          tiles::carve(w.tiling, rows8),
+          static_cast<const uint8_t*>(w.data),
+          static_cast<const uint16_t*>(a.x),
+          static_cast<const uint16_t*>(a.norm),
+          a.eps,
+          rows,
+          clusters,
+          to,
+          w.next,
+          w.next_bytes,
+          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * tiles::kWarps)};
+}
+
+Launch launch_of(const Weights& weights, int rows8, int clusters) {
+  const int cluster = weights.tiling.cluster();
+  return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
+          .threads = kThreads,
+          .cluster = cluster > 1 ? cluster : 0,  // without them its barriers are a block's, which wait for no stores
+          .shared = tiles::carve(weights.tiling, rows8).total};
+}
+
+}  // namespace
+
+int prepare(const tiles::Tiling& tiling) {
+  int device = 0, major = 0, minor = 0;
+  check(cudaGetDevice(&device), "linear");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "linear");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "linear");
+  if (major != 9 || minor != 0) {
+    throw std::runtime_error("the CUDA kernels are built for compute capability 9.0 (H100, H200), this device has " +
+                             std::to_string(major) + "." + std::to_string(minor));
+  }
+  for (const bool int4 : {false, true}) {
+    for (const int rows8 : {1, 2, 4}) {
+      allow_shared("linear", kernel_for<OneRank>(int4, rows8), tiles::kSharedBytes);
+      allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), tiles::kSharedBytes);
+    }
+  }
+  const int cluster = tiling.cluster();
+  const Launch alone{.grid = dim3(static_cast<unsigned>(cluster)),
+                     .threads = kThreads,
+                     .cluster = cluster,
+                     .shared = tiles::kSharedBytes};  // on its SM
+  const int clusters = clusters_at_a_time("linear", kernel_for<OneRank>(true, 1), alone);
+  if (clusters < 1) {
+    throw std::runtime_error("a cluster of " + std::to_string(tiling.cluster()) + " CTAs does not fit here");
+  }
+  return clusters;
+}
+
+void linear(const LinearArgs& args, Stream stream) {
+  if (args.rows == 0) return;
+  const int rows8 = rows8_of(args.rows);
+  OneRank ranks{task_of(args, rows8, args.weights->clusters), {}};
+  if (args.channel != nullptr) ranks.channel = *args.channel;
+  Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
+  how.early = true;
+  launch("linear", kernel_for<OneRank>(args.weights->tiling.group != 0, rows8), how, stream, ranks);
+}
+
+void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
+  const Weights& weights = *ranks[0].weights;
+  const int rows8 = rows8_of(ranks[0].rows), share = weights.clusters / count;
+  if (share < 1) throw std::runtime_error("more virtual ranks than clusters fit on this device");
+  ManyRanks many{};
+  for (int r = 0; r < count; ++r) {
+    many.tasks[r] = task_of(ranks[r], rows8, share);
+    many.channels[r] = *ranks[r].channel;
+  }
+  const int clusters = many.tasks[0].clusters;
+  many.per_rank = clusters * weights.tiling.cluster();
+  many.delays = delays;
+  Launch how = launch_of(weights, rows8, clusters * count);
+  how.together = true;
+  launch("linear", kernel_for<ManyRanks>(weights.tiling.group != 0, rows8), how, stream, many);
+}
+
+}  // namespace swiftspec::cuda

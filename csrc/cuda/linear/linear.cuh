@@ -1,0 +1,257 @@
+// One CTA's part of a projection: the stream of weights, the rows of x, the sums. tiles.h says what lies where.
+#pragma once
+
+#include "cuda/linear/lane_epilogue.h"
+#include "cuda/linear/tiles.h"
+#include "cuda/ptx.cuh"
+
+namespace swiftspec::cuda {
+
+// What a launch needs of one rank.
+struct LinearTask {
+  tiles::Tiling tiling;
+  tiles::Carve carve;
+  const uint8_t* weights;
+  const uint16_t* x;     // [rows, k]
+  const uint16_t* norm;  // [k], or null
+  float eps;
+  int32_t rows, clusters;
+  Outputs to;
+  const uint8_t* next;  // as in Weights
+  int64_t next_bytes, next_each;  // of a warp
+};
+
+// Which thread of a rank's launch.
+struct ThreadIndex {
+  int cluster, cta, warp, lane;
+};
+
+// A warp's own ring of tiles in shared memory. Its first lane keeps the copies coming, so no other warp is waited for.
+class Ring {
+ public:
+  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared)
+      : task_(task),
+        lane_(at.lane),
+        slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
+        full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
+        ahead_(tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp)) {
+    if (lane_ == 0) start();
+    __syncwarp();
+  }
+
+  __device__ const uint8_t* wait() {
+    ptx::barrier_wait(full_ + stage_, parity_);
+    return slots_ + stage_ * task_.tiling.tile_bytes;
+  }
+
+  // All lanes have read the tile; its slot of the ring is filled again.
+  __device__ void release() {
+    __syncwarp();
+    if (lane_ == 0) fetch(stage_);
+    if (++stage_ < task_.carve.stages) return;
+    stage_ = 0;
+    parity_ ^= 1;
+  }
+
+ private:
+  __device__ void start() {
+    for (int stage = 0; stage < task_.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
+    ptx::fence_barrier_init();
+    policy_ = ptx::evict_first();
+    for (int stage = 0; stage < task_.carve.stages; ++stage) fetch(stage);
+  }
+
+  __device__ void fetch(int stage) {
+    if (ahead_.done()) return;
+    const int bytes = task_.tiling.tile_bytes;
+    const uint8_t* from = task_.weights + task_.tiling.tile_at(ahead_.strip, ahead_.tile);
+    ptx::bulk_load(slots_ + stage * bytes, from, bytes, full_ + stage, policy_);
+    ahead_.next();
+  }
+
+  const LinearTask& task_;
+  int lane_;
+  uint8_t* slots_;
+  uint64_t* full_;
+  tiles::Walk ahead_;
+  uint64_t policy_ = 0;
+  int stage_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// Eight values of x, or zeros outside of it.
+__device__ inline uint4 load_piece(const uint16_t* x, int64_t row, int64_t rows, int64_t input, int64_t k) {
+  if (row >= rows || input >= k) return {};
+  return *reinterpret_cast<const uint4*>(x + row * k + input);
+}
+
+__device__ inline float add_squares(float sum, uint32_t pair) {
+  sum = fmaf(tiles::low(pair), tiles::low(pair), sum);
+  return fmaf(tiles::high(pair), tiles::high(pair), sum);
+}
+
+// The RMSNorm's factor of every row, in shared memory. Each CTA squares its own inputs; the sums of the cluster's CTAs
+// are added in order.
+template <int kRows8>
+__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
+  auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
+  auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
+  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
+  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(at.cta + 1)) * task.tiling.tile_k;
+  for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
+    float sum = 0;
+#pragma unroll 4
+    for (int64_t input = begin + 8 * at.lane; input < end; input += 8 * 32) {
+      const uint4 piece = load_piece(task.x, row, task.rows, input, task.tiling.k);
+      sum = add_squares(add_squares(sum, piece.x), piece.y);
+      sum = add_squares(add_squares(sum, piece.z), piece.w);
+    }
+    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    if (at.lane == 0) squares[row] = sum;
+  }
+  ptx::cluster_sync();
+  if (threadIdx.x < 8 * kRows8) {
+    float sum = 0;
+    for (int cta = 0; cta < task.tiling.cluster(); ++cta) sum += ptx::remote_load(squares + threadIdx.x, cta);
+    scales[threadIdx.x] = __frsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(task.tiling.k)), task.eps));
+  }
+  __syncthreads();
+}
+
+// A chunk of x into shared memory as the lanes read it, normalised; of int4 also the sum of every group. A warp takes
+// a group of blocks and eight rows at a time. `first` is the chunk's first input.
+template <bool kInt4, int kRows8>
+__device__ void stage(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
+  constexpr int kMostBlocks = kInt4 ? 4 : 2;
+  auto* pieces = reinterpret_cast<uint4*>(shared + task.carve.x);
+  auto* sums = reinterpret_cast<float*>(shared + task.carve.sums);
+  const auto* scales = reinterpret_cast<const float*>(shared + task.carve.scales);
+  const int log = kInt4 ? task.tiling.group_log : 1, together = 1 << log;
+  for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
+    const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
+    uint4 piece[kMostBlocks];
+    float sum = 0;
+#pragma unroll
+    for (int b = 0; b < kMostBlocks; ++b) {
+      const int64_t input = first + tiles::x_input(block + b, at.lane);
+      if (b < together) piece[b] = load_piece(task.x, row, task.rows, input, task.tiling.k);
+    }
+#pragma unroll
+    for (int b = 0; b < kMostBlocks; ++b) {
+      if (b >= together) break;
+      uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
+      if (task.norm != nullptr) {
+        const int64_t input = first + tiles::x_input(block + b, at.lane);
+        const uint4 weight = load_piece(task.norm, 0, 1, input, task.tiling.k);
+        const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], scales[row], factors[i]);
+      }
+      sum += tiles::sum8(words);
+      pieces[tiles::x_piece(block + b, kRows8, j, at.lane)] = {words[0], words[1], words[2], words[3]};
+    }
+    if (!kInt4) continue;
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (at.lane % 4 == 0) sums[(block >> log) * 8 * kRows8 + row] = sum;
+  }
+}
+
+template <int kRows8>
+using Sums = float[2][kRows8][4];  // [fragment][eight rows][register]
+
+template <int kRows8>
+__device__ void clear(Sums<kRows8>& sums) {
+#pragma unroll
+  for (int i = 0; i < 8 * kRows8; ++i) sums[i / 4 / kRows8][i / 4 % kRows8][i % 4] = 0;
+}
+
+// Adds the products of one group to the sums and starts the next.
+template <int kRows8>
+__device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uint32_t* words, const float* x_sums,
+                           int lane) {
+  const uint4 four = *reinterpret_cast<const uint4*>(words);
+  const uint32_t group[2][2] = {{four.x, four.y}, {four.z, four.w}};  // [fragment][upper half]
+#pragma unroll
+  for (int j = 0; j < kRows8; ++j) {
+    const float2 x_sum = *reinterpret_cast<const float2*>(x_sums + 8 * j + fragment::c_column(lane, 0));
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = i % 2 == 0 ? x_sum.x : x_sum.y;
+        sums[f][j][i] = tiles::fold(sums[f][j][i], products[f][j][i], group[f][i / 2], x);
+      }
+    }
+  }
+  clear<kRows8>(products);
+}
+
+// One int4 tile. `pieces` and `x_sums` are those of the tile's first block and group.
+template <int kRows8>
+__device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
+                              int group_log, int lane) {
+  const auto* words = reinterpret_cast<const uint32_t*>(tile);
+  Sums<kRows8> products;
+  clear<kRows8>(products);
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    const uint4 codes = *reinterpret_cast<const uint4*>(words + tiles::code_word(2 * block, lane, 0));
+    const uint32_t word[2][2] = {{codes.x, codes.y}, {codes.z, codes.w}};  // [odd step][fragment]
+    uint4 b[kRows8];
+#pragma unroll
+    for (int j = 0; j < kRows8; ++j) b[j] = pieces[tiles::x_piece(block, kRows8, j, lane)];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t code = word[i / 2][i % 2];
+      const uint32_t a0 = tiles::expand(code, 0), a1 = tiles::expand(code, 1), a2 = tiles::expand(code, 2),
+                     a3 = tiles::expand(code, 3);
+#pragma unroll
+      for (int j = 0; j < kRows8; ++j) {
+        ptx::mma(products[i % 2][j], a0, a1, a2, a3, i < 2 ? b[j].x : b[j].z, i < 2 ? b[j].y : b[j].w);
+      }
+    }
+    const int done = block >> group_log;
+    if ((block + 1) >> group_log == done) continue;  // the group goes on
+    fold_group<kRows8>(sums, products, words + tiles::group_words(done, lane), x_sums + done * 8 * kRows8, lane);
+  }
+}
+
+template <int kRows8>
+__device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, int lane) {
+  const auto* words = reinterpret_cast<const uint32_t*>(tile);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+#pragma unroll
+    for (int f = 0; f < 2; ++f) {
+      const uint4 a = *reinterpret_cast<const uint4*>(words + tiles::dense_word(step, lane, f, 0));
+#pragma unroll
+      for (int j = 0; j < kRows8; ++j) {
+        const uint4 b = pieces[tiles::x_piece(step / 2, kRows8, j, lane)];
+        ptx::mma(sums[f][j], a.x, a.y, a.z, a.w, step % 2 == 0 ? b.x : b.z, step % 2 == 0 ? b.y : b.w);
+      }
+    }
+  }
+}
+
+// A warp's tiles of a chunk of `tiles_here` tiles, which lies in shared memory.
+template <bool kInt4, int kRows8>
+__device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tiles_here, const uint8_t* shared,
+                               Ring& ring, Sums<kRows8>& sums) {
+  const auto* pieces = reinterpret_cast<const uint4*>(shared + task.carve.x);
+  const auto* x_sums = reinterpret_cast<const float*>(shared + task.carve.sums);
+  const int blocks = task.tiling.tile_k / tiles::kBlock;
+  for (int tile = task.tiling.share_of(at.warp); tile < tiles_here; tile += task.tiling.warps_k()) {
+    const uint8_t* weights = ring.wait();
+    const uint4* mine = pieces + tiles::x_piece(tile * blocks, kRows8, 0, 0);
+    if constexpr (kInt4) {
+      const float* my_sums = x_sums + tile * task.tiling.groups() * 8 * kRows8;
+      multiply_int4<kRows8>(sums, weights, mine, my_sums, task.tiling.group_log, at.lane);
+    } else {
+      multiply_bf16<kRows8>(sums, weights, mine, at.lane);
+    }
+    ring.release();
+  }
+}
+
+}  // namespace swiftspec::cuda

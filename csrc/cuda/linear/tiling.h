@@ -1,0 +1,172 @@
+// How a projection is cut: who of the clusters, CTAs and warps computes what, and what lies where in shared memory.
+// Arithmetic only, for host code and device code. tiles.h says what a tile is.
+//
+// A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the `warps_k` warps of a
+// strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The tiling follows from the
+// shape of the weight alone: neither the rows nor the size of the grid change a row's result.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace swiftspec::cuda::tiles {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kStrip = 32;            // outputs of a strip
+constexpr int kBlock = 32;            // inputs whose order is mixed
+constexpr int kMaxRows = 32;          // of one launch
+constexpr int kCodeWords = 512;       // of an int4 tile; its groups follow
+constexpr int kSharedBytes = 232448;  // of a CTA on compute capability 9.0
+constexpr int kHalfShared = 115712;   // so that two CTAs fit: the next kernel's weights arrive while this one ends
+constexpr int kChunkBytes = 32768;    // of x in shared memory at a time, twice that for more than 16 rows
+constexpr int kMaxStages = 16, kFewStages = 4;  // tiles under way for each warp; with fewer a CTA takes all
+
+// Of the next projection, brought to L2 ahead. A third of the L2 of an H200, and what its memory gives while attention
+// takes 4 us: a model, to be measured.
+constexpr int64_t kAheadBytes = 16 << 20;
+
+SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// `bytes` (a multiple of 128, as all tiles are) cut in slices of `each`, whole lines of a cache, for so many parts.
+struct Slice {
+  int64_t first, bytes;
+};
+SWIFTSPEC_HD int64_t slice_bytes(int64_t bytes, int64_t parts) { return ceil_div(bytes, 128 * parts) * 128; }
+SWIFTSPEC_HD Slice slice_of(int64_t bytes, int64_t each, int64_t part) {
+  const int64_t first = each * part < bytes ? each * part : bytes;
+  return {first, bytes - first < each ? bytes - first : each};
+}
+
+// The shape of a weight, and how it is cut.
+struct Tiling {
+  int64_t n, k, half;  // outputs, inputs, and how many outputs are `first`
+  int32_t group;       // inputs of an int4 group: 32, 64 or 128; 0: bf16
+  int32_t group_log;   // its blocks are 1 << group_log
+  int32_t tile_k, tile_bytes;
+  int32_t tiles;        // of a strip
+  int32_t strips;       // a multiple of warps_n(); the last may be padding
+  int32_t n_log;        // strips of a CTA at a time: 1 << n_log
+  int32_t cluster_log;  // CTAs that share the inputs: 1 << cluster_log
+
+  SWIFTSPEC_HD int groups() const { return tile_k / kBlock >> group_log; }  // of a tile
+  SWIFTSPEC_HD int warps_n() const { return 1 << n_log; }
+  SWIFTSPEC_HD int warps_k() const { return kWarps >> n_log; }
+  SWIFTSPEC_HD int strip_of(int warp) const { return warp >> (3 - n_log); }  // of those at a time
+  SWIFTSPEC_HD int share_of(int warp) const { return warp & (warps_k() - 1); }
+  SWIFTSPEC_HD int cluster() const { return 1 << cluster_log; }
+  SWIFTSPEC_HD int turns() const { return strips >> n_log; }  // of all clusters together
+  SWIFTSPEC_HD int64_t bytes() const { return static_cast<int64_t>(strips) * tiles * tile_bytes; }
+  SWIFTSPEC_HD int first_tile(int cta) const { return tiles * cta >> cluster_log; }
+  SWIFTSPEC_HD int range(int cta) const { return first_tile(cta + 1) - first_tile(cta); }
+  SWIFTSPEC_HD int64_t tile_at(int strip, int tile) const {
+    return (static_cast<int64_t>(strip) * tiles + tile) * tile_bytes;
+  }
+};
+
+SWIFTSPEC_HD Tiling shape(int64_t k, int64_t n, int group) {
+  Tiling t{};
+  t.n = n, t.k = k, t.half = (n + 1) / 2, t.group = group;
+  t.group_log = group == 128 ? 2 : group == 64 ? 1 : 0;
+  t.tile_k = group != 0 ? 128 : 64;
+  t.tile_bytes = group != 0 ? 4 * (kCodeWords + kStrip * (128 / group)) : kStrip * 64 * 2;
+  t.tiles = static_cast<int32_t>(ceil_div(k, t.tile_k));
+  t.strips = static_cast<int32_t>(ceil_div(t.half, kStrip / 2));
+  return t;
+}
+
+// The weight of `shape` cut in 1 << n_log strips at a time and 1 << cluster_log ranges of inputs.
+SWIFTSPEC_HD Tiling cut(Tiling t, int n_log, int cluster_log) {
+  t.n_log = n_log, t.cluster_log = cluster_log;
+  t.strips = static_cast<int32_t>(ceil_div(t.strips, t.warps_n())) * t.warps_n();
+  return t;
+}
+
+// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (132 SMs, 33 bytes
+// of weights a nanosecond for each, 64 of x), to be measured. Clusters of 4 and 8 reach 128 SMs. More inputs than fit
+// the shared memory are brought there again in every round.
+SWIFTSPEC_HD int64_t cost(const Tiling& t) {
+  const int64_t ctas = t.cluster() >= 4 ? 128 : 132, most_inputs = kChunkBytes / 16;
+  const int64_t rounds = ceil_div(t.turns(), ctas / t.cluster());
+  const int64_t range = ceil_div(t.tiles, t.cluster()), inputs = range * t.tile_k;
+  const int64_t stream = rounds * ceil_div(range, t.warps_k()) * kWarps * t.tile_bytes / 33;
+  const int64_t stagings = inputs <= most_inputs ? 1 : rounds * ceil_div(inputs, most_inputs);
+  const int64_t rows = stagings * (300 + (inputs < most_inputs ? inputs : most_inputs) * 16 / 64);
+  return stream + rows + rounds * (t.cluster() > 1 ? 300 : 100);
+}
+
+// The cheapest tiling of a weight. group: 32, 64, 128, or 0 for bf16.
+SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group) {
+  Tiling best{};
+  for (int i = 0; i < 16; ++i) {
+    const Tiling t = cut(shape(k, n, group), i / 4, i % 4);
+    if (best.n == 0 || cost(t) < cost(best)) best = t;
+  }
+  return best;
+}
+
+// The tiles of one warp, in order.
+struct Walk {
+  int32_t strip, strip_step, strips;
+  int32_t first, last, step, tile;  // of a strip
+
+  SWIFTSPEC_HD bool done() const { return strip >= strips || first >= last; }
+  SWIFTSPEC_HD void next() {
+    tile += step;
+    if (tile < last) return;
+    tile = first;
+    strip += strip_step;
+  }
+};
+
+// Warps of one strip are neighbours. `clusters` take the turns in turn.
+SWIFTSPEC_HD Walk walk_of(const Tiling& t, int cluster, int clusters, int cta, int warp) {
+  const int first = t.first_tile(cta) + t.share_of(warp);
+  return {(cluster << t.n_log) + t.strip_of(warp), clusters << t.n_log, t.strips, first, t.first_tile(cta + 1),
+          t.warps_k(), first};
+}
+
+// The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
+// warps of a strip share evenly, so the chunks do not change who computes what.
+struct Carve {
+  int32_t chunk_tiles;
+  int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
+};
+
+SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8) {
+  Carve c{};
+  const int x_bytes = t.tile_k * rows8 * 16, most = rows8 <= 2 ? kChunkBytes : 2 * kChunkBytes;
+  const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
+  c.chunk_tiles = range < most / x_bytes ? range : most / x_bytes;
+  const int groups = t.group != 0 ? c.chunk_tiles * t.groups() : 0;
+  c.joined_bytes = t.warps_n() * rows8 * 1024;  // two fragments of 512 bytes for each strip and 8 rows
+  c.sums = c.chunk_tiles * x_bytes;
+  c.partial = c.sums + groups * rows8 * 8 * 4;
+  c.joined = c.partial + (t.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
+  c.squares = c.joined + 2 * c.joined_bytes;
+  c.scales = c.squares + kMaxRows * 4;
+  c.barriers = c.scales + kMaxRows * 4;
+  c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
+  int stages = (kHalfShared - c.ring) / (kWarps * t.tile_bytes);
+  if (stages < kFewStages) stages = (kSharedBytes - c.ring) / (kWarps * t.tile_bytes);
+  c.stages = stages < kMaxStages ? stages : kMaxStages;
+  c.total = c.ring + c.stages * kWarps * t.tile_bytes;
+  return c;
+}
+
+}  // namespace swiftspec::cuda::tiles
+
+namespace swiftspec::cuda {
+
+// A projection made ready at load on one device.
+struct Weights {
+  tiles::Tiling tiling;
+  const void* data;   // tiling.bytes() of tiles
+  const float* bias;  // [n], or null
+  int32_t clusters;   // how many clusters run at once: what `prepare` returns
+  // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.
+  const uint8_t* next = nullptr;
+  int64_t next_bytes = 0;  // kAheadBytes at most
+};
+
+}  // namespace swiftspec::cuda

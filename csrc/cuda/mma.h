@@ -1,0 +1,65 @@
+// Fragments of mma.m16n8k16 that a warp holds, and products of them. Host code too, as common/warp.h says.
+#pragma once
+
+#include <cstdint>
+
+#include "common/bfloat16.h"
+#include "common/warp.h"
+#include "cuda/fragment.h"
+
+#ifdef __CUDA_ARCH__
+#include "cuda/ptx.cuh"
+#endif
+
+namespace swiftspec::mma {
+
+using A = warp::PerLane<warp::Regs<4, uint32_t>>;  // 16 x 16 of bfloat16, two to a register
+using B = warp::PerLane<warp::Regs<2, uint32_t>>;  // 16 x 8
+using C = warp::PerLane<warp::Regs<4, float>>;     // 16 x 8
+
+SWIFTSPEC_HD void multiply(C& c, const A& a, const B& b) {
+#ifdef __CUDA_ARCH__
+  const auto& left = a.here.r;
+  ptx::mma(c.here.r, left[0], left[1], left[2], left[3], b.here.r[0], b.here.r[1]);
+#else
+  using namespace fragment;
+  float left[16][16], right[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      left[a_row(lane, i)][a_column(lane, i)] = bf16::widen(static_cast<uint16_t>(a(lane).r[i]));
+      left[a_row(lane, i)][a_column(lane, i) + 1] = bf16::widen(static_cast<uint16_t>(a(lane).r[i] >> 16));
+    }
+    for (int i = 0; i < 2; ++i) {
+      right[b_row(lane, i)][b_column(lane)] = bf16::widen(static_cast<uint16_t>(b(lane).r[i]));
+      right[b_row(lane, i) + 1][b_column(lane)] = bf16::widen(static_cast<uint16_t>(b(lane).r[i] >> 16));
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      float sum = c(lane).r[i];
+      for (int k = 0; k < 16; ++k) sum += left[c_row(lane, i)][k] * right[k][c_column(lane, i)];
+      c(lane).r[i] = sum;
+    }
+  }
+#endif
+}
+
+// Four 8 x 8 matrices, of which each lane names a row: lane l row l % 8 of matrix l / 8. Register i of the fragment
+// gets from matrix i row lane / 4, columns lane % 4 * 2 and the next; transposed, of its transpose.
+template <bool kTransposed>
+SWIFTSPEC_HD void load_matrices(A& a, const warp::PerLane<const uint16_t*>& rows) {
+#ifdef __CUDA_ARCH__
+  ptx::ldmatrix_x4<kTransposed>(a.here.r, rows.here);
+#else
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      const uint16_t low = kTransposed ? rows(8 * i + column)[row] : rows(8 * i + row)[column];
+      const uint16_t high = kTransposed ? rows(8 * i + column + 1)[row] : rows(8 * i + row)[column + 1];
+      a(lane).r[i] = low | static_cast<uint32_t>(high) << 16;
+    }
+  }
+#endif
+}
+
+}  // namespace swiftspec::mma

@@ -1,0 +1,137 @@
+// The LL protocol (common/ll.h) among GPUs: what one launch exchanges is one epoch. For host code and device code;
+// `Memory` and `Wait` are as there. ll.cuh loads and stores lines on a GPU.
+//
+// A kernel may start before the one in front of it has ended. It sends only after it has waited for that one's end, so
+// two slots would do; with four even a kernel that sends an epoch early does no harm (tests/native/ll_model.cpp).
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "common/ll.h"
+
+namespace swiftspec::cuda {
+
+constexpr int kMaxPeers = 8;
+SWIFTSPEC_HD constexpr ll::Rules rules() { return {4}; }
+
+// One rank's end of a group, made once. Addresses are this rank's. The ranks of a group make the same launches in the
+// same order, each on one stream.
+struct Channel {
+  ll::Layout layout;  // one block
+  int32_t rank;
+  uint32_t patience_ms;        // a launch that waits longer ends itself
+  ll::Line* inbox[kMaxPeers];  // inbox[r] is what rank r reads
+  uint64_t* epoch;             // of the next launch; device memory, as is `done`
+  uint32_t* done;              // CTAs of this launch that are through
+  uint64_t* trouble;           // 0, or why somebody gave up (ll::Trouble); pinned host memory that all ranks see
+};
+
+// One thread's part of a launch. Every line is sent to all ranks, this one too, so nothing need be kept for the sum.
+template <class Memory>
+struct Session {
+  const Channel& channel;
+  uint64_t epoch;
+
+  SWIFTSPEC_HD ll::Line& line_at(int reader, int writer, int64_t line) const {
+    return channel.inbox[reader][channel.layout.index(writer, ll::slot_of(epoch, rules()), 0, line, rules())];
+  }
+
+  SWIFTSPEC_HD void broadcast(int64_t line, uint64_t payload) const {
+    for (int peer = 0; peer < channel.layout.ranks; ++peer) {
+      ll::put<Memory>(line_at(peer, channel.rank, line), ll::flag_of(epoch, rules()), payload);
+    }
+  }
+
+  // What every rank has sent as this line. All are loaded before any is looked at, so that their latencies overlap.
+  // False: the wait gave up.
+  template <class Wait>
+  SWIFTSPEC_HD bool collect(int64_t line, uint64_t (&payload)[kMaxPeers], Wait& wait) const {
+    const uint32_t flag = ll::flag_of(epoch, rules());
+    for (;;) {
+      ll::Line seen[kMaxPeers];
+      SWIFTSPEC_UNROLL
+      for (int r = 0; r < kMaxPeers; ++r) {
+        if (r < channel.layout.ranks) seen[r] = Memory::load(line_at(channel.rank, r, line));
+      }
+      int missing = -1;
+      SWIFTSPEC_UNROLL
+      for (int r = 0; r < kMaxPeers; ++r) {
+        if (r < channel.layout.ranks && !ll::read(seen[r], flag, payload[r])) missing = r;
+      }
+      if (missing < 0) return true;
+      if (!wait.again(missing)) return false;
+    }
+  }
+
+  // The sum of this line's four bf16 over all ranks, in the order of the ranks, rounded once. False: the wait gave up.
+  template <class Wait>
+  SWIFTSPEC_HD bool reduce(int64_t line, uint64_t& total, Wait& wait) const {
+    uint64_t payload[kMaxPeers];
+    if (!collect(line, payload, wait)) return false;
+    total = sum(payload);
+    return true;
+  }
+
+  // A thread's share of the end of a launch that sent `used` lines; see ll::cleans.
+  SWIFTSPEC_HD void clean(int64_t used, int64_t thread, int64_t threads) const {
+    if (!ll::cleans(epoch, rules())) return;
+    for (int64_t line = used + thread; line < channel.layout.lines; line += threads) broadcast(line, 0);
+  }
+
+ private:
+  SWIFTSPEC_HD uint64_t sum(const uint64_t (&payload)[kMaxPeers]) const {
+    float sums[4] = {0, 0, 0, 0};  // 0 + x is x, but for the sign of a zero
+    SWIFTSPEC_UNROLL
+    for (int r = 0; r < kMaxPeers; ++r) {
+      if (r >= channel.layout.ranks) continue;
+      for (int i = 0; i < 4; ++i) sums[i] += ll::Bfloat16::widen(static_cast<uint16_t>(payload[r] >> 16 * i));
+    }
+    uint64_t total = 0;
+    for (int i = 0; i < 4; ++i) total |= static_cast<uint64_t>(ll::Bfloat16::round(sums[i])) << 16 * i;
+    return total;
+  }
+};
+
+// A message of `count` words of 4 bytes as lines: two to each, and 0 where there is none.
+SWIFTSPEC_HD int64_t word_lines(int64_t count) { return (count + 1) / 2; }
+
+SWIFTSPEC_HD uint64_t words_of(const uint32_t* words, int64_t count, int64_t line) {
+  const uint64_t high = 2 * line + 1 < count ? words[2 * line + 1] : 0;
+  return high << 32 | words[2 * line];
+}
+
+SWIFTSPEC_HD void put_words(uint32_t* words, int64_t count, int64_t line, uint64_t payload) {
+  words[2 * line] = static_cast<uint32_t>(payload);
+  if (2 * line + 1 < count) words[2 * line + 1] = static_cast<uint32_t>(payload >> 32);
+}
+
+// A thread's share of a launch by which every rank of a group learns the message of every other.
+struct Gather {
+  const uint32_t* mine;  // [count]
+  uint32_t* out;         // [ranks, count]
+  int64_t count;
+
+  template <class Memory>
+  SWIFTSPEC_HD void send(const Session<Memory>& session, int64_t thread, int64_t threads) const {
+    for (int64_t line = thread; line < word_lines(count); line += threads) {
+      session.broadcast(line, words_of(mine, count, line));
+    }
+  }
+
+  // Once the thread has sent; whatever the other ranks' threads are.
+  template <class Memory, class Wait>
+  SWIFTSPEC_HD bool receive(const Session<Memory>& session, int64_t thread, int64_t threads, Wait& wait) const {
+    for (int64_t line = thread; line < word_lines(count); line += threads) {
+      uint64_t payload[kMaxPeers];
+      if (!session.collect(line, payload, wait)) return false;
+      SWIFTSPEC_UNROLL
+      for (int r = 0; r < kMaxPeers; ++r) {
+        if (r < session.channel.layout.ranks) put_words(out + r * count, count, line, payload[r]);
+      }
+    }
+    return true;
+  }
+};
+
+}  // namespace swiftspec::cuda

@@ -1,0 +1,61 @@
+// What every rank of a group has, on all of them: short messages over the group's lines, without a library, so that a
+// captured graph may hold them.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "cuda/launch.cuh"
+#include "cuda/peers/ll.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostBlocks = 16;  // of a rank
+
+// Of one rank, or of all virtual ranks of a launch.
+struct Gathers {
+  Channel channels[kMaxPeers];
+  Gather tasks[kMaxPeers];
+  int32_t blocks;  // of a rank
+};
+
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ Gathers g) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int rank = static_cast<int>(blockIdx.x) / g.blocks, block = static_cast<int>(blockIdx.x) % g.blocks;
+  const Channel& channel = g.channels[rank];
+  const Session<DeviceMemory> session{channel, ptx::load_system(channel.epoch)};
+  const int64_t thread = block * kThreads + static_cast<int>(threadIdx.x), threads = g.blocks * kThreads;
+  Spin wait(channel, session.epoch);
+  g.tasks[rank].send(session, thread, threads);
+  g.tasks[rank].receive(session, thread, threads, wait);
+  end_epoch(session, word_lines(g.tasks[rank].count), block, g.blocks);
+}
+
+int32_t blocks_for(int64_t count) {
+  return static_cast<int32_t>(std::clamp<int64_t>((word_lines(count) + kThreads - 1) / kThreads, 1, kMostBlocks));
+}
+
+}  // namespace
+
+void gather(const GatherArgs& args, Stream stream) {
+  if (args.count == 0) return;
+  Gathers one{{*args.channel}, {{args.mine, args.out, args.count}}, blocks_for(args.count)};
+  const Launch how{.grid = dim3(static_cast<unsigned>(one.blocks)), .threads = kThreads, .early = true};
+  launch("gather", gather_kernel, how, stream, one);
+}
+
+void gather_virtual(const GatherArgs* ranks, int count, Stream stream) {
+  Gathers all{};
+  all.blocks = blocks_for(ranks[0].count);
+  for (int r = 0; r < count; ++r) {
+    all.channels[r] = *ranks[r].channel;
+    all.tasks[r] = {ranks[r].mine, ranks[r].out, ranks[r].count};
+  }
+  const Launch how{.grid = dim3(static_cast<unsigned>(all.blocks * count)), .threads = kThreads, .together = true};
+  launch("gather", gather_kernel, how, stream, all);
+}
+
+}  // namespace swiftspec::cuda

@@ -1,0 +1,62 @@
+// Lines in memory that several GPUs see, waiting for them with an end, and the end of an epoch.
+#pragma once
+
+#include "cuda/peers/channel.h"
+#include "cuda/ptx.cuh"
+
+namespace swiftspec::cuda {
+
+struct DeviceMemory {
+  __device__ static ll::Line load(const ll::Line& line) {
+    ll::Line seen;
+    ptx::load_system(&line, seen.half[0], seen.half[1]);
+    return seen;
+  }
+  __device__ static void store(ll::Line& line, const ll::Line& value) {
+    ptx::store_system(&line, value.half[0], value.half[1]);
+  }
+};
+
+// Looks at the clock, and at whether somebody else gave up, every so many looks. When the time is over it leaves word
+// and ends the kernel, which the host sees as an error of the device.
+class Spin {
+ public:
+  __device__ Spin(const Channel& channel, uint64_t epoch) : channel_(channel), epoch_(epoch) {}
+
+  __device__ bool again(int source) {
+    if (++looks_ % kLooks != 0) return true;
+    const uint64_t now = ptx::nanoseconds();
+    if (start_ == 0) start_ = now;
+    const bool late = now - start_ > channel_.patience_ms * 1000000ull;
+    if (!late && ptx::load_system(channel_.trouble) == 0) return true;
+    if (late) give_up(source);
+    __trap();
+    return false;
+  }
+
+ private:
+  static constexpr uint32_t kLooks = 1024;
+
+  __device__ void give_up(int source) const {
+    const ll::Trouble mine{ll::Reason::kTimeout, static_cast<uint8_t>(channel_.rank), static_cast<uint8_t>(source),
+                           static_cast<uint8_t>(ll::slot_of(epoch_, rules())), static_cast<uint32_t>(epoch_)};
+    ptx::store_system(channel_.trouble, ll::pack(mine));
+    __threadfence_system();
+  }
+
+  const Channel& channel_;
+  uint64_t epoch_, start_ = 0;
+  uint32_t looks_ = 0;
+};
+
+// After everything has been received; called by all threads of all `ctas` of a rank. The last CTA advances the epoch,
+// which lives in memory so that a replayed graph advances it too.
+__device__ inline void end_epoch(const Session<DeviceMemory>& session, int64_t used, int cta, int ctas) {
+  session.clean(used, static_cast<int64_t>(cta) * blockDim.x + threadIdx.x, static_cast<int64_t>(ctas) * blockDim.x);
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicAdd(session.channel.done, 1) + 1 != static_cast<uint32_t>(ctas)) return;
+  *session.channel.done = 0;
+  *session.channel.epoch = session.epoch + 1;
+}
+
+}  // namespace swiftspec::cuda

@@ -1,0 +1,80 @@
+#include "cuda/peers/peers.h"
+
+#include <cuda_runtime.h>
+
+#include <cstring>
+
+#include "cuda/check.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+// The driver may put smaller allocations into one block, and a handle opens the whole block.
+constexpr int64_t kBlock = 2 << 20;
+
+int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device), "peers");
+  return device;
+}
+
+}  // namespace
+
+static_assert(sizeof(PeerHandle) == sizeof(cudaIpcMemHandle_t));
+
+Inbox::Inbox(int64_t bytes) {
+  const auto size = static_cast<size_t>((bytes + kBlock - 1) / kBlock * kBlock);
+  check(cudaMalloc(&data_, size), "inbox");
+  check(cudaMemset(data_, 0, size), "inbox");
+  check(cudaDeviceSynchronize(), "inbox");
+}
+
+Inbox::~Inbox() { cudaFree(data_); }
+
+PeerHandle Inbox::handle() const {
+  cudaIpcMemHandle_t native;
+  check(cudaIpcGetMemHandle(&native, data_), "inbox");
+  PeerHandle handle;
+  std::memcpy(handle.data(), &native, sizeof native);
+  return handle;
+}
+
+PeerInbox::PeerInbox(const PeerHandle& handle) {
+  cudaIpcMemHandle_t native;
+  std::memcpy(&native, handle.data(), sizeof native);
+  check(cudaIpcOpenMemHandle(&data_, native, cudaIpcMemLazyEnablePeerAccess), "a peer's inbox");
+}
+
+PeerInbox::~PeerInbox() { cudaIpcCloseMemHandle(data_); }
+
+Pinned::Pinned(void* data, int64_t bytes) : data_(data) {
+  check(cudaHostRegister(data, static_cast<size_t>(bytes), cudaHostRegisterPortable | cudaHostRegisterMapped), "pin");
+  void* seen = nullptr;
+  const cudaError_t error = cudaHostGetDevicePointer(&seen, data, 0);
+  if (error == cudaSuccess && seen == data) return;
+  cudaHostUnregister(data);
+  check(error, "pin");
+  throw std::runtime_error("pin: the GPU sees pinned memory at another address than the host");
+}
+
+Pinned::~Pinned() { cudaHostUnregister(data_); }
+
+std::string bus_id() {
+  char name[32] = {};
+  check(cudaDeviceGetPCIBusId(name, sizeof name, current_device()), "peers");
+  return name;
+}
+
+bool reaches(const std::string& other_bus_id) {
+  const int device = current_device();
+  int other = 0, can = 0;
+  if (cudaDeviceGetByPCIBusId(&other, other_bus_id.c_str()) != cudaSuccess) {
+    cudaGetLastError();  // it is told to the caller, not left for the next launch
+    return false;
+  }
+  if (other == device) return true;
+  check(cudaDeviceCanAccessPeer(&can, device, other), "peers");
+  return can != 0;
+}
+
+}  // namespace swiftspec::cuda

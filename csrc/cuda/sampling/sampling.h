@@ -1,0 +1,156 @@
+// From logits to tokens on a device, all but the launches; host code too. A cluster of 8 blocks takes a row: each warp
+// keeps the best of its columns and the sum of their exponentials, then blocks and cluster join these in a fixed order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/best.h"
+#include "common/ieee.h"
+#include "common/warp.h"
+#include "kernels_cuda.h"
+
+namespace swiftspec::sampling {
+
+using best::Best;
+using best::Entry;
+
+constexpr int kWarps = 16;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocks = 8;   // of a cluster
+constexpr int kAhead = 8;    // columns of a lane that are loaded before the first is used
+constexpr int kRun = 32 * kAhead;  // columns of a warp at a time
+constexpr int kStep = kRun * kWarps * kBlocks;
+
+// top + ln(total) is the logarithm of a sum of exponentials.
+struct LogSum {
+  float top, total;
+};
+
+// Rounded operation by operation: else a compiler may join a product with the sum, and the order of a and b would
+// count.
+SWIFTSPEC_HD LogSum add(const LogSum& a, const LogSum& b) {
+  const float top = fmaxf(a.top, b.top);
+  if (top == -INFINITY) return {top, a.total + b.total};
+  return {top, ieee::add(ieee::mul(a.total, expf(a.top - top)), ieee::mul(b.total, expf(b.top - top)))};
+}
+
+// A lane's sum of exponentials and those of more scores.
+SWIFTSPEC_HD void take(LogSum& sum, const warp::Regs<kAhead, float>& x) {
+  float top = sum.top;
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kAhead; ++i) top = fmaxf(top, x.r[i]);
+  if (top == -INFINITY) return;
+  float total = sum.total * expf(sum.top - top);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < kAhead; ++i) total += expf(x.r[i] - top);
+  sum = {top, total};
+}
+
+// Over all lanes, joined by name: `add` of two lanes is the same either way round.
+SWIFTSPEC_HD warp::PerLane<LogSum> joined(warp::PerLane<LogSum> sum) {
+  for (int step = 16; step > 0; step /= 2) {
+    warp::PerLane<float> top, total;
+    SWIFTSPEC_EACH_LANE(lane) {
+      top(lane) = sum(lane).top;
+      total(lane) = sum(lane).total;
+    }
+    top = warp::exchanged(top, step);
+    total = warp::exchanged(total, step);
+    SWIFTSPEC_EACH_LANE(lane) { sum(lane) = add(sum(lane), {top(lane), total(lane)}); }
+  }
+  return sum;
+}
+
+// What a block has found of its columns; `warps` is used before the block's own.
+struct Found {
+  Entry<float> warps[kWarps][best::kMost];
+  LogSum warp_sums[kWarps];
+  Entry<float> best[best::kMost];
+  LogSum sum;
+};
+
+SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
+  float x = a.logits[row * a.stride + column];
+  if (a.bias != nullptr) x = ieee::add(x, a.bias[column]);
+  if (a.temperature != 1.0f) x = ieee::div(x, a.temperature);
+  if (a.noise == nullptr) return x;
+  x = ieee::add(x, a.noise[a.rows_of_noise[row] * a.vocab + column]);
+  return a.tau == 1.0f ? x : ieee::div(x, a.tau);
+}
+
+// A warp's columns of a row, without `sums` no exponentials.
+SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, Found& found) {
+  Best<float> best(k);
+  warp::PerLane<LogSum> sum;
+  SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
+  for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
+    warp::PerLane<warp::Regs<kAhead, float>> x;
+    SWIFTSPEC_EACH_LANE(lane) {
+      SWIFTSPEC_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        const int64_t column = base + 32 * i + lane;
+        x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
+      }
+      if (sums) take(sum(lane), x(lane));
+    }
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      warp::PerLane<float> value;
+      warp::PerLane<int32_t> column;
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int64_t at = base + 32 * i + lane;
+        value(lane) = x(lane).r[i];
+        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : best::kNobody;
+      }
+      best.offer(value, column);
+    }
+  }
+  best.put_down(found.warps[warp_index]);
+  if (sums) sum = joined(sum);
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) found.warp_sums[warp_index] = sum(lane);
+  }
+}
+
+// The block's first warp: what its warps have found.
+SWIFTSPEC_HD void join_warps(int k, Found& found) {
+  Best<float> best(k);
+  for (int i = 0; i < kWarps; ++i) best.offer_all(found.warps[i]);
+  best.put_down(found.best);
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) {
+      found.sum = found.warp_sums[0];
+      for (int i = 1; i < kWarps; ++i) found.sum = add(found.sum, found.warp_sums[i]);
+    }
+  }
+}
+
+// A log-probability; never above 0, which a parent's weight must bound, and -inf rather than NaN.
+SWIFTSPEC_HD float log_share(float score, const LogSum& all) {
+  const float value = score - (all.top + logf(all.total));
+  return value <= 0.0f ? value : value > 0.0f ? 0.0f : -INFINITY;
+}
+
+// The first warp of the cluster's first block: what the blocks have found; `block(i)` is block i's memory. Without
+// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf.
+template <class Blocks>
+SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* values) {
+  Best<float> best(k);
+  LogSum all = block(0)->sum;
+  for (int i = 0; i < kBlocks; ++i) {
+    best.offer_all(block(i)->best);
+    if (i > 0) all = add(all, block(i)->sum);
+  }
+  SWIFTSPEC_EACH_LANE(lane) {
+    for (int half = 0; half < 2; ++half) {
+      const int rank = lane + 32 * half;
+      if (rank >= k) continue;
+      const int32_t token = best.index[half](lane);
+      tokens[rank] = token == best::kNobody ? rank : token;
+      if (values != nullptr) values[rank] = log_share(best.value[half](lane), all);
+    }
+  }
+}
+
+}  // namespace swiftspec::sampling

@@ -1,0 +1,45 @@
+#include "cuda/tree/tree.h"
+
+#include <cuda_runtime.h>
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads)
+    leaves_kernel(const __grid_constant__ TreeState tree, int32_t w, const int64_t* prefix,
+                  const __grid_constant__ Expansion out) {
+  const int index = static_cast<int>(threadIdx.x) / 32;
+  if (index == 0) tree::choose(tree, w, prefix, out);
+  __syncthreads();
+  for (int row = index; row < w; row += kThreads / 32) tree::see(tree, row, prefix, out);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    add_kernel(const __grid_constant__ TreeState tree, int32_t w, const int32_t* node, int32_t k,
+               const int64_t* tokens, const float* values) {
+  ptx::wait_for_dependencies();
+  for (int i = static_cast<int>(threadIdx.x); i < w * k; i += kThreads) {
+    tree::add_child(tree, node, k, i / k, i % k, tokens, values);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) tree::count_children(tree, node, w, k);
+}
+
+}  // namespace
+
+void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream) {
+  launch("tree_leaves", leaves_kernel, {dim3(1), kThreads}, stream, tree, w, prefix, out);
+}
+
+void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,
+              const float* values, Stream stream) {
+  const Launch how{.grid = dim3(1), .threads = kThreads, .early = true};
+  launch("tree_add", add_kernel, how, stream, tree, w, node, k, tokens, values);
+}
+
+}  // namespace swiftspec::cuda

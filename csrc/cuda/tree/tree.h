@@ -1,0 +1,89 @@
+// The draft tree on a device (swiftspec/tree/tree.py): the best leaves, their mask rows, their children. Host code too.
+//
+// Of equal weights the earlier node comes first, and the rows of an expansion are in that order. An expansion always
+// has w rows and takes w tree slots: where there are fewer leaves, rows are left over, which belong to no node and
+// which nobody sees.
+#pragma once
+
+#include "common/best.h"
+#include "kernels_cuda.h"
+
+namespace swiftspec::tree {
+
+using cuda::Expansion;
+using cuda::TreeState;
+
+constexpr int32_t kLeaf = -1;  // the slot of a node that has none
+
+// A warp names the w likeliest leaves and gives them the next slots.
+SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const Expansion& out) {
+  best::Best<double> found(w);
+  const int32_t nodes = t.used[0], first = t.used[1];
+  for (int32_t base = 0; base < nodes; base += 32) {
+    warp::PerLane<double> weight;
+    warp::PerLane<int32_t> node;
+    SWIFTSPEC_EACH_LANE(lane) {
+      const int32_t i = base + lane;
+      const bool leaf = i < nodes && t.slot[i] == kLeaf && t.weight[i] > -INFINITY;
+      weight(lane) = leaf ? t.weight[i] : -INFINITY;
+      node(lane) = leaf ? i : best::kNobody;
+    }
+    found.offer(weight, node);
+  }
+  warp::sync();
+  SWIFTSPEC_EACH_LANE(lane) {
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane + 32 * half;
+      if (row >= w) continue;
+      const int32_t node = found.index[half](lane) == best::kNobody ? -1 : found.index[half](lane);
+      out.node[row] = node;
+      out.tokens[row] = node < 0 ? 0 : t.token[node];
+      out.slots[row] = *prefix + first + row;
+      if (node >= 0) t.slot[node] = first + row;
+    }
+    if (lane == 0) t.used[1] = first + w;
+  }
+}
+
+// A warp writes one row after `choose`: what the leaf's parent sees, and the leaf itself; and its position.
+SWIFTSPEC_HD void see(const TreeState& t, int row, const int64_t* prefix, const Expansion& out) {
+  const int32_t node = out.node[row], mine = static_cast<int32_t>(out.slots[row] - *prefix);
+  const uint8_t* above = node > 0 ? t.visible + static_cast<int64_t>(t.slot[t.parent[node]]) * t.slots : nullptr;
+  int depth = 0;
+  for (int32_t base = 0; base < t.slots; base += 32) {
+    warp::PerLane<bool> ancestor;
+    SWIFTSPEC_EACH_LANE(lane) {
+      const int32_t slot = base + lane;
+      ancestor(lane) = slot < t.slots && above != nullptr && above[slot] != 0;
+      if (slot < t.slots) {
+        const uint8_t seen = ancestor(lane) || slot == mine;
+        t.visible[static_cast<int64_t>(mine) * t.slots + slot] = seen;
+        out.mask[static_cast<int64_t>(row) * t.slots + slot] = seen;
+      }
+    }
+    depth += warp::popcount(warp::ballot(ancestor));
+  }
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) out.positions[row] = *prefix + depth;
+  }
+}
+
+// One child: the c-th of row r, of k each. Rows without a node come last and add nothing.
+SWIFTSPEC_HD void add_child(const TreeState& t, const int32_t* node, int k, int row, int child, const int64_t* tokens,
+                            const float* values) {
+  if (node[row] < 0) return;
+  const int32_t at = t.used[0] + row * k + child;
+  t.token[at] = tokens[row * k + child];
+  t.parent[at] = node[row];
+  t.slot[at] = kLeaf;
+  t.weight[at] = t.weight[node[row]] + static_cast<double>(values[row * k + child]);
+}
+
+// Once all children are there.
+SWIFTSPEC_HD void count_children(const TreeState& t, const int32_t* node, int w, int k) {
+  int rows = 0;
+  while (rows < w && node[rows] >= 0) ++rows;
+  t.used[0] += rows * k;
+}
+
+}  // namespace swiftspec::tree

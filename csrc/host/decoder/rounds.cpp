@@ -1,0 +1,156 @@
+#include "host/decoder/rounds.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+#include <stdexcept>
+
+#include "kernels_host.h"
+
+namespace swiftspec::host {
+
+namespace {
+
+constexpr int64_t kBlock = 32;  // positions that noise is made for at a time
+
+}  // namespace
+
+Scoring::Scoring(Columns columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream)
+    : columns_(columns), temperature_(temperature), bias_(bias), noisy_(noisy), seed_(seed), stream_(stream) {}
+
+void Scoring::cover(int64_t low, int64_t high) {
+  if (begin_ <= low && high < end_) return;
+  begin_ = low;
+  end_ = low + std::max(high - low + 1, kBlock);
+  std::vector<int32_t> positions(static_cast<size_t>(end_ - begin_));
+  std::iota(positions.begin(), positions.end(), static_cast<int32_t>(low));
+  block_.resize(positions.size() * static_cast<size_t>(columns_.count));
+  gumbel_rows(seed_, stream_, positions.data(), end_ - begin_, static_cast<uint32_t>(columns_.first), columns_.count,
+              block_.data());
+}
+
+ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy,
+                        double tau) {
+  const auto rows = static_cast<int64_t>(positions.size());
+  const auto temperature = static_cast<float>(noisy ? temperature_ : temperature_ * tau);
+  ScoreArgs out{logits, bias_, nullptr, nullptr, temperature, static_cast<float>(tau), rows, columns_.count, stride};
+  if (!noisy) return out;
+  const auto [low, high] = std::minmax_element(positions.begin(), positions.end());
+  cover(*low + 1, *high + 1);
+  rows_.clear();
+  for (const int64_t position : positions) rows_.push_back(position + 1 - begin_);
+  out.noise = block_.data();
+  out.rows_of_noise = rows_.data();
+  return out;
+}
+
+Rounds::Rounds(Decoder& decoder) : decoder_(decoder) {
+  const Stack& stack = decoder.stack();
+  if (stack.group != nullptr) merge_.emplace(*stack.group, stack.timeout);
+}
+
+Columns Rounds::columns(int64_t vocab) const {
+  const Group* group = decoder_.stack().group;
+  const int64_t width = decoder_.stack().head->n;
+  if (vocab > width * (group == nullptr ? 1 : group->size())) {
+    throw std::invalid_argument("the head is smaller than the vocabulary");
+  }
+  const int64_t first = group == nullptr ? 0 : std::min(group->rank() * width, vocab);
+  return {first, std::min(width, vocab - first), vocab};
+}
+
+// The rows in `tokens_`, `positions_`, `slots_` and `mask_` [rows, width]; logits of those from `logits_from` on.
+void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
+  const auto rows = static_cast<int64_t>(tokens_.size());
+  logits_.resize(static_cast<size_t>((rows - logits_from) * decoder_.stack().head->n));
+  const auto began = std::chrono::steady_clock::now();
+  decoder_.forward({tokens_.data(),
+                    positions_.data(),
+                    slots_.data(),
+                    rows,
+                    {{0, rows, mask_.data(), width, region.prefix + width, region.keys, region.values}},
+                    region.capacity,
+                    region.layer_stride,
+                    logits_from,
+                    logits_.data()});
+  seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k,
+                       Scoring& scoring, bool coupled, double tau) {
+  const int64_t first = tree.expanded(), ahead = static_cast<int64_t>(pending.size());
+  const Nodes leaves = tree.take_leaves(w);
+  const auto count = static_cast<int64_t>(leaves.size());
+  if (count == 0) return 0;
+  const int64_t after = tree.expanded(), width = ahead + after;
+  tokens_ = pending;
+  mask_.assign(static_cast<size_t>((ahead + count) * width), 0);
+  slots_.resize(static_cast<size_t>(ahead));
+  std::iota(slots_.begin(), slots_.end(), region.prefix);
+  positions_ = slots_;
+  for (int64_t i = 0; i < ahead; ++i) std::fill_n(mask_.begin() + i * width, i + 1, uint8_t{1});
+  for (int64_t i = 0; i < count; ++i) {
+    const uint8_t* sees = tree.row(first + i);
+    const auto row = mask_.begin() + (ahead + i) * width;
+    std::fill_n(row, ahead, uint8_t{1});
+    std::copy(sees, sees + after, row + ahead);
+    tokens_.push_back(tree.token[leaves[static_cast<size_t>(i)]]);
+    slots_.push_back(region.prefix + ahead + first + i);
+    positions_.push_back(region.prefix + ahead + std::count(sees, sees + after, uint8_t{1}) - 1);
+  }
+  forward(region, width, ahead);
+  positions_.erase(positions_.begin(), positions_.begin() + ahead);
+  drawn_.resize(static_cast<size_t>(count * k));
+  values_.resize(drawn_.size());
+  totals_.resize(static_cast<size_t>(count));
+  const ScoreArgs scores = scoring.args(logits_.data(), decoder_.stack().head->n, positions_, coupled, tau);
+  children(scores, k, drawn_.data(), values_.data(), merge_ ? totals_.data() : nullptr);
+  if (merge_) (*merge_)(scoring.columns().first, count, k, drawn_.data(), values_.data(), totals_.data());
+  tree.add_children(leaves, k, drawn_.data(), values_.data());
+  return count;
+}
+
+void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& region, Scoring& scoring, Nodes& path,
+                    Nodes& sampled) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  tokens_ = tokens;
+  mask_.assign(static_cast<size_t>(count * count), 0);
+  positions_.clear();
+  slots_.resize(tokens.size());
+  std::iota(slots_.begin(), slots_.end(), region.prefix);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto row = mask_.begin() + i * count;
+    const int64_t parent = parents[static_cast<size_t>(i)];
+    if (parent >= 0) std::copy_n(mask_.begin() + parent * count, i, row);
+    row[i] = 1;
+    positions_.push_back(parent < 0 ? region.prefix : positions_[static_cast<size_t>(parent)] + 1);
+  }
+  forward(region, count, 0);
+  drawn_.resize(tokens.size());
+  values_.resize(tokens.size());
+  draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data(),
+       values_.data());
+  if (merge_) (*merge_)(scoring.columns().first, count, 1, drawn_.data(), values_.data(), nullptr);
+  path.assign(1, 0);
+  sampled.assign(1, drawn_[0]);
+  for (int64_t node = 1; node < count; ++node) {  // a child comes after its parent
+    const auto i = static_cast<size_t>(node);
+    if (parents[i] != path.back() || tokens[i] != sampled.back()) continue;
+    path.push_back(node);
+    sampled.push_back(drawn_[i]);
+  }
+  commit(region, path);
+}
+
+void Rounds::commit(const Region& region, const Nodes& path) {
+  slots_.clear();
+  for (const int64_t node : path) slots_.push_back(region.prefix + node);
+  const Stack& stack = decoder_.stack();
+  const int64_t slot_bytes = stack.dim * (stack.wide ? 4 : 2);
+  for (void* cache : {region.keys, region.values}) {
+    move_kv({static_cast<uint8_t*>(cache), region.layer_stride, decoder_.layers(), stack.kv_heads, region.capacity,
+             slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), region.prefix});
+  }
+}
+
+}  // namespace swiftspec::host

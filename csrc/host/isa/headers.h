@@ -1,0 +1,17 @@
+// What the kernels of a level read before the target region begins.
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "common/noise.h"
+#include "host/isa/level.h"
+#include "host/ops/threads.h"
+#include "kernels_host.h"

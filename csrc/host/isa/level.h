@@ -1,0 +1,53 @@
+// Which instructions the kernels use: one table of functions for each level, chosen when the process starts.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels_host.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define SWIFTSPEC_X86 1
+#endif
+
+// The functions between these two may use the instructions of a level; headers of the library are read before
+// them, so that nothing which another file shares is compiled for them.
+#define SWIFTSPEC_STRING(x) #x
+#if defined(__clang__)
+#define SWIFTSPEC_BEGIN_TARGET(features) \
+  _Pragma(SWIFTSPEC_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define SWIFTSPEC_END_TARGET _Pragma("clang attribute pop")
+#else
+#define SWIFTSPEC_BEGIN_TARGET(features) \
+  _Pragma("GCC push_options") _Pragma(SWIFTSPEC_STRING(GCC target(features)))
+#define SWIFTSPEC_END_TARGET _Pragma("GCC pop_options")
+#endif
+
+namespace swiftspec::host {
+
+struct Kernels {
+  int64_t (*peak_f32)(int64_t rounds, float* seed);
+  int64_t (*peak_bf16)(int64_t rounds, float* seed);
+  void (*linear_f32)(const LinearArgs&);
+  void (*linear_bf16)(const LinearArgs&);
+  void (*add_f32)(const float* x, int64_t count, float* into);
+  void (*add_bf16)(const uint16_t* x, int64_t count, uint16_t* into);
+  void (*attention_f32)(const AttentionArgs&);
+  void (*attention_bf16)(const AttentionArgs&);
+  void (*gumbel)(const uint32_t* bits, int64_t count, float* out);
+  void (*gumbel_row)(uint32_t key, uint32_t first, int64_t count, float* out);
+  void (*draw)(const ScoreArgs&, int64_t* tokens, float* values);
+  void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values, float* totals);
+  void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
+};
+
+// Each is defined in the file of its level.
+Kernels avx2_kernels();
+Kernels avx512_kernels();
+Kernels avx512_bf16_kernels();
+
+// Bits of one weight.
+constexpr int64_t bits_of(Format format) {
+  return format == Format::f32 ? 32 : format == Format::bf16 ? 16 : 4;
+}
+
+}  // namespace swiftspec::host

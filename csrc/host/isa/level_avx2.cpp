@@ -1,0 +1,44 @@
+// The kernels on AVX2 and FMA.
+#include "host/isa/level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "host/isa/headers.h"
+
+SWIFTSPEC_BEGIN_TARGET("avx2,fma")
+
+namespace swiftspec::host {
+namespace avx2 {
+namespace {
+// clang-format off: each header needs those before it
+#include "host/isa/vector256.h"
+#include "host/isa/vector.h"
+#include "host/ops/product.h"
+#include "host/ops/linear.h"
+#include "host/ops/attention.h"
+#include "host/ops/sampling.h"
+// clang-format on
+}  // namespace
+}  // namespace avx2
+
+Kernels avx2_kernels() {
+  return {avx2::peak,
+          avx2::peak,
+          avx2::linear<float>,
+          avx2::linear<uint16_t>,
+          avx2::add_to<float>,
+          avx2::add_to<uint16_t>,
+          avx2::attention<float>,
+          avx2::attention<uint16_t>,
+          avx2::gumbel,
+          avx2::gumbel_row,
+          avx2::draw,
+          avx2::children,
+          avx2::log_probs};
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

@@ -1,0 +1,44 @@
+// The kernels on AVX-512 without bfloat16 arithmetic: bfloat16 is widened on its way into the registers.
+#include "host/isa/level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "host/isa/headers.h"
+
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma")
+
+namespace swiftspec::host {
+namespace avx512 {
+namespace {
+// clang-format off: each header needs those before it
+#include "host/isa/vector512.h"
+#include "host/isa/vector.h"
+#include "host/ops/product.h"
+#include "host/ops/linear.h"
+#include "host/ops/attention.h"
+#include "host/ops/sampling.h"
+// clang-format on
+}  // namespace
+}  // namespace avx512
+
+Kernels avx512_kernels() {
+  return {avx512::peak,
+          avx512::peak,
+          avx512::linear<float>,
+          avx512::linear<uint16_t>,
+          avx512::add_to<float>,
+          avx512::add_to<uint16_t>,
+          avx512::attention<float>,
+          avx512::attention<uint16_t>,
+          avx512::gumbel,
+          avx512::gumbel_row,
+          avx512::draw,
+          avx512::children,
+          avx512::log_probs};
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

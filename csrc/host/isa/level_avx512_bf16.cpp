@@ -1,0 +1,36 @@
+// The kernels on AVX-512 BF16, which multiplies bfloat16 pairs; all that is float32 is as on AVX-512.
+#include "host/isa/level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "host/isa/headers.h"
+
+#define SWIFTSPEC_DOT_BF16 1
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+
+namespace swiftspec::host {
+namespace avx512_bf16 {
+namespace {
+// clang-format off: each header needs those before it
+#include "host/isa/vector512.h"
+#include "host/isa/vector.h"
+#include "host/ops/product.h"
+#include "host/ops/linear.h"
+#include "host/ops/attention.h"
+// clang-format on
+}  // namespace
+}  // namespace avx512_bf16
+
+Kernels avx512_bf16_kernels() {
+  Kernels kernels = avx512_kernels();
+  kernels.peak_bf16 = avx512_bf16::peak;
+  kernels.linear_bf16 = avx512_bf16::linear<uint16_t>;
+  kernels.attention_bf16 = avx512_bf16::attention<uint16_t>;
+  return kernels;
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

@@ -1,0 +1,156 @@
+// From logits to tokens, a pass or two over a vocabulary. Read inside a level's namespace.
+
+// -ln(-ln(1 - v)), v as common/noise.h has it. ln(1 - v) is ln u for the u next to 1 - v, and what u leaves out.
+inline F gumbel_lanes(I bits) {
+  const F v = smallest(mul(add(unsigned_to_float(bits), all(0.5f)), all(0x1p-32f)), all(1.0f - 0x1p-24f));
+  const F u = sub(all(1.0f), v);
+  const F left_out = div(sub(sub(all(1.0f), u), v), u);
+  return sub(zeros(), logarithm(sub(sub(zeros(), logarithm(u)), left_out)));
+}
+
+inline void gumbel(const uint32_t* bits, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    uint32_t some[kLanes] = {};
+    std::memcpy(some, bits + i, static_cast<size_t>(std::min(kLanes, count - i)) * sizeof(uint32_t));
+    store_some(out + i, gumbel_lanes(load_int(some)), count - i);
+  }
+}
+
+inline I mix(I x) {  // noise::mix
+  x = mul(flip(x, right<16>(x)), all_int(0x7feb352d));
+  x = mul(flip(x, right<15>(x)), all_int(0x846ca68b));
+  return flip(x, right<16>(x));
+}
+
+// The noise of one row: noise::bits(key, token) for `count` tokens from `first` on.
+inline void gumbel_row(uint32_t key, uint32_t first, int64_t count, float* out) {
+  alignas(64) uint32_t lanes[kLanes];
+  for (uint32_t i = 0; i < kLanes; ++i) lanes[i] = key + (first + i) * noise::kGolden;
+  I at = load_int(lanes);
+  for (int64_t v = 0; v < count; v += kLanes) {
+    store_some(out + v, gumbel_lanes(mix(flip(mix(at), all_int(key)))), count - v);
+    at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
+  }
+}
+
+// The scores of sixteen columns of a row, before tau.
+inline F scores_at(const ScoreArgs& a, const float* logits, const float* noise, int64_t column) {
+  const int64_t count = a.vocab - column;
+  F x = load_some(logits + column, count);
+  if (a.bias != nullptr) x = add(x, load_some(a.bias + column, count));
+  if (a.temperature != 1.0f) x = div(x, all(a.temperature));
+  return noise == nullptr ? x : add(x, load_some(noise + column, count));
+}
+
+inline const float* noise_of(const ScoreArgs& a, int64_t row) {
+  return a.noise == nullptr ? nullptr : a.noise + a.rows_of_noise[row] * a.vocab;
+}
+
+// Columns beyond the vocabulary do not count.
+inline unsigned lanes_in(int64_t count) { return count >= kLanes ? 0xffffu : (1u << count) - 1; }
+
+inline void draw(const ScoreArgs& a, int64_t* tokens, float* values) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
+    float best = -std::numeric_limits<float>::infinity();
+    int64_t token = 0;
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = scores_at(a, logits, noise, v);
+      unsigned better = greater(part, all(best)) & lanes_in(a.vocab - v);
+      if (better == 0) continue;
+      float lanes[kLanes];
+      store(lanes, part);
+      for (; better != 0; better &= better - 1) {
+        const int lane = __builtin_ctz(better);
+        if (lanes[lane] > best) {
+          best = lanes[lane];
+          token = v + lane;
+        }
+      }
+    }
+    tokens[row] = token;
+    if (values != nullptr) values[row] = best;
+  }
+}
+
+// Puts a candidate in its place among the best so far, largest first; of equal ones the earlier token stays
+// in front.
+inline void insert(float value, int64_t token, int64_t k, float* values, int64_t* tokens) {
+  int64_t at = k - 1;
+  for (; at > 0 && values[at - 1] < value; --at) {
+    values[at] = values[at - 1];
+    tokens[at] = tokens[at - 1];
+  }
+  values[at] = value;
+  tokens[at] = token;
+}
+
+// The k best scores of a row; all its scores stay in `scores`, which has room for a multiple of 16.
+inline void best_scores(const ScoreArgs& a, int64_t row, int64_t k, float* scores, int64_t* tokens,
+                        float* values) {
+  const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
+  for (int64_t i = 0; i < k; ++i) {
+    values[i] = -std::numeric_limits<float>::infinity();
+    tokens[i] = i;
+  }
+  for (int64_t v = 0; v < a.vocab; v += kLanes) {
+    F part = scores_at(a, logits, noise, v);
+    if (noise != nullptr && a.tau != 1.0f) part = div(part, all(a.tau));
+    store(scores + v, part);
+    unsigned better = greater(part, all(values[k - 1])) & lanes_in(a.vocab - v);
+    for (; better != 0; better &= better - 1) {
+      const int lane = __builtin_ctz(better);
+      if (scores[v + lane] > values[k - 1]) insert(scores[v + lane], v + lane, k, values, tokens);
+    }
+  }
+}
+
+// Room for a row's scores, a multiple of 16; it grows to the largest vocabulary once.
+inline float* room_for_scores(int64_t vocab) {
+  thread_local std::vector<float> scores;
+  scores.resize(static_cast<size_t>((vocab + kLanes - 1) / kLanes * kLanes));
+  return scores.data();
+}
+
+inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* values, float* totals) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  const int64_t room = (a.vocab + kLanes - 1) / kLanes * kLanes;
+  float* scores = room_for_scores(a.vocab);
+  for (int64_t row = 0; row < a.rows; ++row, tokens += k, values += k) {
+    best_scores(a, row, k, scores, tokens, values);
+    std::fill(scores + a.vocab, scores + room, kNone);
+    const F top = all(values[0]);
+    F total = zeros();
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = load(scores + v);
+      const F weight = exponential(sub(part, top));
+      total = add(total, weight);
+    }
+    const float normaliser = values[0] + std::log(sum(total));
+    if (totals != nullptr) {
+      totals[row] = normaliser;
+      continue;
+    }
+    for (int64_t i = 0; i < k; ++i) values[i] = log_probability(values[i], normaliser);
+  }
+}
+
+inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
+  constexpr float kNone = -std::numeric_limits<float>::infinity();
+  float* scores = room_for_scores(a.vocab);
+  for (int64_t row = 0; row < a.rows; ++row) {
+    F best = all(kNone);
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = scores_at(a, a.logits + row * a.stride, nullptr, v);
+      store(scores + v, part);
+      if (a.vocab - v < kLanes) std::fill(scores + a.vocab, scores + v + kLanes, kNone);
+      best = largest(best, load(scores + v));
+    }
+    float lanes[kLanes];
+    store(lanes, best);
+    const float top = *std::max_element(lanes, lanes + kLanes);
+    F total = zeros();
+    for (int64_t v = 0; v < a.vocab; v += kLanes) total = add(total, exponential(sub(load(scores + v), all(top))));
+    out[row] = scores[tokens[row]] - top - std::log(sum(total));
+  }
+}

@@ -1,0 +1,270 @@
+// Runs the attention kernel's code on a CPU, block by block and lane by lane, on buffers of exactly the sizes it names
+// (test_cuda_code.py builds this with sanitizers). Shared memory and scratch start as NaN. Leaves with 0, or
+// says what differs.
+#include "cuda/attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+using namespace swiftspec;
+using namespace swiftspec::attention;
+
+namespace {
+
+std::mt19937 dice(11);
+
+int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(dice); }
+
+void require(bool ok, const char* what) {
+  if (ok) return;
+  std::fprintf(stderr, "%s\n", what);
+  std::exit(1);
+}
+
+std::vector<uint16_t> numbers(int64_t count) {
+  std::normal_distribution<float> normal;
+  std::vector<uint16_t> out(static_cast<size_t>(count));
+  for (uint16_t& x : out) x = bf16::nearest(normal(dice));
+  return out;
+}
+
+// One layer's forward: the inputs, and what the kernels make of them.
+struct Case {
+  int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
+  std::vector<int64_t> positions, slots, sequence, kv_len;
+  std::vector<uint8_t> mask;
+  std::vector<uint16_t> cos, sin, qkv, keys, values, out;
+
+  void draw_numbers() {
+    cos = numbers(capacity * dim), sin = numbers(capacity * dim);
+    qkv = numbers(rows * (heads + 2 * kv_heads) * dim);
+    keys = numbers(sequences * kv_heads * capacity * dim), values = numbers(sequences * kv_heads * capacity * dim);
+  }
+
+  void run() { dim == 64 ? run_as<64>() : run_as<128>(); }
+
+  template <int kDim>
+  void run_as() {
+    out.assign(static_cast<size_t>(rows * heads * dim), 0x7fc0);
+    std::vector<int32_t> owner(static_cast<size_t>(sequences * capacity)), count(static_cast<size_t>(rows));
+    for (int32_t& row : owner) row = pick(-3, 40);  // whatever was there
+    std::vector<int32_t> tail(static_cast<size_t>(rows * width), 1 << 30);
+    AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
+                    kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
+                    nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
+                    1.44269504f / std::sqrt(static_cast<float>(dim))};
+    const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, kPart);
+    std::vector<RowGroup> groups(static_cast<size_t>(entries));
+    std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
+    p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
+    for (int64_t row = 0; row < rows; ++row) claim(p, row);
+    int64_t grouped = 0;
+    for (int64_t i = 0; i < entries; ++i) {
+      RowGroup& g = groups[static_cast<size_t>(i)] = rows_at(p, i);
+      if (g.count == 0) continue;
+      require(g.first == grouped, "groups must follow each other");
+      grouped += g.count;
+      g.base = INT32_MAX;
+      for (int row = g.first; row < g.first + g.count; ++row) {
+        g.base = std::min(g.base, static_cast<int32_t>(list_row(p, row)));
+        g.keys = std::max(g.keys, count[static_cast<size_t>(row)]);
+      }
+    }
+    require(grouped == rows, "every row is in a group");
+    const auto shared = std::make_unique<Shared<kDim>[]>(kCluster);
+    std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(Shared<kDim>) * kCluster);
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      int64_t held[kCluster];
+      std::fill(held, held + kCluster, -1);
+      for (int64_t i = 0; i < entries; ++i) run_group<kDim>(p, i, head, shared.get(), held);
+    }
+  }
+
+  template <int kDim>
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<kDim>* shared, int64_t* held) {
+    Job j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
+    if (j.group.count == 0) return;
+    const int64_t count = parts(j.group.keys, kPart);
+    for (j.part = 0; j.part < count; ++j.part) {
+      for (int rank = 0; rank < kCluster; ++rank) {
+        Shared<kDim>& s = shared[rank];
+        j.tile = j.part * kCluster + rank;
+        for (int thread = 0; thread < kThreads && j.part == 0; ++thread) append<kDim>(j, rank, thread);
+        for (int thread = 0; thread < kThreads; ++thread) load_queries(j, s, thread);
+        std::fill(s.top, s.top + kColumns, -INFINITY);
+        if (j.first_key() < j.group.keys) attend(j, s, held[rank]);
+      }
+      for (int rank = 0; rank < kCluster; ++rank) {
+        for (int thread = 0; thread < kThreads; ++thread) {
+          join_tiles<kDim>(j, rank, thread, count == 1, [&](int i) { return shared + i; });
+        }
+      }
+    }
+    for (int rank = 0; rank < kCluster && count > 1; ++rank) {
+      for (int thread = 0; thread < kThreads; ++thread) join_parts<kDim>(j, rank, thread, count);
+    }
+  }
+
+  std::vector<float> turned(const uint16_t* x, int64_t row) const {
+    std::vector<float> all;
+    for (int at = 0; at < dim; ++at) {
+      const int64_t table = positions[static_cast<size_t>(row)] * dim + at;
+      const float straight = bf16::widen(x[at]) * bf16::widen(cos[static_cast<size_t>(table)]);
+      const float other = bf16::widen(x[(at + dim / 2) % dim]) * bf16::widen(sin[static_cast<size_t>(table)]);
+      all.push_back(bf16::widen(bf16::nearest(bf16::widen(bf16::nearest(straight)) + other)));
+    }
+    return all;
+  }
+
+  // Straight from the definition, in float64, on the cache as it is after `run`; also that the new keys are there.
+  void check() const {
+    double wrong = 0, size = 0;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t s = sequences > 1 ? sequence[static_cast<size_t>(row)] : 0, length = kv_len[static_cast<size_t>(s)];
+      for (int64_t h = 0; h < heads; ++h) {
+        const uint16_t* mine = qkv.data() + row * (heads + 2 * kv_heads) * dim;
+        const auto q = turned(mine + h * dim, row);
+        const int64_t g = h / (heads / kv_heads), region = (s * kv_heads + g) * capacity * dim;
+        const auto k = turned(mine + (heads + g) * dim, row);
+        for (int64_t i = 0; i < dim; ++i) {
+          const auto at = static_cast<size_t>(region + slots[static_cast<size_t>(row)] * dim + i);
+          require(std::abs(bf16::widen(keys[at]) - k[static_cast<size_t>(i)]) < 0.05, "a new key is not in the cache");
+          require(values[at] == mine[(heads + kv_heads + g) * dim + i], "a new value is not in the cache");
+        }
+        std::vector<double> sum(static_cast<size_t>(dim));
+        double total = 0;
+        for (int64_t slot = 0; slot < length; ++slot) {
+          const int64_t column = slot - (length - width);
+          if (column >= 0 && mask[static_cast<size_t>(row * width + column)] == 0) continue;
+          double score = 0;
+          for (int64_t i = 0; i < dim; ++i) {
+            score += q[static_cast<size_t>(i)] * bf16::widen(keys[static_cast<size_t>(region + slot * dim + i)]);
+          }
+          const double share = std::exp(score / std::sqrt(static_cast<double>(dim)));
+          total += share;
+          for (int64_t i = 0; i < dim; ++i) {
+            sum[static_cast<size_t>(i)] += share * bf16::widen(values[static_cast<size_t>(region + slot * dim + i)]);
+          }
+        }
+        for (int64_t i = 0; i < dim; ++i) {
+          const double want = sum[static_cast<size_t>(i)] / total;
+          const double got = bf16::widen(out[static_cast<size_t>((row * heads + h) * dim + i)]);
+          wrong += (got - want) * (got - want), size += want * want;
+        }
+      }
+    }
+    require(std::sqrt(wrong / size) < 8e-3, "attention is not softmax(q k) v");
+  }
+};
+
+// Rows at the end of each sequence, in its last slots, each of which sees a random part of the window and itself.
+Case random_case(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, std::vector<int64_t> lengths,
+                 int64_t width, bool causal) {
+  Case c{rows, width, static_cast<int64_t>(lengths.size()), heads, kv_heads,
+         *std::max_element(lengths.begin(), lengths.end()) + 3, dim, {}, {}, {}, std::move(lengths), {}, {}, {}, {}, {},
+         {}, {}};
+  std::vector<int64_t> next;
+  for (int64_t s = 0; s < c.sequences; ++s) next.push_back(c.kv_len[static_cast<size_t>(s)] - rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t s = c.sequences == 1 ? 0 : pick(0, static_cast<int>(c.sequences) - 1);
+    const int64_t length = c.kv_len[static_cast<size_t>(s)], slot = next[static_cast<size_t>(s)]++;
+    c.sequence.push_back(s), c.slots.push_back(slot), c.positions.push_back(pick(0, static_cast<int>(length) - 1));
+    for (int64_t column = 0; column < width; ++column) {
+      const int64_t at = length - width + column;
+      c.mask.push_back(at == slot || (at < slot && (causal || pick(0, 2) > 0)));
+    }
+  }
+  c.draw_numbers();
+  return c;
+}
+
+void check_cases() {
+  const struct {
+    int64_t heads, kv_heads, dim;
+  } shapes[] = {{4, 2, 64}, {3, 1, 128}, {8, 1, 128}, {2, 2, 64}, {12, 2, 64}, {64, 1, 64}};
+  for (const auto& shape : shapes) {
+    for (const int64_t rows : {1, 5, 9}) {
+      for (const auto& [length, width] : {std::pair<int64_t, int64_t>{9, 32}, {40, 16}, {150, 64}, {262, 256}}) {
+        Case c = random_case(rows, shape.heads, shape.kv_heads, shape.dim, {length}, width, false);
+        c.run(), c.check();
+      }
+    }
+  }
+  for (const int64_t dim : {64, 128}) {
+    Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
+    Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
+    for (Case* c : {&chunk, &long_one, &lone, &two}) c->run(), c->check();
+  }
+}
+
+// One path's keys in a row, or scattered over a tree among strangers, behind any prefix: the same bits.
+void check_independence(int64_t dim) {
+  const int64_t heads = 6, kv_heads = 2, capacity = 1500, line = (heads + 2 * kv_heads) * dim;
+  const int count = dim == 64 ? pick(1, 1300) : pick(1, 300);
+  const auto path_keys = numbers(kv_heads * count * dim), path_values = numbers(kv_heads * count * dim);
+  const auto mine = numbers(line), cos = numbers(capacity * dim), sin = numbers(capacity * dim);
+  const auto run = [&](int prefix, std::vector<int> places, int others, int spare) {
+    Case c{1 + others, 0, 1, heads, kv_heads, capacity, dim, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+    c.draw_numbers();
+    c.cos = cos, c.sin = sin;
+    std::vector<int> where(static_cast<size_t>(prefix));
+    for (int i = 0; i < prefix; ++i) where[static_cast<size_t>(i)] = i;
+    where.insert(where.end(), places.begin(), places.end());
+    for (int64_t g = 0; g < kv_heads; ++g) {
+      for (int i = 0; i < count; ++i) {
+        const int64_t to = (g * capacity + where[static_cast<size_t>(i)]) * dim, from = (g * count + i) * dim;
+        std::copy_n(path_keys.begin() + from, dim, c.keys.begin() + to);
+        std::copy_n(path_values.begin() + from, dim, c.values.begin() + to);
+      }
+    }
+    std::vector<int> free_slots;
+    for (int slot = prefix; slot < where.back() + others + 2; ++slot) {
+      if (std::find(where.begin(), where.end(), slot) == where.end()) free_slots.push_back(slot);
+    }
+    std::shuffle(free_slots.begin(), free_slots.end(), dice);
+    const int me = pick(0, others);
+    int length = 0;
+    for (int row = 0; row <= others; ++row) {
+      const int slot = row == me ? where.back() : free_slots[static_cast<size_t>(row > me ? row - 1 : row)];
+      c.slots.push_back(slot), c.positions.push_back(row == me ? count - 1 : pick(0, 99));
+      length = std::max(length, slot + 1);
+    }
+    length += spare;
+    c.kv_len = {length};
+    c.width = std::max(length - prefix, 1) + pick(0, 40);
+    for (int row = 0; row <= others; ++row) {
+      for (int64_t column = 0; column < c.width; ++column) {
+        const int64_t slot = length - c.width + column;
+        const bool path = std::find(where.begin(), where.end(), slot) != where.end();
+        const bool seen = row == me ? path : slot < prefix || pick(0, 2) > 0;
+        c.mask.push_back(seen || slot == c.slots[static_cast<size_t>(row)]);
+      }
+    }
+    std::copy(mine.begin(), mine.end(), c.qkv.begin() + me * line);
+    c.run();
+    const auto begin = c.out.begin() + me * heads * dim;
+    return std::vector<uint16_t>(begin, begin + heads * dim);
+  };
+  const auto alone = run(count - 1, {count - 1}, 0, 0);
+  for (int i = 0; i < 4; ++i) {
+    const int prefix = std::max(count - 1 - pick(0, 60), 0), rest = count - prefix;
+    std::vector<int> all(static_cast<size_t>(rest + 40)), places;
+    for (size_t k = 0; k < all.size(); ++k) all[k] = prefix + static_cast<int>(k);
+    std::sample(all.begin(), all.end(), std::back_inserter(places), rest, dice);
+    require(run(prefix, places, pick(0, 12), pick(0, 6)) == alone, "a row depends on more than its own keys");
+  }
+}
+
+}  // namespace
+
+int main() {
+  check_cases();
+  for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);
+  return 0;
+}

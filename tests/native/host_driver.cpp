@@ -1,0 +1,255 @@
+// Runs every native operator at every level on buffers of exactly the sizes they say, for a build with
+// sanitizers (test_ops_sanitized.py). With threads the results must be those without. Leaves with 0, or
+// says what differs.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host/decoder/fast_reply.h"
+#include "host/decoder/rounds.h"
+#include "kernels_host.h"
+
+using namespace swiftspec::host;
+using swiftspec::ScoreArgs;
+
+namespace {
+
+std::mt19937 dice(7);
+
+void require(bool ok, const char* what) {
+  if (ok) return;
+  std::fprintf(stderr, "%s at level %s\n", what, level());
+  std::exit(1);
+}
+
+// Numbers of a model's type, in bytes: float32, or the upper halves of float32.
+std::vector<uint8_t> numbers(int64_t count, bool wide) {
+  std::normal_distribution<float> normal;
+  std::vector<uint8_t> out(static_cast<size_t>(count * (wide ? 4 : 2)));
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = normal(dice);
+    wide ? std::memcpy(out.data() + 4 * i, &x, 4)
+         : std::memcpy(out.data() + 2 * i, reinterpret_cast<const char*>(&x) + 2, 2);
+  }
+  return out;
+}
+
+const float* floats(const std::vector<uint8_t>& bytes) {
+  return reinterpret_cast<const float*>(bytes.data());
+}
+
+struct Linear {
+  bool wide, swiglu, normed;
+  int64_t rows, k, n;
+  std::vector<uint8_t> x, norm, data, groups, bias, residual;
+  Weights weights;
+
+  Linear(Format format, bool wide_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group)
+      : wide(wide_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
+    const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
+    x = numbers(rows * k, wide), norm = numbers(k, wide), residual = numbers(rows * n, wide),
+    bias = numbers(n, true);
+    data = numbers(blocks * 16 * padded / (format == Format::int4 ? 8 : 1), format != Format::bf16);
+    if (format == Format::int4) groups = numbers(blocks * 32 * (k / group), true);
+    weights = {format, data.data(), format == Format::int4 ? floats(groups) : nullptr, floats(bias), k,
+               n,      group};
+  }
+
+  std::vector<uint8_t> run() const {
+    std::vector<uint8_t> out(static_cast<size_t>(rows * (swiglu ? n / 2 : n) * (wide ? 4 : 2)));
+    linear({&weights, x.data(), normed ? norm.data() : nullptr, 1e-5f, swiglu ? nullptr : residual.data(),
+            out.data(), nullptr, swiglu, rows},
+           wide);
+    return out;
+  }
+};
+
+struct Attention {
+  bool wide;
+  int64_t rows, heads, kv_heads, length, width, dim;
+  std::vector<uint8_t> qkv, cos, sin, keys, values, mask;
+  std::vector<int64_t> slots;
+
+  Attention(bool wide_, int64_t rows_, int64_t heads_, int64_t kv_heads_, int64_t length_, int64_t width_,
+            int64_t dim_)
+      : wide(wide_),
+        rows(rows_),
+        heads(heads_),
+        kv_heads(kv_heads_),
+        length(length_),
+        width(width_),
+        dim(dim_) {
+    qkv = numbers(rows * (heads + 2 * kv_heads) * dim, wide);
+    cos = numbers(rows * dim, wide), sin = numbers(rows * dim, wide);
+    keys = numbers(kv_heads * length * dim, wide), values = numbers(kv_heads * length * dim, wide);
+    mask.resize(static_cast<size_t>(rows * width));
+    for (uint8_t& seen : mask) seen = dice() % 3 != 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      slots.push_back(length - rows + r);
+      if (width >= rows) mask[static_cast<size_t>(r * width + width - rows + r)] = 1;
+    }
+  }
+
+  std::vector<uint8_t> run() {
+    std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (wide ? 4 : 2)));
+    attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
+               out.data(), rows, heads, kv_heads, length, length, width, dim},
+              wide);
+    return out;
+  }
+};
+
+// A model of two layers with numbers for weights, its cache and its tree.
+struct Model {
+  static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
+  bool wide;
+  std::vector<uint8_t> embedding, cos, sin, norm, keys, values;
+  std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
+
+  explicit Model(bool wide_) : wide(wide_) {
+    embedding = numbers(kVocab * kHidden, wide), norm = numbers(kHidden, wide);
+    cos = numbers(kSlots * kDim, wide), sin = numbers(kSlots * kDim, wide);
+    keys = numbers(2 * kKvHeads * kSlots * kDim, wide), values = numbers(2 * kKvHeads * kSlots * kDim, wide);
+    const Format format = wide ? Format::f32 : Format::bf16;
+    const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, wide, false, 1, k, n, 0); };
+    for (int layer = 0; layer < 2; ++layer) {
+      add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
+      add(kHidden, 2 * kWidth), add(kWidth, kHidden);
+    }
+    add(kHidden, kVocab);
+  }
+
+  Decoder decoder() const {
+    std::vector<Layer> layers;
+    for (size_t i = 0; i < 8; i += 4) {
+      layers.push_back({norm.data(), &weights[i].weights, &weights[i + 1].weights, norm.data(),
+                        &weights[i + 2].weights, &weights[i + 3].weights});
+    }
+    return {{wide, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
+             norm.data(), &weights.back().weights, nullptr, 0.0},
+            layers};
+  }
+
+  // Grows a tree with pending tokens before its root, verifies a part of it on the same model, re-roots; a few times.
+  std::vector<int64_t> run() {
+    constexpr int64_t kNodes = 1 + 24 * 5, kTree = 24;
+    std::vector<int64_t> token(kNodes), parent(kNodes), slot(kNodes), sizes(2), told;
+    std::vector<double> logprob(kNodes);
+    std::vector<uint8_t> visible((kTree + 1) * kTree);
+    Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
+    Decoder decoder_here = decoder();
+    Rounds rounds(decoder_here);
+    Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
+    std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
+    Region region{k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2), 30};
+    tree.reset(5);
+    Nodes pending = {3, 4}, path, kept, sampled;
+    for (int round = 0; round < 4; ++round) {
+      for (int step = 0; step < 3; ++step) {
+        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0, 0.7);
+        region.prefix += static_cast<int64_t>(pending.size());
+        pending.clear();
+      }
+      const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
+      Region behind = region;
+      behind.prefix += kTree;  // the draft's slots stay as they are
+      rounds.verify(tokens, parents, behind, scoring, path, sampled);
+      told.insert(told.end(), sampled.begin(), sampled.end());
+      Words result{1, round, 30, static_cast<int32_t>(path.size())};
+      result.insert(result.end(), path.begin(), path.end());
+      result.insert(result.end(), sampled.begin(), sampled.end());
+      const Words replied = fast_reply({tree, 1, 30, 6, 4, 3, 0.1}, result);
+      told.insert(told.end(), replied.begin(), replied.end());
+      const Nodes walked = tree.walk(sampled);
+      if (walked.empty()) {
+        pending = {token[0]};
+        tree.reset(sampled.back());
+      } else {
+        tree.reroot(walked.back(), path, kept);
+      }
+    }
+    return told;
+  }
+};
+
+template <class Case>
+void check(Case& one, const char* what) {
+  set_threads(1);
+  const auto alone = one.run();
+  set_threads(3);
+  for (int i = 0; i < 3; ++i) require(one.run() == alone, what);
+}
+
+void check_scores(int64_t rows, int64_t vocab) {
+  const auto logits = numbers(rows * (vocab + 3), true), bias = numbers(vocab, true);
+  std::vector<int32_t> positions = {0, 5};
+  std::vector<float> noise(static_cast<size_t>(2 * vocab)), values(static_cast<size_t>(rows));
+  gumbel_rows(9, 1, positions.data(), 2, 0, vocab, noise.data());
+  std::vector<int64_t> which(static_cast<size_t>(rows)), drawn(which), tokens(which);
+  for (int64_t& row : which) row = dice() % 2;
+  const ScoreArgs args{floats(logits), floats(bias), noise.data(), which.data(), 0.8f,
+                       1.0f,           rows,         vocab,        vocab + 3};
+  draw(args, drawn.data(), nullptr);
+  children(args, 1, tokens.data(), values.data(), nullptr);
+  require(drawn == tokens, "the token drawn is not the likeliest child");
+  std::vector<uint32_t> bits(static_cast<size_t>(vocab), 0xffffffffu);
+  std::vector<float> out(bits.size());
+  gumbel(bits.data(), vocab, out.data());
+  require(std::isfinite(out.back()), "noise is not finite");
+}
+
+void check_level() {
+  for (const bool wide : {false, true}) {
+    for (const int64_t rows : {1, 2, 7, 9, 40}) {
+      Linear dense(wide ? Format::f32 : Format::bf16, wide, false, rows, 37, 131, 0);
+      Linear gated(Format::int4, wide, true, rows, 128, 150, 64);
+      Linear large(Format::int4, wide, false, rows, 256, 272, 128);
+      check(dense, "linear"), check(gated, "swiglu"), check(large, "int4");
+      Attention tree(wide, rows, 6, 2, 70 + rows, 64, 48), all_seen(wide, rows, 5, 1, 40 + rows, 0, 32);
+      Attention chunk(wide, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
+      check(tree, "attention"), check(all_seen, "attention without a mask"),
+          check(chunk, "attention of a chunk");
+    }
+  }
+  for (const int64_t vocab : {1, 15, 16, 300}) check_scores(5, vocab);
+  for (const bool wide : {false, true}) {
+    Model model(wide);
+    check(model, "rounds");
+  }
+}
+
+// Jobs from two callers at once, with pauses in which the workers fall asleep.
+void check_callers() {
+  set_threads(3);
+  const auto call = [](int seed) {
+    std::mt19937 mine(static_cast<unsigned>(seed));
+    static Linear shared(Format::bf16, false, false, 40, 128, 128, 0);
+    static const auto expected = shared.run();
+    for (int i = 0; i < 200; ++i) {
+      require(shared.run() == expected, "a job of two callers");
+      if (mine() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(mine() % 400));
+    }
+  };
+  std::thread other(call, 1);
+  call(2);
+  other.join();
+}
+
+}  // namespace
+
+int main() {
+  for (const char* name : {"avx512_bf16", "avx512", "avx2"}) {
+    if (use_level(name)) check_level();
+  }
+  if (std::string(level()) != "none") check_callers();
+  std::vector<uint8_t> region(2 * 3 * 8 * 4);
+  const std::vector<int64_t> source = {2, 5, 7};
+  move_kv({region.data(), 3 * 8 * 4, 2, 3, 8, 4, source.data(), 3, 1});
+  return 0;
+}

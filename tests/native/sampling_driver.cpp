@@ -1,0 +1,180 @@
+// The device's sampling, moves and norm on a CPU against their definitions, for a build with sanitizers
+// (test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
+#include "cuda/sampling/sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "common/gumbel.h"
+#include "cuda/attention/cache_ops.h"
+#include "cuda/linear/norm.h"
+#include "kernels_host.h"
+
+using namespace swiftspec;
+
+namespace {
+
+std::mt19937 dice(5);
+constexpr float kNone = -INFINITY;
+
+void require(bool ok, const char* what) {
+  if (ok) return;
+  std::fprintf(stderr, "%s\n", what);
+  std::exit(1);
+}
+
+// Bits come in by stdin, the noise of each goes out by stdout.
+int make_noise() {
+  uint32_t bits;
+  while (std::fread(&bits, sizeof bits, 1, stdin) == 1) {
+    const float made = noise::gumbel_exact(bits);
+    std::fwrite(&made, sizeof made, 1, stdout);
+  }
+  return 0;
+}
+
+struct Scores {
+  int64_t rows, vocab;
+  std::vector<float> logits, bias, noise;
+  std::vector<int64_t> which;
+  ScoreArgs args;
+
+  Scores(int64_t rows_, int64_t vocab_, bool biased, bool noisy) : rows(rows_), vocab(vocab_) {
+    std::normal_distribution<float> normal(0, 4);
+    const auto fill = [&](std::vector<float>& x, int64_t n) {
+      for (int64_t i = 0; i < n; ++i) x.push_back(std::round(normal(dice) * 64) / 64);  // so that some are equal
+    };
+    fill(logits, rows * (vocab + 3)), fill(bias, vocab), fill(noise, 2 * vocab);
+    for (int64_t row = 0; row < rows; ++row) {
+      which.push_back(dice() % 2);
+      for (int64_t i = 0; i < 3; ++i) logits[static_cast<size_t>(row * (vocab + 3) + vocab + i)] = 1e9f;
+      for (int64_t i = 0; i < vocab && row % 3 == 1; i += 2) logits[static_cast<size_t>(row * (vocab + 3) + i)] = kNone;
+    }
+    args = {logits.data(), biased ? bias.data() : nullptr, noisy ? noise.data() : nullptr,
+            noisy ? which.data() : nullptr, biased ? 0.7f : 1.0f, noisy ? 0.6f : 1.0f, rows, vocab, vocab + 3};
+  }
+
+  // What the kernel does with one row.
+  void run(int64_t row, int k, int64_t* tokens, float* values) const {
+    const auto found = std::make_unique<sampling::Found[]>(sampling::kBlocks);
+    for (int block = 0; block < sampling::kBlocks; ++block) {
+      for (int index = 0; index < sampling::kWarps; ++index) {
+        sampling::scan(args, row, k, block, index, values != nullptr, found[static_cast<size_t>(block)]);
+      }
+      sampling::join_warps(k, found[static_cast<size_t>(block)]);
+    }
+    sampling::join_blocks(k, [&](int i) { return &found[static_cast<size_t>(i)]; }, tokens, values);
+  }
+
+  void check(int k) const {
+    for (int64_t row = 0; row < rows; ++row) {
+      std::vector<float> all;
+      for (int64_t column = 0; column < vocab; ++column) all.push_back(sampling::score(args, row, column));
+      std::vector<int64_t> order(static_cast<size_t>(vocab)), tokens(static_cast<size_t>(k)), drawn(1);
+      std::vector<float> values(static_cast<size_t>(k));
+      std::iota(order.begin(), order.end(), 0);
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int64_t a, int64_t b) { return all[static_cast<size_t>(a)] > all[static_cast<size_t>(b)]; });
+      double total = 0;
+      const double top = all[static_cast<size_t>(order[0])];
+      for (const float x : all) total += std::exp(x - top);
+      run(row, k, tokens.data(), values.data());
+      run(row, 1, drawn.data(), nullptr);
+      require(drawn[0] == order[0], "the token drawn is not the first of the best");
+      for (int i = 0; i < k; ++i) {
+        const auto at = static_cast<size_t>(i);
+        require(tokens[at] == order[at], "candidates are not the best, the earlier ones first");
+        const double want = top == kNone ? kNone : all[static_cast<size_t>(order[at])] - top - std::log(total);
+        require(values[at] <= 0 && (want == kNone ? values[at] == kNone : std::abs(values[at] - want) < 2e-5),
+                "a log-probability is wrong");
+      }
+    }
+  }
+};
+
+void check_scores() {
+  for (const int64_t vocab : {1, 31, 64, 700, 5003, 40000}) {
+    for (const int k : {1, 8, 33, 64}) {
+      if (k <= vocab) Scores(vocab > 10000 ? 2 : 4, vocab, k > 8, k % 2 == 0).check(k);
+    }
+  }
+  Scores broken(2, 40, false, false);
+  std::fill_n(broken.logits.begin(), 40, NAN);
+  std::fill_n(broken.logits.begin() + 43, 40, kNone);
+  for (int64_t row = 0; row < 2; ++row) {
+    int64_t tokens[4];
+    float values[4];
+    broken.run(row, 4, tokens, values);
+    for (int i = 0; i < 4; ++i) require(tokens[i] == i && values[i] == kNone, "a row without candidates");
+  }
+}
+
+// The kernel's steps: all of a step's pieces are read before one is written.
+void check_moves() {
+  for (int round = 0; round < 60; ++round) {
+    const int64_t capacity = 200, slot_bytes = 16 << (dice() % 5), layers = 2, heads = 2;
+    const int64_t start = dice() % 20;
+    std::vector<int64_t> source;
+    for (int64_t slot = start; slot < capacity; ++slot) {
+      if (dice() % 3 > 0) source.push_back(slot);
+    }
+    std::vector<uint8_t> cache(static_cast<size_t>(layers * heads * capacity * slot_bytes));
+    for (uint8_t& byte : cache) byte = static_cast<uint8_t>(dice());
+    auto want = cache;
+    MoveArgs a{want.data(), heads * capacity * slot_bytes, layers, heads, capacity, slot_bytes, source.data(),
+                     static_cast<int64_t>(source.size()), start};
+    host::move_kv(a);
+    constexpr int64_t kStep = cache_ops::kThreads * cache_ops::kEach;
+    for (int64_t slice = 0; slice < layers * heads; ++slice) {
+      uint8_t* slots = cache.data() + cache_ops::slots_of(a, slice / heads, slice % heads);
+      for (int64_t base = 0; base < cache_ops::pieces(a); base += kStep) {
+        std::vector<bf16::Chunk> held;
+        const int64_t end = std::min(base + kStep, cache_ops::pieces(a));
+        for (int64_t piece = base; piece < end; ++piece) {
+          held.push_back(*reinterpret_cast<const bf16::Chunk*>(slots + cache_ops::from(a, piece)));
+        }
+        for (int64_t piece = end - 1; piece >= base; --piece) {
+          *reinterpret_cast<bf16::Chunk*>(slots + cache_ops::to(a, piece)) = held[static_cast<size_t>(piece - base)];
+        }
+      }
+    }
+    require(cache == want, "slots moved in place are not where they belong");
+  }
+}
+
+void check_norm() {
+  for (const int64_t dim : {8, 40, 2048, 4104}) {
+    std::normal_distribution<float> normal;
+    std::vector<uint16_t> x, weight, out(static_cast<size_t>(dim));
+    double square = 0;
+    for (int64_t i = 0; i < dim; ++i) {
+      x.push_back(bf16::nearest(normal(dice))), weight.push_back(bf16::nearest(normal(dice)));
+      square += std::pow(bf16::widen(x.back()), 2);
+    }
+    float sum = 0;
+    for (int thread = 0; thread < norm::kThreads; ++thread) sum += norm::squares(x.data(), dim, thread);
+    require(std::abs(sum - square) < 1e-5 * square, "the sum of squares");
+    for (int thread = 0; thread < norm::kThreads; ++thread) {
+      norm::normalise(x.data(), weight.data(), 0.5f, dim, thread, out.data());
+    }
+    for (size_t i = 0; i < out.size(); ++i) {
+      require(out[i] == bf16::nearest(bf16::widen(x[i]) / 2 * bf16::widen(weight[i])), "the norm's elements");
+    }
+  }
+}
+
+}  // namespace
+
+int main(int count, char**) {
+  if (count > 1) return make_noise();
+  check_scores();
+  check_moves();
+  check_norm();
+  return 0;
+}
