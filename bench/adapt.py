@@ -20,12 +20,13 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from bench.roles import growing_ahead, local_roles
 from swiftspec.control.controller import Controller
 from swiftspec.control.measure import DraftTimes, steps_for
 from swiftspec.control.policy import Pace
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
-from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
@@ -64,16 +65,16 @@ class TimedDrafter:
         self.open, self.grow, self.observe, self.close = drafter.open, drafter.grow, drafter.observe, drafter.close
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         """d."""
-        return self._drafter.steps
+        return self._drafter.draft_steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._drafter.steps = steps
+    @draft_steps.setter
+    def draft_steps(self, steps: int) -> None:
+        self._drafter.draft_steps = steps
 
     def propose(self) -> Proposal:
-        spent = self.steps * self._clock.expansion
+        spent = self.draft_steps * self._clock.expansion
         self.busy += spent
         self._clock.now += spent
         return self._drafter.propose()
@@ -84,33 +85,33 @@ class Counted(AheadDrafter):
 
     expansions = 0
 
-    def expand(self) -> None:
-        self.expansions += 1
-        super().expand()
+    def expand(self, count: int = 1) -> None:
+        self.expansions += count
+        super().expand(count)
 
 
 class TimedAhead:
-    """A drafter that grows ahead in a lane of its own, as `remote.group` has it: it takes the result once it has grown,
+    """A drafter that grows ahead in a lane of its own, as a draft group does: it takes the result once it has grown,
     answers, and grows d times more, by the d that was set before the result."""
 
     def __init__(self, drafter: Counted, clock: Clock) -> None:
         self._drafter, self._clock = drafter, clock
         self.busy = 0.0
         self._free = 0.0  # when the lane has nothing left to do
-        self.grow, self.close, self.offer = lambda: None, drafter.close, drafter.offer
+        self.grow, self.close = lambda: None, drafter.close
 
     @property
-    def steps(self) -> int:
+    def draft_steps(self) -> int:
         """d."""
-        return self._drafter.steps
+        return self._drafter.draft_steps
 
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._drafter.steps = steps
+    @draft_steps.setter
+    def draft_steps(self, steps: int) -> None:
+        self._drafter.draft_steps = steps
 
-    def open(self, request: int, tokens: Sequence[int], sampling: SamplingParams, prompt_len: int) -> None:
+    def open(self, opening: Opening) -> None:
         self._free = max(self._free, self._clock.now)
-        self._spend(lambda: self._drafter.open(request, tokens, sampling, prompt_len))
+        self._spend(lambda: self._drafter.open(opening))
         self._answer()
 
     def propose(self) -> Proposal:
@@ -176,18 +177,18 @@ def halves(limit: int) -> list[Half]:
 
 
 def speed(
-    llm: LLM, half: Half, timed: TimedDrafter | TimedAhead, pace: Pace | None, clock: Clock, tokens: int
+    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, pace: Pace | None, clock: Clock, tokens: int
 ) -> float:
     """Tokens a second of the clock. Without a pace the drafter's own shape."""
-    verifier = TimedVerifier(llm.verifier, clock)
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if pace is None else Controller(timed, pace, clock)
-        drafter.open(number, prompt, half.sampling, len(prompt))
-        verifier.open(number, prompt, half.sampling, len(prompt))
+        drafter: Drafter = timed if pace is None else Controller(timed, lambda: pace, clock)
+        opening = Opening(number, tuple(prompt), half.sampling, len(prompt))
+        drafter.open(opening)
+        verifier.open(opening)
         there = count
-        for round_ in decode(drafter, verifier):
-            count += len(round_.tokens)
+        for _, result in decode(drafter, verifier):
+            count += len(result.tokens)
             if count - there >= tokens:
                 break
         drafter.close()
@@ -201,14 +202,14 @@ def run(
     """The speed on each half, and the shape at its end."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
     llm, clock = LLM(DEMO / "target", DEMO / "draft", alone, dtype=torch.bfloat16), Clock(*times)
-    assert isinstance(llm.drafter, LocalDrafter)
-    timed = TimedDrafter(llm.drafter, clock)
+    drafter, verifier = local_roles(llm)
+    timed = TimedDrafter(drafter, clock)
     if plan.mode == "async":
-        timed = TimedAhead(Counted(llm.drafter.runner, plan, llm.vocab_size), clock)
+        timed = TimedAhead(growing_ahead(drafter, plan, Counted), clock)
     pace = Pace.of(plan) if steered else None
     found = []
     for half in texts:
-        rate = speed(llm, half, timed, pace, clock, tokens)
+        rate = speed(half, timed, TimedVerifier(verifier, clock), pace, clock, tokens)
         found.append((rate, f"d {pace.steps} bs {pace.nodes}" if pace is not None else ""))
     return found
 

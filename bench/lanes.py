@@ -20,7 +20,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from swiftspec.runtime.native_tree import NativeTree
 from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
@@ -33,17 +32,20 @@ from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps.native import NativeTree
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import walk as tree_walk
 from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_forward"), (HostRounds, "verify"), (HostRounds, "expand"), (SharedChannel, "send"),
-    (SharedChannel, "recv"), (SharedChannel, "recv_or_answer"),
+    (Runner, "_batch"), (Runner, "run"), (HostRounds, "verify"), (HostRounds, "expand"), (SharedChannel, "send"),
+    (SharedChannel, "recv"), (SharedChannel, "recv_or_reply"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
 ]  # fmt: skip
+# what is printed in the place of a function's name; a forward is making its batch and what the model makes of that
+PRINTED = {"_batch": "forward", "run": "forward", "recv_or_reply": "recv_or_answer"}
 MODELS = (DEMO / "target", DEMO / "draft")
 Span = tuple[str, float, float]  # name, beginning, end
 
@@ -64,7 +66,7 @@ def timed(spans: list[Span]) -> Iterator[None]:
 
     kept = [(owner, name, getattr(owner, name)) for owner, name in TIMED]
     for owner, name, function in kept:
-        setattr(owner, name, wrap(name.strip("_"), function))
+        setattr(owner, name, wrap(PRINTED.get(name, name), function))
     try:
         yield
     finally:

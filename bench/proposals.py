@@ -22,10 +22,12 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from bench.roles import decode_on, growing_ahead, local_roles
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
+from swiftspec.messages import Opening
 from swiftspec.params import PROPOSALS, EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import AheadDrafter
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 
@@ -49,8 +51,8 @@ def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse
                 calibration=calibration)  # fmt: skip
     llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
     if ahead:
-        assert isinstance(llm.drafter, LocalDrafter)
-        llm.drafter = AheadDrafter(llm.drafter.runner, plan, llm.vocab_size)
+        drafter, verifier = local_roles(llm)
+        decode_on(llm, growing_ahead(drafter, plan, AheadDrafter), verifier)
     return llm
 
 
@@ -84,6 +86,7 @@ def same_text(args: argparse.Namespace) -> None:
     temperature 0, once at 1. Rounds of a whole text can only be compared with those of another."""
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     llm = engine("coupled", False, None, args)
+    drafter, verifier = local_roles(llm)
     laws = {temperature: SamplingParams(temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True)
             for temperature in (0.0, 1.0)}  # fmt: skip
     for source, sampling in laws.items():
@@ -91,12 +94,13 @@ def same_text(args: argparse.Namespace) -> None:
         for seed, prompt in enumerate(prompts):
             text = llm.generate(prompt, replace(sampling, seed=seed)).token_ids
             for at, temperature in product(range(4, len(text), 8), laws):
-                tokens = [*prompt, *text[:at]]
+                tokens = (*prompt, *text[:at])
                 # a seed of its own, so that the text so far tells nothing of the noise to come
                 fresh = replace(laws[temperature], seed=len(prompts) + seed)
-                for role in (llm.drafter, llm.verifier):
-                    role.open(1, tokens, fresh, len(prompt))
-                found[temperature].append(len(next(decode(llm.drafter, llm.verifier)).tokens))
+                for role in (drafter, verifier):
+                    role.open(Opening(1, tokens, fresh, len(prompt)))
+                _, result = next(decode(drafter, verifier))
+                found[temperature].append(len(result.tokens))
         for temperature, counts in found.items():
             error = stdev(counts) / len(counts) ** 0.5
             print(f"text at T {source:g}, rounds at T {temperature:g}: {fmean(counts):.3f} +- {error:.3f} tokens")

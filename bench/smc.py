@@ -28,6 +28,7 @@ from bench.heldout import DEMO, read_prompts
 from swiftspec.backends import reference
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
+from swiftspec.messages import Opening
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
 from swiftspec.runtime.runner import Runner
@@ -78,7 +79,7 @@ class Result:
 def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float]:
     """The target's mean log-likelihood per token of a text after a prompt."""
     model = load_model(DEMO / "target", dtype=torch.float32, ops=reference, max_positions=2 * CONTEXT)
-    runner = Runner(model, reference, context=CONTEXT, tree_slots=CONTEXT)
+    runner = Runner(model, reference, model.config.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
 
     def score(prompt: Sequence[int], text: Sequence[int]) -> float:
         runner.reset()
@@ -94,7 +95,7 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
 def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT}
     if particles == 0:
-        return LLM(DEMO / "target", plan=EngineConfig("ar"), **kind)
+        return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
     population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
     return LLM(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
 
@@ -150,10 +151,11 @@ def table(results: Sequence[Result]) -> str:
 def memory(args: argparse.Namespace) -> None:
     """Cache bytes that 64 particles over a prompt of 1,000 tokens use, beside what copies would."""
     llm = build(64, 4, args)
-    smc = llm.smc
+    smc = llm.roles.parts
     assert isinstance(smc, SMC)
     each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
-    smc.open([(7 * i) % 4000 + 5 for i in range(1000)], SamplingParams(temperature=args.temperature), (), 64)
+    prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
+    smc.open(Opening(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
     counts = []
     while True:
         counts.append(smc.target.cache.kv_len()[0])

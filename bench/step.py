@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.roles import decode_on, growing_ahead, local_roles
 from swiftspec.assemble.models import Load, Options
 from swiftspec.backends import cuda
 from swiftspec.errors import UserError
@@ -37,7 +38,9 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Request
+from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree import mask as tree_mask
@@ -46,6 +49,7 @@ from tools import grow
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "swiftspec" / "demo"
 REPEATS = 20
+Role = LocalDrafter | LocalVerifier
 
 
 def read_prompts(count: int) -> list[list[int]]:
@@ -72,8 +76,17 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         yield list(smalls), load
 
 
-def step_time(runner: Runner, rows: int, context: int) -> float:
+def forwards(role: Role) -> EagerSteps:
+    """The steps of a role that give logits, which are graphs where the model can be captured."""
+    steps = next(kind for kind in role.steps_known if type(kind) in (GraphForwards, EagerSteps))
+    assert isinstance(steps, EagerSteps)
+    steps.open(Request(role.runner.sampler(SamplingParams(temperature=0), ())))
+    return steps
+
+
+def step_time(role: Role, rows: int, context: int) -> float:
     """Milliseconds of a forward of `rows` nodes after `context` tokens. Leaves the cache empty."""
+    runner, steps = role.runner, forwards(role)
     tokens = np.random.default_rng(0).integers(0, 4096, context)
     mask = tree_mask.from_parents([-1, *((row - 1) // 2 for row in range(1, rows))])
     runner.reset()
@@ -81,21 +94,24 @@ def step_time(runner: Runner, rows: int, context: int) -> float:
     times = []
     for _ in range(REPEATS + 2):
         busy = runner.busy
-        runner.forward_tree(tokens[:rows], mask.sum(1) - 1, mask)
+        steps.forward(runner.tree_batch(tokens[:rows], mask.sum(1) - 1, mask))
         times.append(1000 * (runner.busy - busy))
         runner.cache.truncate(context)
     runner.reset()
     return median(times[2:])  # the first may capture
 
 
-def nothing_ahead(runner: Runner, on: bool = True) -> Runner:
+def nothing_ahead(role: Role, on: bool = True) -> Role:
     """Has QKV ask for nothing of O's tiles, or for them again."""
-    assert isinstance(runner.model, Transformer)
-    for layer in runner.model.stack.layers:
+    model = role.runner.model
+    assert isinstance(model, Transformer)
+    for layer in model.stack.layers:
         tiles = layer.o.tiles
         layer.qkv.native.precede(tiles.data_ptr(), 0 if on else tiles.nbytes)
-    runner.use(runner.model)  # graphs hold what they were captured with
-    return runner
+    for steps in role.steps_known:
+        if isinstance(steps, GraphForwards):
+            steps.graphs.forget(FORWARDS)  # they hold what they were captured with
+    return role
 
 
 def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
@@ -137,9 +153,9 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         plan = EngineConfig(draft_steps=args.steps)
         options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
         llm = LLM(paths[0], paths[1], plan, **options)
-        assert isinstance(llm.verifier, LocalVerifier) and isinstance(llm.drafter, LocalDrafter)
-        runners = (llm.verifier.runner, llm.drafter.runner)
-        names = [getattr(runner.ops, "__name__", "?").rpartition(".")[2] for runner in runners]
+        drafter, verifier = local_roles(llm)
+        roles: tuple[Role, Role] = (verifier, drafter)
+        names = [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in roles]
         result: dict[str, Any] = {"pair": pair, "ops": names, "d": args.steps, "load s": time.perf_counter() - began}
         result["early starts"] = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
         texts, result["serial"] = decode(llm, prompts, args.tokens)
@@ -148,23 +164,23 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         rows = (plan.verify_batch, plan.draft_leaves)
         names = shapes if pair != "demo" else ["demo target", "demo draft"]
         result["step ms"] = {
-            name: step_time(runner, count, args.context) for name, runner, count in zip(names, runners, rows)
+            name: step_time(role, count, args.context) for name, role, count in zip(names, roles, rows)
         }
-        if all(runner.ops is cuda for runner in runners):
+        if all(role.runner.ops is cuda for role in roles):
             result["step ms, nothing asked for ahead"] = {
-                name: step_time(nothing_ahead(runner), count, args.context)
-                for name, runner, count in zip(names, runners, rows)
+                name: step_time(nothing_ahead(role), count, args.context)
+                for name, role, count in zip(names, roles, rows)
             }
-            for runner in runners:
-                nothing_ahead(runner, on=False)
+            for role in roles:
+                nothing_ahead(role, on=False)
         note(result)
-        llm.drafter = NoDrafter()
+        decode_on(llm, NoDrafter(), verifier)
         plain, result["ar"] = decode(llm, prompts, args.tokens)
         result["tree equals ar"] = agreement(texts, plain)
         note(result)
         if args.device == "cuda":
             plan = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
-            llm.verifier, llm.drafter = ThreadedVerifier(llm.verifier), AheadDrafter(runners[1], plan, llm.vocab_size)
+            decode_on(llm, growing_ahead(drafter, plan, AheadDrafter), ThreadedVerifier(verifier))
             texts, result["async"] = decode(llm, prompts, args.tokens)
             result["async equals ar"] = agreement(texts, plain)
             note(result)
