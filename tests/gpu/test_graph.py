@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from swiftspec.runtime.graph import Capture, CudaCapture
 
 from bench.heldout import DEMO
 from swiftspec.backends import cuda
@@ -24,12 +23,15 @@ from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
 from swiftspec.params import EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
-from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.runtime.steps import Request
+from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.runtime.steps.graph import Capture, CudaCapture, GraphForwards, Graphs
+from swiftspec.runtime.steps.graph_expansions import GraphExpansions
+from swiftspec.runtime.steps.graph_verifications import GraphVerifications
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, hopper, most, real
 from tests.support.recording import Rerun
+from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.same_rounds import same_rounds, same_verdicts
 
 pytestmark = pytest.mark.gpu
@@ -44,17 +46,17 @@ def new_capture() -> Capture:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replay_equals_eager_twice_in_a_row(dtype: torch.dtype) -> None:
     model = load_model(DEMO / "target", dtype=dtype, device="cuda", ops=unfused, max_positions=256)
-    eager, graphed = runners = [
-        Runner(model, unfused, context=160, tree_slots=32, capture=capture) for capture in (None, CudaCapture(Lock()))
-    ]
+    runners = [make_runner(model, unfused, context=160, tree_slots=32) for _ in range(2)]
+    both = EagerSteps(runners[0]), GraphForwards(runners[1], Graphs(CudaCapture(Lock())))
     noise = np.random.default_rng(1)
     prefix = noise.integers(0, 4096, 70).tolist()
-    for runner in runners:
-        runner.prefill(prefix)
+    for steps in both:
+        steps.runner.prefill(prefix)
+        steps.open(Request(steps.runner.sampler(SamplingParams(temperature=0), ())))
     for rows in (8, 8, 3, 1, 8):
         tokens = noise.integers(0, 4096, rows)
         mask = tree_mask.from_parents([-1, *(int(noise.integers(0, i)) for i in range(1, rows))])
-        want, got = (runner.forward_tree(tokens, mask.sum(1) - 1, mask).clone() for runner in (eager, graphed))
+        want, got = (steps.forward(steps.runner.tree_batch(tokens, mask.sum(1) - 1, mask)).clone() for steps in both)
         # added rows may change how a library adds up
         assert (want - got).norm() <= (1e-5 if dtype == torch.float32 else 3e-2) * want.norm()
         for runner in runners:
@@ -104,20 +106,22 @@ def group_of_one(gather: Any = None) -> PeerParallel:
 @pytest.mark.parametrize(
     "sampling", most([SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=0)], 1), ids=str
 )
-@pytest.mark.parametrize("kind", [LocalDrafter, AheadDrafter])
+@pytest.mark.parametrize("mode", ["serial", "async"])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: SamplingParams, grouped: bool) -> None:
+def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped: bool) -> None:
     """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
     group too, whose exchanges the graph holds."""
-    mode, w, d = ("async" if kind is AheadDrafter else "serial"), *((2, 3) if EMULATED else (8, 4))
-    plan = EngineConfig(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
+    w, d = (2, 3) if EMULATED else (8, 4)
+    config = EngineConfig(mode, verify_batch=w, draft_leaves=w, draft_steps=d)
     model = random_model(group_of_one() if grouped else None)
-    alone, graphed = (
-        kind(Runner(model, cuda, context=320, tree_slots=136, capture=capture), plan, VOCAB)
+    eager, graphed = (
+        make_drafter(make_runner(model, cuda, VOCAB, context=320, tree_slots=136), config, capture)
         for capture in (None, new_capture())
     )
-    same_rounds(alone, graphed, sampling, VOCAB, rounds=ROUNDS)
-    assert graphed._on_device is not None and graphed._on_device._graphs
+    same_rounds(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
+    steps = graphed.steps
+    assert isinstance(steps, GraphExpansions) and steps.graphs._families[steps._family].graphs
+    assert eager.steps.name == "eager"
 
 
 @hopper
@@ -140,9 +144,9 @@ def test_a_draft_round_as_one_graph(kind: type[LocalDrafter], sampling: Sampling
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
     """In every row what is drawn operator by operator, though the graph's batches are padded."""
     model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
-    steps, graphed = (
-        LocalVerifier(Runner(model, cuda, context=320, tree_slots=16, capture=capture), VOCAB)
+    eager, graphed = (
+        make_verifier(make_runner(model, cuda, VOCAB, context=320, tree_slots=16), capture=capture)
         for capture in (None, new_capture())
     )
-    same_verdicts(steps, graphed, sampling, VOCAB, rounds=ROUNDS)
-    assert graphed._step is not None and steps._step is None
+    same_verdicts(eager, graphed, sampling, VOCAB, rounds=ROUNDS)
+    assert isinstance(graphed.steps, GraphVerifications) and eager.steps.name == "eager"

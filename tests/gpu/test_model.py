@@ -15,13 +15,14 @@ from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, hopper
+from tests.support.roles import make_runner
 
 pytestmark = [pytest.mark.gpu, hopper]
 
 
 def open_runner(ops: Any, dtype: torch.dtype, device: torch.device) -> Runner:
     model = load_model(DEMO / "target", dtype=dtype, device=device, ops=ops, max_positions=128)
-    return Runner(model, ops, context=96, tree_slots=32)
+    return make_runner(model, ops, context=96, tree_slots=32)
 
 
 def test_the_embedded_targets_logits() -> None:

@@ -12,9 +12,9 @@ from bench.heldout import DEMO
 from swiftspec.backends import library as unfused
 from swiftspec.model.loader import load_model
 from swiftspec.params import PopulationConfig, SamplingParams
-from swiftspec.runtime.graph import CudaCapture
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.smc.population import SMC, Answer
+from tests.support.roles import make_population, make_runner, opening
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -27,9 +27,11 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
               for side in ("target", "draft")]  # fmt: skip
     workers: list[SMC] = []
     for captured in (False, True):
-        capture = CudaCapture(Lock()) if captured else None
-        target, draft = (Runner(model, unfused, context=256, tree_slots=768, capture=capture) for model in models)
-        workers.append(SMC(target, draft, PopulationConfig(4, 4, 0.5, 1.0, exact), 4096, longest=128, lag=1))
+        turn = Lock()
+        captures = (CudaCapture(turn), CudaCapture(turn)) if captured else (None, None)
+        target, draft = (make_runner(model, unfused, context=256, tree_slots=768) for model in models)
+        config = PopulationConfig(4, 4, 0.5, 1.0, exact)
+        workers.append(make_population(target, draft, config, longest=128, lag=1, captures=captures))
     for seed in (1, 2):
         sampling = SamplingParams(temperature=0.7, seed=seed, **filters)
         eager, graphed = (answer(worker, sampling) for worker in workers)
@@ -38,7 +40,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
 
 
 def answer(worker: SMC, sampling: SamplingParams) -> Answer:
-    worker.open(list(range(50, 90)), sampling, (), 60)
+    worker.open(opening(range(50, 90), sampling), (), 60)
     while worker.launch():
         worker.collect()
     return worker.finish()
