@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
-from bench.roles import growing_ahead, local_roles
+from bench.data.heldout import DEMO, read_prompts
+from bench.shared.roles import growing_ahead, local_roles
 from swiftspec.control.controller import Controller
 from swiftspec.control.measure import DraftTimes, steps_for
 from swiftspec.control.policy import Pace

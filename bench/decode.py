@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 
-from bench import tasks
-from bench.heldout import DEMO, read_prompts
-from bench.peers import LlamaCpp, has_llama_cpp, load_transformers, write_dense
-from bench.to_gguf import TYPES, write_gguf
+from bench.data import tasks
+from bench.data.heldout import DEMO, read_prompts
+from bench.rivals.engines import LlamaCpp, has_llama_cpp, load_transformers, write_dense
+from bench.rivals.to_gguf import TYPES, write_gguf
 from swiftspec.backends import cpu as host
 from swiftspec.distributed.world import available_cores, join_world, run_on
 from swiftspec.errors import UserError

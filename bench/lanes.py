@@ -23,7 +23,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
 from swiftspec.backends.cpu.rounds import HostRounds
 from swiftspec.distributed.mailbox import SharedChannel

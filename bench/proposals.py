@@ -21,8 +21,8 @@ from statistics import fmean, stdev
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
-from bench.roles import decode_on, growing_ahead, local_roles
+from bench.data.heldout import DEMO, read_prompts
+from bench.shared.roles import decode_on, growing_ahead, local_roles
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.distributed.world import World, join_world, run_on

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.llm import LLM
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import reference
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM

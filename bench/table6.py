@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
 from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, timeline
@@ -54,23 +54,23 @@ def main() -> None:
     torch.set_num_threads(1)
     text, target, draft = spec("parallel")
     options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(text)}
-    crew = WorkerPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
+    pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", options, threads=1), world)
     if world.rank > 0:
-        crew.follow()
+        pool.follow()
         return
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     ahead, in_turn = [], []
     with tempfile.TemporaryDirectory() as folder:
         for d in DEPTHS:
             file = Path(folder) / "rounds.jsonl"
-            with crew.engine(Order(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
+            with pool.engine(Order(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
                 run = measure.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.orchestration(costs, target, draft))
             length = statistics.median(cost.length for cost in costs)
             more = f", round {1e3 * length:.2f} ms, {1e3 * own:.3f} ms of it neither model's ({own / length:.1%})"
             ahead.append(show("parallel", d, run, more))
-    crew.dismiss()
+    pool.dismiss()
     options["emulate"] = emulation.parse(spec("serial")[0])
     for d in DEPTHS:
         llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)

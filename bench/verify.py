@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from bench.on_gpu import copy_speed, graph_timer
+from bench.gpu.timing import copy_speed, graph_timer
 from swiftspec.chains import law as verify
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of

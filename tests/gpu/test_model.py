@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends import cuda, reference
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.backends import library as unfused
 from swiftspec.model.loader import load_model
 from swiftspec.params import PopulationConfig, SamplingParams

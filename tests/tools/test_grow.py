@@ -1,4 +1,4 @@
-"""tools/grow.py: the grown model says what the small one says, and what fills it up is random."""
+"""tools/grow: the grown model says what the small one says, and what fills it up is random."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.heldout import DEMO
+from bench.data.heldout import DEMO
 from swiftspec.assemble.models import Options
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
@@ -20,7 +20,10 @@ from swiftspec.model.linear import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
 from tests.support.tiny import ROPES, chain, make_checkpoint
-from tools import grow, place
+from tools.grow.checkpoint import write
+from tools.grow.maps import map_layer, spread
+from tools.grow.model import Grown, load
+from tools.grow.shapes import FIELDS, SHAPES, Kind, grown_config, read_shape
 
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"
 PROMPT = list(range(40, 100))
@@ -28,7 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 def shape(*sizes: int, tie: bool = False) -> dict[str, Any]:
-    return dict(zip(grow.FIELDS, (*sizes, tie), strict=True))
+    return dict(zip(FIELDS, (*sizes, tie), strict=True))
 
 
 # 4 / 2 kv heads of 3 and 5 query heads each: one fits a group of 4, the other needs two groups of 3
@@ -46,10 +49,10 @@ def logits(model: Any, tokens: list[int]) -> Tensor:
     return model.forward(chain(tokens), Cache(model.config, model.dtype))
 
 
-def both(path: Path, sizes: dict[str, Any], kind: grow.Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def both(path: Path, sizes: dict[str, Any], kind: Kind, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logits of the small model and of the grown one."""
     small = load_model(path, dtype=dtype, ops=reference, max_positions=64)
-    large = grow.load(path, sizes, kind, device="cpu", ops=reference, max_positions=64, dtype=dtype)
+    large = load(path, sizes, kind, device="cpu", ops=reference, max_positions=64, dtype=dtype)
     tokens = torch.randint(0, small.config.vocab_size, (24,), generator=torch.Generator().manual_seed(1)).tolist()
     return logits(small, tokens), logits(large, tokens)
 
@@ -84,16 +87,16 @@ def test_a_key_value_head_with_too_many_query_heads_is_held_twice(tmp_path: Path
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-5), ("int4", 5e-3), ("bf16", 0.05)])
-def test_the_embedded_target(kind: grow.Kind, bound: float) -> None:
+def test_the_embedded_target(kind: Kind, bound: float) -> None:
     """Int4 keeps the codes; the query's scales and the embedding, which is fp16 there, are rounded once more."""
     same(*both(TARGET, LARGE_TARGET, kind, torch.float32), bound)
 
 
 @pytest.mark.parametrize("kind", ["int4", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: grow.Kind) -> None:
+def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: Kind) -> None:
     """Written to disk, read back, and decoded with the grown draft's tree."""
-    grow.write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
-    grow.write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")
+    write(TARGET, LARGE_TARGET, kind, tmp_path / "target")
+    write(DRAFT, LARGE_DRAFT, kind, tmp_path / "draft")
     for dtype in (torch.float32, torch.bfloat16):
         options: Options = {"dtype": dtype, "max_model_len": 128}
         plain = LLM(TARGET, **options).generate(PROMPT, GREEDY)
@@ -103,16 +106,16 @@ def test_the_pair_says_the_same_in_mode_serial(tmp_path: Path, kind: grow.Kind) 
 
 
 def test_loading_in_memory_gives_what_was_written(tmp_path: Path) -> None:
-    grow.write(DRAFT, LARGE_DRAFT, "int4", tmp_path, seed=3)
+    write(DRAFT, LARGE_DRAFT, "int4", tmp_path, seed=3)
     options: dict[str, Any] = {"ops": reference, "max_positions": 64, "dtype": torch.float32}
     written = load_model(tmp_path, **options)
-    made = grow.load(DRAFT, LARGE_DRAFT, "int4", device="cpu", seed=3, **options)
+    made = load(DRAFT, LARGE_DRAFT, "int4", device="cpu", seed=3, **options)
     assert torch.equal(logits(written, PROMPT), logits(made, PROMPT))
 
 
 def test_what_fills_up_is_random() -> None:
     """Dense weights that meet zeros are none; all codes of int4 are alike often; no layer is another's copy."""
-    grown = grow.Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0)
+    grown = Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0)
     dense = list(grown.layers())
     quiet = grown.maps.input < 0
     assert quiet.sum() == 1024 - 384
@@ -121,7 +124,7 @@ def test_what_fills_up_is_random() -> None:
             # of torch 2.11's normal numbers in bfloat16, six in a thousand are zero
             assert (weight.dequantize(torch.float32)[:, quiet] == 0).float().mean() < 1e-2
     assert not torch.equal(dense[1].down.dequantize(torch.float32), dense[2].down.dequantize(torch.float32))
-    for layer in grow.Grown.of(TARGET, LARGE_TARGET, "int4", "cpu", 0).layers():
+    for layer in Grown.of(TARGET, LARGE_TARGET, "int4", "cpu", 0).layers():
         for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
             assert isinstance(weight, Int4Weight)
             share = torch.bincount(unpack_int4(weight.packed).flatten().int(), minlength=16) / weight.packed.numel() / 8
@@ -130,13 +133,13 @@ def test_what_fills_up_is_random() -> None:
 
 def test_blank_layers_add_exactly_nothing() -> None:
     """Their V and up are silent; O and down, which then meet zeros, are random throughout."""
-    layers = list(grow.Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0).layers())
-    places = place.spread(8, 10, -2)
-    blank = [layer for layer, number in zip(layers, places.tolist(), strict=True) if number < 0]
+    layers = list(Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0).layers())
+    numbers = spread(8, 10, -2)
+    blank = [layer for layer, number in zip(layers, numbers.tolist(), strict=True) if number < 0]
     assert len(blank) == 2
     for layer in blank:
         x = torch.zeros(1, 1024)
-        x[:, place.spread(384, 1024, -1, 128, 128) >= 0] = torch.randn(1, 384)
+        x[:, spread(384, 1024, -1, 128, 128) >= 0] = torch.randn(1, 384)
         v = layer.qkv.dequantize(torch.float32)[-4 * 128 :]
         up = layer.gate_up.dequantize(torch.float32)[1280:]
         assert not (x @ v.T).any() and not (x @ up.T).any()
@@ -156,16 +159,16 @@ def test_blank_layers_add_exactly_nothing() -> None:
 )
 def test_what_does_not_fit_is_refused(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        list(grow.Grown.of(TARGET, sizes, "int4", "cpu", 0).layers())
+        list(Grown.of(TARGET, sizes, "int4", "cpu", 0).layers())
 
 
 def test_shapes(tmp_path: Path) -> None:
     """By name, or from a config.json; every named one has room for the embedded pair, or says that it has not."""
-    config = grow.grown_config(ModelConfig.from_dir(TARGET), grow.read_shape("Llama-3-70B"), "int4")
+    config = grown_config(ModelConfig.from_dir(TARGET), read_shape("Llama-3-70B"), "int4")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert grow.read_shape(str(tmp_path / "config.json")) == grow.read_shape("Llama-3-70B")
-    for name in grow.SHAPES:
-        large = ModelConfig.from_dict(grow.grown_config(ModelConfig.from_dir(DRAFT), grow.read_shape(name), "int4"))
-        place.place(ModelConfig.from_dir(DRAFT), large)
+    assert read_shape(str(tmp_path / "config.json")) == read_shape("Llama-3-70B")
+    for name in SHAPES:
+        large = ModelConfig.from_dict(grown_config(ModelConfig.from_dir(DRAFT), read_shape(name), "int4"))
+        map_layer(ModelConfig.from_dir(DRAFT), large)
     with pytest.raises(UserError, match="neither"):
-        grow.read_shape("Llama-4")
+        read_shape("Llama-4")

@@ -1,4 +1,4 @@
-"""What bench/kernels_cuda.py measures: an operator of one rank, and for each competitor what makes its calls.
+"""What bench/gpu/kernels.py measures: an operator of one rank, and for each competitor what makes its calls.
 
 Every competitor meets copies of its weights or layers of a cache that are together several times the L2, one after the
 other, so every call reads memory that is cold.
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import rivals
-from bench.on_gpu import Call
-from bench.places import PLACES, Local
-from bench.rivals import Rivals, Tree
+from bench.gpu.shapes import SPLITS, RankShape
+from bench.gpu.timing import Call
+from bench.rivals import kernels as rivals
+from bench.rivals.kernels import Rivals, Tree
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
@@ -32,7 +32,7 @@ COLD = 256 << 20  # bytes that the copies of a case are together at least
 BF16 = torch.bfloat16
 CONTEXTS = (1000, 500, 4000)
 PARTICLES, DRAWN = (8, 64), 5  # of a population, and the rows of each: 4 draft tokens and a bonus
-FEW_PLACES = 5  # whose other numbers of rows come before the other places
+FIRST_SPLITS = 5  # whose other numbers of rows come before the other splits
 OURS = "swiftspec"
 SUMMED = "swiftspec, summed"  # with an all-reduce in it, among a group of one: what it adds on one GPU
 RIVALS = ("sdpa", "marlin", "flashinfer", "flexattention")
@@ -83,7 +83,7 @@ class Maker:
 
     def linear(self, model: str, tp: int, op: str, rows: int) -> Case:
         """One int4 projection of a layer, or the bfloat16 head."""
-        n, k, group = Local.of(model, tp).projection(op)
+        n, k, group = RankShape.of(model, tp).projection(op)
         weights = n * k // 2 + k // group * n * 5 // 2 if group else 2 * n * k
         residual = n if op in ("o", "down") else 0
         out = {"swiglu": n // 2, "head": 2 * n}.get(op, n)  # logits are float32
@@ -133,7 +133,7 @@ class Maker:
         return self._attention(model, tp, f"attention of {count} particles", window, 1000 + len(window))
 
     def _attention(self, model: str, tp: int, op: str, window: Tensor, context: int) -> Case:
-        local, rows = Local.of(model, tp), len(window)
+        local, rows = RankShape.of(model, tp), len(window)
         heads, kv_heads, width = local.heads, local.kv_heads, local.width
         moved = 4 * kv_heads * context * width
 
@@ -161,17 +161,17 @@ class Maker:
 
     def sampling(self, model: str, op: str, rows: int) -> Case:
         """From logits and noise to tokens, or to 8 candidates with their log-probabilities."""
-        vocab = Local.of(model, 1).vocab
+        vocab = RankShape.of(model, 1).vocab
 
         def calls(ops: Any) -> list[Call]:
-            places = torch.arange(rows, device=self.device)
+            noise_rows = torch.arange(rows, device=self.device)
             made = list[Call]()
             for _ in self.copies(8 * rows * vocab):
                 logits, noise = (
                     torch.randn(rows, vocab, device=self.device),
                     torch.rand(rows, vocab, device=self.device),
                 )
-                scores = Scores(0.8, None, noise, places, 0.7)
+                scores = Scores(0.8, None, noise, noise_rows, 0.7)
                 chosen = partial(ops.draw, logits, vocab) if op == "draw" else partial(ops.children, logits, vocab, 8)
                 made.append(partial(chosen, scores))
             return made
@@ -215,14 +215,14 @@ class Alone(Communicator):
 
 
 def cases(make: Maker, rows: tuple[int, ...]) -> Iterator[Case]:
-    """All of them; 8 rows of the first places before the first place's other numbers of rows, and so on."""
-    order = itertools.product(enumerate(PLACES), rows)
-    for (place, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FEW_PLACES * (case[1] != 8)):
+    """All of them; 8 rows of the first splits before the first split's other numbers of rows, and so on."""
+    order = itertools.product(enumerate(SPLITS), rows)
+    for (number, (model, tp)), count in sorted(order, key=lambda case: case[0][0] + FIRST_SPLITS * (case[1] != 8)):
         for op in ("qkv", "o", "swiglu", "down", "head"):
             yield make.linear(model, tp, op, count)
         for context in CONTEXTS:
             yield make.attention(model, tp, context, count)
-        if count == 8 and place == FEW_PLACES:
+        if count == 8 and number == FIRST_SPLITS:
             yield from (make.particles("Llama-3-8B", 1, particles) for particles in PARTICLES)
             for op, several in itertools.product(("draw", "children"), (8, 64)):
                 yield make.sampling("Llama-3-8B", op, several)

@@ -1,6 +1,6 @@
 """The operators of Llama-3 and Qwen2 layers on a GPU, one by one, beside other people's kernels for the same work.
 
-    python -m bench.kernels_cuda [--only "Llama-3-70B TP4"] [--rows 8] [--budget 90] [--json out.json]
+    python -m bench.gpu.kernels [--only "Llama-3-70B TP4"] [--rows 8] [--budget 90] [--json out.json]
 
 How a time is taken: a graph of many calls over copies of weights or caches that are together several times the L2,
 replayed between two events; the median replay over the number of calls. So no launch is in it, and every call meets
@@ -9,8 +9,8 @@ after `--budget` seconds the rest is left out and said to be.
 
 Compared are: `swiftspec` (backends/cuda, where it is there: norm, activation, residual, RoPE, KV append included), and
 with `summed` an all-reduce among a group of one; `unfused` (the same work through libraries); the bare products and
-attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/rivals.py. The measuring is
-done by a process that is begun again where it dies or hangs (bench/watched.py). Not run on a GPU yet.
+attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/rivals/kernels.py. The
+measuring is done by a process that is begun again where it dies or hangs (watchdog.py). Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from typing import Any
 
 import torch
 
-from bench import rivals, targets
-from bench.cases_cuda import OURS, RIVALS, Case, Made, Maker, cases
-from bench.on_gpu import GpuLost, Timer, alive, copy_speed, graph_timer
-from bench.watched import FAILED, watch
+from bench.gpu import targets
+from bench.gpu.cases import OURS, RIVALS, Case, Made, Maker, cases
+from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, graph_timer
+from bench.gpu.watchdog import FAILED, watch
+from bench.rivals import kernels as rivals
 
 PATIENCE = 45.0  # seconds that one competitor of one case may take
 ORDINARY, SLOW_START = 1.0, 10.0  # seconds for a case, and what a rival, which may compile, takes beyond it in all
@@ -245,7 +246,7 @@ def main() -> int:
     parser.add_argument("--rows", default="8,1,16,32,4")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds after which no case is begun")
     parser.add_argument("--json", type=Path, help="where to write the results, after every case")
-    parser.add_argument("--constants", type=Path, help="what bench.constants has written, for the targets")
+    parser.add_argument("--constants", type=Path, help="what bench.gpu.constants has written, for the targets")
     parser.add_argument("--resume", action="store_true", help="go on with what --json holds")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -257,7 +258,7 @@ def main() -> int:
         file = args.json or Path(folder) / "found.json"
         if not args.resume:
             file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "bench.kernels_cuda", "--worker", "--only", args.only, "--rows", args.rows]
+        command = [sys.executable, "-m", "bench.gpu.kernels", "--worker", "--only", args.only, "--rows", args.rows]
         command += ["--json", str(file)] + (["--constants", str(args.constants)] if args.constants else [])
         return watch(command, file, args.budget, PATIENCE, give_up)
 

@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.on_gpu import Call
 from swiftspec.model.linear import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 
 BF16 = torch.bfloat16
 BITS = 4
+Call = Callable[[], Any]
 CLOSE = 0.02  # relative error of a product that was understood; rounding takes a tenth of it
 TILES = [8 * j + i for i in range(8) for j in range(8)]  # of 64 outputs, in the order of Marlin's scales and zeros
 

@@ -1,6 +1,6 @@
 """A Llama checkpoint as GGUF, so that llama.cpp runs the same weights: int4 ones are dequantised to bf16 first.
 
-    python -m bench.to_gguf out.gguf [--model swiftspec/demo/target] [--type q8_0]
+    python -m bench.rivals.to_gguf out.gguf [--model swiftspec/demo/target] [--type q8_0]
 
 The tokens are written too, without the rule that splits text into words: the file is for token ids, not for chats.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.heldout import DEMO
-from bench.peers import dense_state
+from bench.data.heldout import DEMO
+from bench.rivals.engines import dense_state
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 

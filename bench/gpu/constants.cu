@@ -1,5 +1,5 @@
-// What a Hopper GPU's launches, copies and exchanges take, each alone: the constants of bench/targets.py, a line for
-// each, "name value [unit]". bench/constants.py builds and runs this. Not run on a GPU.
+// What a Hopper GPU's launches, copies and exchanges take, each alone: the constants of bench/gpu/targets.py, a line for
+// each, "name value [unit]". bench/gpu/constants.py builds and runs this. Not run on a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ __global__ void exchange(uint64_t* lines) {
   }
 }
 
-// Bulk copies, each begun when the one before is there, from places that nobody has read.
+// Bulk copies, each begun when the one before is there, from addresses that nobody has read.
 __global__ void one_by_one(const uint8_t* from, uint64_t* took) {
   __shared__ __align__(128) uint8_t tile[kTile];
   __shared__ uint64_t barrier;

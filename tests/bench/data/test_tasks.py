@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import tasks
+from bench.data import tasks
 from swiftspec.errors import UserError
 
 PUBLISHED: list[tuple[dict[str, Any], str]] = [

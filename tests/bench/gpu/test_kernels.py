@@ -17,43 +17,44 @@ from typing import Any
 import pytest
 import torch
 
-from bench import kernels_cuda, on_gpu, places, rivals, targets
-from bench.cases_cuda import PLACES, Case, Maker, cases
-from bench.kernels_cuda import Findings, Run
-from bench.on_gpu import Call, GpuLost
-from bench.places import Local
-from bench.rivals import Rivals
-from bench.watched import watch
+from bench.gpu import kernels, shapes, targets, timing
+from bench.gpu.cases import SPLITS, Case, Maker, cases
+from bench.gpu.kernels import Findings, Run
+from bench.gpu.shapes import RankShape
+from bench.gpu.timing import Call, GpuLost
+from bench.gpu.watchdog import watch
+from bench.rivals import kernels as rivals
+from bench.rivals.kernels import Rivals
 from swiftspec.lab import latency
-from tests.bench import test_rivals
+from tests.bench.rivals import fakes
 
 MAKE = Maker("cpu", Rivals())
 ON = targets.Constants.of(None, 1000.0)
 
 
 def test_every_model_at_every_size_of_the_tables() -> None:
-    llama = [name for name in places.MODELS if name.startswith("Llama")]
-    assert set(product(llama, (1, 2, 4, 6, 8))) <= set(PLACES) and len(set(PLACES)) == len(PLACES)
+    llama = [name for name in shapes.MODELS if name.startswith("Llama")]
+    assert set(product(llama, (1, 2, 4, 6, 8))) <= set(SPLITS) and len(set(SPLITS)) == len(SPLITS)
     names = [case.name for case in cases(MAKE, (8, 1, 16, 32, 4))]
-    assert len(set(names)) == len(names) == 5 * len(PLACES) * 8 + 2 + 4
+    assert len(set(names)) == len(names) == 5 * len(SPLITS) * 8 + 2 + 4
     assert names[:6:5] == ["Llama-3-70B TP4 qkv x8", "Llama-3-70B TP4 attention 1000 x8"]
     assert names.index("Llama-3-8B TP1 qkv x8") < names.index("Llama-3-70B TP4 qkv x16") < len(names) // 8
 
 
 def test_six_ranks_hold_what_the_model_cuts_for_them() -> None:
     """Two query heads more than a sixth of 64, in units that a key-value head serves; the MLP's by groups of 128."""
-    sixth = Local.of("Llama-3-70B", 6)
+    sixth = RankShape.of("Llama-3-70B", 6)
     assert (sixth.heads, sixth.kv_heads, sixth.inner, sixth.vocab) == (12, 3, 4864, 21376)
     assert sixth.projection("qkv") == (18 * 128, 8192, 128) and sixth.projection("o") == (8192, 12 * 128, 128)
-    assert Local.of("Qwen2-72B", 6).inner == 4992
-    assert Local.of("Llama-3.2-1B", 4).projection("o") == (2048, 512, 64), "heads of 64 cut a group of 128"
-    assert Local.of("Llama-3.2-1B", 1).projection("o") == (2048, 2048, 128)
+    assert RankShape.of("Qwen2-72B", 6).inner == 4992
+    assert RankShape.of("Llama-3.2-1B", 4).projection("o") == (2048, 512, 64), "heads of 64 cut a group of 128"
+    assert RankShape.of("Llama-3.2-1B", 1).projection("o") == (2048, 2048, 128)
 
 
 def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant's calls are made once, on a model small enough; FlashInfer and Marlin are fakes."""
-    monkeypatch.setitem(places.MODELS, "small", (256, 4, 2, 64, 512, 128))
-    test_rivals.install(monkeypatch, test_rivals.vllm() | test_rivals.flashinfer())
+    monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
+    fakes.install(monkeypatch, fakes.vllm() | fakes.flashinfer())
     others = Rivals(rivals.marlin(), {"flashinfer": rivals.flashinfer()})
     make = Maker("cpu", others, cold=1)
     made = [make.linear("small", 1, op, 3) for op in ("qkv", "o", "swiglu", "down", "head")]
@@ -70,7 +71,7 @@ def test_operators_run_on_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = {"head": whole | {"cublas bf16"}, "draw": whole, "children": whole}
     with torch.inference_mode():
         for case in made:
-            found = [kernels_cuda.measure(case, name, calls, ON, timer) for name, calls in case.variants.items()]
+            found = [kernels.measure(case, name, calls, ON, timer) for name, calls in case.variants.items()]
             known = attention if case.op.startswith("attention") else kinds.get(case.op, products)
             assert {result.competitor for result in found} == known
             assert all(result.over_floor < 10 and result.gigabytes > 0 and result.of_copy > 0 for result in found)
@@ -140,9 +141,9 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_a_rival_that_takes_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what its cases take beyond the ordinary."""
-    monkeypatch.setattr(kernels_cuda, "SLOW_START", 0.0)
+    monkeypatch.setattr(kernels, "SLOW_START", 0.0)
     for ordinary, measured, said in ((1.0, 4, []), (0.0, 3, ["flexattention: left out after 0 s of compiling"])):
-        monkeypatch.setattr(kernels_cuda, "ORDINARY", ordinary)
+        monkeypatch.setattr(kernels, "ORDINARY", ordinary)
         one = run(tmp_path / f"{ordinary}.json")
         one.all(iter([case(op, {"flexattention": list, "swiftspec": list}) for op in ("o", "down")]))
         assert one.found.rivals == said and len(one.found.results) == measured
@@ -160,14 +161,14 @@ def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
 
 
 def test_the_tables_lines(tmp_path: Path) -> None:
-    result = kernels_cuda.measure(case("qkv", {}), "swiftspec", list, ON, lambda calls: 12.5)
+    result = kernels.measure(case("qkv", {}), "swiftspec", list, ON, lambda calls: 12.5)
     numbers = "12.50 885 0.89 1.43 18.38 15.37"
-    assert " ".join(kernels_cuda.line(result).split()) == f"Llama-3-70B TP4 qkv x8 swiftspec {numbers} Table 3 16.9"
-    more = kernels_cuda.measure(case("qkv", {}, rows=16), "swiftspec", list, ON, lambda calls: 12.5)
+    assert " ".join(kernels.line(result).split()) == f"Llama-3-70B TP4 qkv x8 swiftspec {numbers} Table 3 16.9"
+    more = kernels.measure(case("qkv", {}, rows=16), "swiftspec", list, ON, lambda calls: 12.5)
     assert not more.quoted, "the paper's are for 8 rows"
-    assert "quoted" in kernels_cuda.head()
+    assert "quoted" in kernels.head()
     for op in ("draw", "attention of 8 particles"):
-        wanted = kernels_cuda.target_of(replace(case("o", {}), op=op), ON)
+        wanted = kernels.target_of(replace(case("o", {}), op=op), ON)
         assert (wanted is None) == ("particles" in op)
 
 
@@ -196,7 +197,7 @@ def test_a_time_is_the_median_replay_over_its_calls(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", type("Graph", (), {"replay": replay}))
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
-    assert on_gpu.graph_timer([partial(calls.update, [i]) for i in range(3)]) == 1000 * 20 / 200
+    assert timing.graph_timer([partial(calls.update, [i]) for i in range(3)]) == 1000 * 20 / 200
     assert calls == {0: 68, 1: 68, 2: 67}, "each once before"
     assert clock[0] == 9e3 + 4 * 20 + 90, "the first is not counted, and five are enough"
 
@@ -235,29 +236,29 @@ def test_a_process_that_dies_and_hangs_goes_on_behind_it(tmp_path: Path) -> None
 
 def test_a_process_that_never_begins_is_not_begun_for_ever(tmp_path: Path) -> None:
     code = "import os; os.abort()"
-    assert watch([sys.executable, "-c", code], tmp_path / "none.json", 30.0, 5.0, kernels_cuda.give_up) == 1
+    assert watch([sys.executable, "-c", code], tmp_path / "none.json", 30.0, 5.0, kernels.give_up) == 1
 
 
 def test_what_was_being_measured_is_noted(tmp_path: Path) -> None:
     """Ours as a failure, others' as a line that says so; a rival that took the process with it is tried no more."""
     file = tmp_path / "found.json"
-    for at in ("x TP4 o x8 swiftspec", "x TP4 o x8 marlin", kernels_cuda.PACKAGES):
+    for at in ("x TP4 o x8 swiftspec", "x TP4 o x8 marlin", kernels.PACKAGES):
         found = Findings.read(file)
         found.at = at
         found.write(file)
-        assert kernels_cuda.give_up(file, "hung") and kernels_cuda.give_up(file, "hung"), "twice is once"
+        assert kernels.give_up(file, "hung") and kernels.give_up(file, "hung"), "twice is once"
     found = Findings.read(file)
     assert found.failed == ["x TP4 o x8 swiftspec: hung"] and len(found.rivals) == 2 and len(found.done) == 3
     assert run(file).given_up("marlin") and not run(file).given_up("flashinfer")
-    assert kernels_cuda.find_rivals(found, file) == Rivals(), "importing them hung: it goes on without"
+    assert kernels.find_rivals(found, file) == Rivals(), "importing them hung: it goes on without"
 
 
 def test_a_gpu_that_is_lost_ends_the_process_with_all_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels_cuda, "alive", lambda: False)
+    monkeypatch.setattr(kernels, "alive", lambda: False)
     file = tmp_path / "found.json"
     variants = {"unfused": list, "swiftspec": fails(RuntimeError("an illegal memory access")), "cublas bf16": list}
-    with pytest.raises(kernels_cuda.GpuLost):
+    with pytest.raises(kernels.GpuLost):
         run(file).all(iter([case("o", variants)]))
     monkeypatch.undo()
     run(file).all(iter([case("o", variants)]))
@@ -270,18 +271,18 @@ def test_the_whole_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a CPU under a GPU's name: what is printed and written, by constants that were measured, in two goes."""
-    test_rivals.install(monkeypatch, test_rivals.flashinfer())
-    monkeypatch.setitem(places.MODELS, "small", (256, 4, 2, 64, 512, 128))
+    fakes.install(monkeypatch, fakes.flashinfer())
+    monkeypatch.setitem(shapes.MODELS, "small", (256, 4, 2, 64, 512, 128))
     small = Maker("cpu", Rivals(), cold=1)
     several = [small.linear("small", 2, "o", 8), small.attention("small", 1, 40, 8)]
-    monkeypatch.setattr(kernels_cuda, "cases", lambda make, rows: iter(several))
-    monkeypatch.setattr(kernels_cuda, "copy_speed", lambda device: 4000.0)
-    monkeypatch.setattr(kernels_cuda, "graph_timer", lambda calls: 5.0)
+    monkeypatch.setattr(kernels, "cases", lambda make, rows: iter(several))
+    monkeypatch.setattr(kernels, "copy_speed", lambda device: 4000.0)
+    monkeypatch.setattr(kernels, "graph_timer", lambda calls: 5.0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     file, constants = tmp_path / "found.json", tmp_path / "constants.json"
     constants.write_text(json.dumps({"constants": {"gap": 2.85, "read": 4300.0}}))
     args = Namespace(json=file, only="", rows="8", budget=60.0, constants=constants)
-    assert kernels_cuda.work(args) == 0
+    assert kernels.work(args) == 0
     found = Findings.read(file)
     assert found.machine["copy GB/s"] == 4000.0 and "H800" in found.machine["quoted"]
     assert {r["competitor"] for r in found.results} == {"unfused", "cublas bf16", "torch int4", "sdpa"}
@@ -291,7 +292,7 @@ def test_the_whole_of_a_process(
     assert len([said for said in found.rivals if said.startswith(("marlin: ", "flashinfer: ", "flexattention: "))]) == 3
     printed = capsys.readouterr().out
     assert "a copy moves 4000 GB/s" in printed and "small TP2 o x8" in printed and "0 cases left out" in printed
-    assert kernels_cuda.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
+    assert kernels.work(args) == 0 and len(Findings.read(file).results) == len(found.results)
 
 
 def test_the_command_begins_anew_or_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,11 +302,11 @@ def test_the_command_begins_anew_or_goes_on(tmp_path: Path, monkeypatch: pytest.
         seen.append((command, where.exists()))
         return 0
 
-    monkeypatch.setattr(kernels_cuda, "watch", watched)
+    monkeypatch.setattr(kernels, "watch", watched)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for more in ([], ["--resume"]):
         file.write_text("{}")
-        monkeypatch.setattr(sys, "argv", ["kernels_cuda", "--json", str(file), "--only", "70B", *more])
-        assert kernels_cuda.main() == 0
+        monkeypatch.setattr(sys, "argv", ["kernels", "--json", str(file), "--only", "70B", *more])
+        assert kernels.main() == 0
     assert [there for _, there in seen] == [False, True]
     assert "--worker" in seen[0][0] and seen[0][0][-2:] == ["--json", str(file)] and "70B" in seen[0][0]

@@ -1,4 +1,4 @@
-"""Which layers the operators on a GPU are measured on, cut as a rank of a group holds them (swiftspec/model/shard.py).
+"""Model shapes that the operators on a GPU are measured on, cut as a rank of a group holds them (model/shard.py).
 
 What does not divide by the ranks is filled up with zeros there, so a sixth of a Llama-3 70B has 12 query heads, 3
 key-value heads and 4,864 inputs of down, and these are what its kernels read.
@@ -23,8 +23,8 @@ MODELS = {
     "Qwen2-72B": (8192, 64, 8, 128, 29568, 152064),
     "Qwen2-1.5B": (1536, 12, 2, 128, 8960, 151936),
 }
-# the paper's Table 7 and what one GPU runs whole come first
-PLACES = [
+# models and their TP sizes: the paper's Table 7 and what one GPU runs whole come first
+SPLITS = [
     ("Llama-3-70B", 4), ("Llama-3-70B", 1), ("Llama-3.2-3B", 1), ("Llama-3.2-1B", 1), ("Llama-3-8B", 1),
     ("Llama-3-70B", 8), ("Llama-3.2-3B", 4), ("Llama-3-8B", 4), ("Llama-3.2-1B", 4), ("Llama-3-70B", 6),
     ("Llama-3-70B", 2), ("Llama-3-8B", 2), ("Llama-3.2-3B", 2), ("Llama-3.2-1B", 2), ("Llama-3-8B", 6),
@@ -34,7 +34,7 @@ PLACES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Local:
+class RankShape:
     """The sizes of one rank, padding counted."""
 
     hidden: int
@@ -47,7 +47,7 @@ class Local:
 
     @staticmethod
     @functools.cache
-    def of(model: str, tp: int) -> Local:
+    def of(model: str, tp: int) -> RankShape:
         """The first of `tp` ranks; they are all alike."""
         hidden, heads, kv_heads, width, inner, vocab = MODELS[model]
         data = {
@@ -59,7 +59,7 @@ class Local:
         shard = Shard.of(ModelConfig.from_dict(data), 0, tp)
         o_group = GROUP if tp == 1 else math.gcd(GROUP, width)
         down, head = shard.down.numel(), shard.vocab.numel()
-        return Local(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)
+        return RankShape(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)
 
     def projection(self, op: str) -> tuple[int, int, int]:
         """Outputs, inputs and the inputs of an int4 group (0: bfloat16)."""

@@ -1,10 +1,10 @@
 """Whole decodes and single steps of a pair of models, without a tokenizer: what a bare GPU machine can run.
 
-    python -m bench.step [--pair demo | Llama-3-70B,Llama-3.2-3B] [--device cuda] [--steps 4] [--json out.json]
+    python -m bench.gpu.step [--pair demo | Llama-3-70B,Llama-3.2-3B] [--device cuda] [--steps 4] [--json out.json]
 
-A pair of shapes is the embedded pair grown to them in int4 (tools/grow.py), made in memory: speed is that of the large
-models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand (bench/prompts.json). The text is
-compared with the embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
+A pair of shapes is the embedded pair grown to them in int4 (tools/grow), made in memory: speed is that of the large
+models, text and acceptance are real. Prompts are held-out ones, tokenised beforehand. The text is compared with the
+embedded target's own in float32: in bfloat16 texts part at a near-tie sooner or later.
 
 `serial` has the models take turns; `async`, on a GPU, run at the same time on streams of their own: there `host ms`, a
 round without both, is below 0 where they overlap. `ar` is the target alone. `step` is one forward as the engine runs
@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.roles import decode_on, growing_ahead, local_roles
+from bench.data.heldout import DEMO, read_token_ids
+from bench.shared.roles import decode_on, growing_ahead, local_roles
 from swiftspec.assemble.models import Load, Options
 from swiftspec.backends import cuda
 from swiftspec.errors import UserError
@@ -44,17 +45,12 @@ from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree import mask as tree_mask
-from tools import grow
+from tools.grow.checkpoint import write_config
+from tools.grow.model import load as load_grown
+from tools.grow.shapes import read_shape
 
-ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "swiftspec" / "demo"
 REPEATS = 20
 Role = LocalDrafter | LocalVerifier
-
-
-def read_prompts(count: int) -> list[list[int]]:
-    """Token ids of the first prompts."""
-    return json.loads((ROOT / "bench" / "prompts.json").read_text(encoding="utf-8"))[:count]
 
 
 @contextmanager
@@ -64,14 +60,14 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         smalls: dict[Path, Path] = {}
         for role, shape in zip(("target", "draft"), shapes, strict=True):
             smalls[Path(folder) / role] = DEMO / role
-            grow.write_config(DEMO / role, grow.read_shape(shape), "int4", Path(folder) / role)
+            write_config(DEMO / role, read_shape(shape), "int4", Path(folder) / role)
 
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
                 raise UserError("a grown model is made on one rank: write it to disk for more")
             del options["progress"]
-            sizes = grow.read_shape(str(path / "config.json"))
-            return grow.load(smalls[path], sizes, "int4", seed=seed, **options)
+            sizes = read_shape(str(path / "config.json"))
+            return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 
         yield list(smalls), load
 
@@ -143,7 +139,7 @@ def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps. `note` gets
     what there is after every part, so that what fails later takes nothing with it."""
-    prompts = read_prompts(args.prompts)
+    prompts = read_token_ids(args.prompts)
     options: Options = {"device": args.device, "max_model_len": args.context + 256}
     exact: Options = {**options, "dtype": torch.float32, "ops": "reference"}
     said, _ = decode(LLM(DEMO / "target", **exact), prompts, args.tokens)
@@ -194,7 +190,9 @@ def _demo() -> Iterator[tuple[list[Path], Load]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", default="demo", help="demo, or two shapes of tools/grow.py with a comma between")
+    parser.add_argument(
+        "--pair", default="demo", help="demo, or two shapes of tools/grow/shapes.py with a comma between"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
     parser.add_argument("--steps", type=int, default=4, help="expansions a round")

@@ -3,7 +3,7 @@
 Every target is a formula over `Constants`: the fixed part of an operator is what a launch, the first bytes and an
 exchange among CTAs take, and work that no other constant tells; the rest is bytes at a share of the read speed. ASSUMED
 is an H200 before anything was measured on one, and gives the figures that were set (int4 weights in groups of 128).
-`bench.constants` measures a GPU's own, and these formulas then give the targets again. `accept` is what must be
+`bench.gpu.constants` measures a GPU's own, and these formulas then give the targets again. `accept` is what must be
 reached, `goal` what can be.
 """
 
@@ -37,8 +37,8 @@ class Constants:
 
     @staticmethod
     def of(found: dict[str, Any] | None, copy: float) -> Constants:
-        """Those that `bench.constants` has written, beside the copy of this run. What it could not measure is assumed,
-        the read speed in proportion to the copy."""
+        """Those that `bench.gpu.constants` has written, beside the copy of this run. What it could not measure is
+        assumed, the read speed in proportion to the copy."""
         made = asdict(ASSUMED) | {"copy": copy, "read": ASSUMED.read * copy / ASSUMED.copy}
         measured = {} if found is None else found["constants"]
         return Constants(**made | {name: measured[name] for name in made if name != "copy" and name in measured})
@@ -140,8 +140,8 @@ _TABLE_7 = {
 # Microseconds on an H800 at 8 rows, by who, O and down with their all-reduce: the SwiftSpec paper's Table 7, and its
 # Table 3, the operators of a stack that it does not name.
 QUOTED: dict[tuple[str, int, str], dict[str, float]] = {
-    (*place, op): dict(zip(_WHO["attention" if op.startswith("attention") else "gemm"], row[3 * i : 3 * i + 3]))
-    for place, row in _TABLE_7.items()
+    (*split, op): dict(zip(_WHO["attention" if op.startswith("attention") else "gemm"], row[3 * i : 3 * i + 3]))
+    for split, row in _TABLE_7.items()
     for i, op in enumerate(_OPS)
 }
 for _op, _took in (("qkv", 16.9), ("o", 10.8 + 12.0), ("swiglu", 39.3), ("down", 18.1 + 15.3)):

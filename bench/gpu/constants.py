@@ -1,9 +1,9 @@
-"""Measures the constants of bench/targets.py on this machine's GPU and derives the targets again.
+"""Measures the constants of bench/gpu/targets.py on this machine's GPU and derives the targets again.
 
-    python -m bench.constants [--json out.json]
+    python -m bench.gpu.constants [--json out.json]
 
-Compiles bench/constants.cu with nvcc and runs it. A constant that is missing, because what measures it or one before
-it failed, stays what was assumed, and the others count. Not run on a GPU yet.
+Compiles constants.cu beside this file with nvcc and runs it. A constant that is missing, because what measures it or
+one before it failed, stays what was assumed, and the others count. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench import targets
-from bench.cases_cuda import Maker
-from bench.rivals import Rivals
-from bench.targets import ASSUMED, Constants
+from bench.gpu import targets
+from bench.gpu.cases import Maker
+from bench.gpu.targets import ASSUMED, Constants
+from bench.rivals.kernels import Rivals
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build" / "constants"
 ARCH = "arch=compute_90a,code=sm_90a"
 BUILDING, RUNNING = 18.0, 8.0  # seconds; together less than its step of tools/gpu_check.py has
@@ -32,13 +32,13 @@ BUILDING, RUNNING = 18.0, 8.0  # seconds; together less than its step of tools/g
 def build() -> str | None:
     """Compiles the program. Why that cannot be, or None."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
-    nvcc = next((found for name in places if name and (found := shutil.which(name))), None)
+    compilers = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
+    nvcc = next((found for name in compilers if name and (found := shutil.which(name))), None)
     if nvcc is None:
         return "nvcc not found"
     PROGRAM.parent.mkdir(parents=True, exist_ok=True)
     command = [nvcc, "-std=c++20", "-O3", f"-gencode={ARCH}", "-I", str(ROOT / "csrc"), "-o", str(PROGRAM)]
-    said, wrong = run([*command, str(ROOT / "bench" / "constants.cu")], BUILDING)
+    said, wrong = run([*command, str(Path(__file__).with_name("constants.cu"))], BUILDING)
     return None if wrong is None else f"nvcc: {wrong} {said.strip()}".strip()
 
 

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py measured beside the targets of bench/targets.py, line by line."""
+"""What tools/gpu_check.py measured beside the targets of bench/gpu/targets.py, line by line."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from bench import targets
-from bench.targets import Constants
+from bench.gpu import targets
+from bench.gpu.targets import Constants
 
 Json = dict[str, Any]
 Found = dict[str, Json]  # of one case, by competitor

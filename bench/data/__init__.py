@@ -1,0 +1,1 @@
+"""Prompts: held-out sources of the embedded pair, task files as they are published."""

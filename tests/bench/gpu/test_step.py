@@ -1,0 +1,41 @@
+"""What bench/gpu/step.py makes its figures of; a whole run of it is in tests/tools/test_gpu_check.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.data.heldout import DEMO, read_token_ids
+from bench.gpu import step
+from swiftspec.backends import library
+from swiftspec.model.loader import load_model
+from swiftspec.params import EngineConfig
+from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
+from tests.support.recording import Rerun
+from tests.support.roles import make_drafter, make_runner
+
+
+def test_prompts_are_the_embedded_tokenizers() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer, prompts = AutoTokenizer.from_pretrained(DEMO / "target"), read_token_ids(8)
+    assert len(prompts) == 8 and all(tokenizer(tokenizer.decode(ids))["input_ids"] == ids for ids in prompts)
+
+
+def test_agreement() -> None:
+    assert step.agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+
+
+def test_a_step_is_timed_as_a_graph_where_the_model_can_be_captured() -> None:
+    """One capture for all repeats, and another once the graphs are forgotten."""
+    model = load_model(DEMO / "draft", dtype=torch.float32, ops=library, max_positions=128)
+    config, capture = EngineConfig(verify_batch=4, draft_leaves=4, draft_steps=2), Rerun()
+    for given in (None, capture):
+        drafter = make_drafter(make_runner(model, library, context=96, tree_slots=32), config, given)
+        assert step.step_time(drafter, 4, 64) > 0
+        assert drafter.runner.cache.kv_len()[0] == 0
+        for steps in drafter.steps_known:
+            if isinstance(steps, GraphForwards):
+                steps.graphs.forget(FORWARDS)
+                step.step_time(drafter, 4, 64)
+    assert capture.captures == 2 and capture.replays == 2 * (step.REPEATS + 2)

@@ -1,0 +1,109 @@
+"""Steps that fail, hang or leave something behind, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.gpu import processes
+from tools.gpu.processes import run, run_all
+from tools.gpu.steps import SECONDS, Step
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "SCRATCH", tmp_path / "scratch")
+
+
+def python(name: str, code: str, limit: float = 30.0, result: Path | None = None) -> Step:
+    return Step(name, (sys.executable, "-c", code), limit, result)
+
+
+def test_steps_fail_and_hang_each_for_itself(tmp_path: Path) -> None:
+    """A failure, a hang with a child of its own, one without tests, one without a program: the next step still runs."""
+    done, file = tmp_path / "done.json", tmp_path / "step.json"
+    hang = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    steps = [
+        python("bad", "print('the reason'); raise SystemExit(3)"),
+        python("slow", f"print('begun', flush=True); {hang}", limit=1.0),
+        python("none", "raise SystemExit(5)"),
+        Step("missing", ("no-such-program-here",), 5.0),
+        python("decode x", f"open({str(done)!r}, 'w').write('{{\"pair\": \"x\"}}')", result=done),
+    ]
+    began = time.monotonic()
+    whole = run_all(steps, 40.0, file, {"gpu": "none"})
+    assert time.monotonic() - began < 30
+    states = {entry["name"]: entry["state"] for entry in whole["steps"]}
+    assert list(states.values()) == ["failed", "out of time", "nothing to run", "failed", "ok"]
+    assert "the reason" in whole["steps"][0]["tail"] and "begun" in whole["steps"][1]["tail"]
+    assert "KeyboardInterrupt" in whole["steps"][1]["tail"], "what it was at, when its time was over"
+    assert whole["decodes"] == [{"pair": "x"}] and json.loads(file.read_text()) == whole
+
+
+@pytest.mark.slow
+def test_results_are_there_before_the_end_and_the_budget_holds(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    looks = f"import json; assert [s['state'] for s in json.load(open({str(file)!r}))['steps']] == ['ok']"
+    steps = [
+        python("one", "pass"),
+        python("two", looks),
+        python("long", "import time; time.sleep(60)"),
+        python("last", ""),
+    ]
+    whole = run_all(steps, 5.0, file, {})
+    assert [entry["state"] for entry in whole["steps"]] == ["ok", "ok", "out of time", "not begun"]
+
+
+def gone(pid: str) -> bool:
+    """Whether a process has ended, be it that nobody has asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_child_that_is_left_behind_holds_nothing_up() -> None:
+    """It has the step's output open when the step has ended, and is ended with it."""
+    child = "import time; time.sleep(60)"
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid)"
+    outcome = run(python("parent", code), 20.0)
+    assert outcome.state == "ok" and outcome.seconds < 15
+    until = time.monotonic() + 5
+    while not gone(outcome.tail.strip()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert gone(outcome.tail.strip())
+
+
+def test_what_a_failed_step_found_is_kept_and_old_results_too(tmp_path: Path) -> None:
+    """A step that fails after it wrote something; ones that wrote nothing of use leave what an earlier run kept."""
+    new, empty, half, kept, old = (tmp_path / f"{name}.json" for name in ("new", "empty", "half", "kept", "old"))
+    old.write_text('{"before": 1}')
+
+    def writes(name: str, file: Path, text: str, keep: Path | None = None) -> Step:
+        code = f"import sys; open({str(file)!r}, 'w').write({text!r}); sys.exit(3)"
+        return replace(python(name, code, result=file), keep=keep)
+
+    steps = [
+        writes("kernels", new, '{"results": [1]}', kept),
+        writes("constants", empty, '{"constants": {}}', old),
+        writes("decode y", half, '{"pair"'),
+    ]
+    whole = run_all(steps, 60.0, tmp_path / "step.json", {})
+    assert json.loads(kept.read_text()) == {"results": [1]} and json.loads(old.read_text()) == {"before": 1}
+    assert [step["state"] for step in whole["steps"]] == ["failed"] * 3 and whole["decodes"] == []
+
+
+def test_a_step_knows_its_limit_and_its_environment() -> None:
+    code = "import os, sys; print(sys.argv[1], os.environ['SWIFTSPEC_TEST_EPOCHS'], os.environ['SWIFTSPEC_CUDA'])"
+    step = Step("say", (sys.executable, "-c", code, SECONDS), 99, environment={"SWIFTSPEC_TEST_EPOCHS": "6"})
+    assert run(step, 30.0).tail == "18 6 1\n"
+
+
+def test_tests_that_are_all_skipped_are_no_tests() -> None:
+    assert run(python("tests", "print('5 skipped in 1.0s')"), 9.0).state == "nothing to run"
+    assert run(python("tests", "print('1 passed, 5 skipped in 1.0s')"), 9.0).state == "ok"

@@ -1,0 +1,109 @@
+"""Runs steps one after the other; one that fails, hangs or leaves children behind does not stop the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.steps import ROOT, SCRATCH, SECONDS, Step, slug
+
+NO_TESTS = 5  # what pytest leaves with
+TAIL, WHOLE_TAIL = 600, 6000  # characters of the output that are kept of a step that went well, and of another
+LAST_WORDS = 4.0  # seconds for an interrupted process to say what it was at
+LAST_WAIT = 5.0  # seconds for a killed process to end; one that the driver holds may not
+MARGIN = 12.0  # seconds that the end of a step takes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    name: str
+    state: str  # ok, failed, out of time, not begun, nothing to run
+    seconds: float
+    tail: str
+
+
+def run(step: Step, limit: float) -> Outcome:
+    """Runs a step for `limit` seconds at most, then ends it and whatever it started."""
+    began = time.monotonic()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background, which the step would take over
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # cmake and ninja
+    environment = {**os.environ, "PATH": path, "SWIFTSPEC_CUDA": "1", "PYTHONUNBUFFERED": "1", **step.environment}
+    command = [part.replace(SECONDS, f"{max(limit - MARGIN, 1.0):.0f}") for part in step.command]
+    log = SCRATCH / f"{slug(step.name)}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # a file, not a pipe, whose end would be waited for as long as any child has it open
+    with log.open("wb") as output:
+        try:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        except OSError as error:
+            return Outcome(step.name, "failed", 0.0, str(error))
+        try:
+            state = {0: "ok", NO_TESTS: "nothing to run"}.get(process.wait(limit), "failed")
+        except subprocess.TimeoutExpired:
+            state = "out of time"
+            interrupt(process)
+        finally:
+            end(process)
+    said = log.read_text(encoding="utf-8", errors="replace")
+    last = said.strip().rpartition("\n")[2]
+    if state == "ok" and " skipped" in last and " passed" not in last:
+        state = "nothing to run"
+    kept = TAIL if state == "ok" else WHOLE_TAIL
+    return Outcome(step.name, state, time.monotonic() - began, said[-kept:])
+
+
+def interrupt(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C does, at which pytest tells what has failed so far."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WORDS)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and its children, and does not wait for ever."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(LAST_WAIT)
+
+
+def run_all(steps: Sequence[Step], budget: float, file: Path, machine: dict[str, Any]) -> dict[str, Any]:
+    """Runs the steps one after the other and writes what there is to `file` after each."""
+    whole: dict[str, Any] = {"machine": machine, "steps": [], "decodes": []}
+    began = time.monotonic()
+    for step in steps:
+        left = budget - (time.monotonic() - began)
+        print(f"== {step.name}: {shlex.join(step.command)}", flush=True)
+        outcome = run(step, min(step.limit, left)) if left > 1 else Outcome(step.name, "not begun", 0.0, "")
+        print(outcome.tail, flush=True)
+        print(f"== {step.name}: {outcome.state}, {outcome.seconds:.0f} s", flush=True)
+        whole["steps"].append(asdict(outcome) | {"command": shlex.join(step.command), "extra": step.extra})
+        found = read(step.result)
+        if found is not None and step.name.startswith("decode"):
+            whole["decodes"].append(found)
+        if found is not None and step.keep is not None and (found.get("results") or found.get("constants")):
+            step.keep.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return whole
+
+
+def read(file: Path | None) -> dict[str, Any] | None:
+    """A JSON object, or None where there is none."""
+    try:
+        return None if file is None else json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
