@@ -1,9 +1,10 @@
 """Write tiny quantised checkpoints, each with the weights as the library that wrote it unpacks them.
 
-Two libraries, two environments (the first as in quantize_demo.py, the second with a current transformers):
+Two libraries, two environments (the first as in quantize.py, the second with a current transformers):
 
-    build/awq/bin/python tools/make_quant_fixtures.py awq
-    pip install torch==2.13.0 transformers compressed-tensors && python tools/make_quant_fixtures.py compressed-tensors
+    build/awq/bin/python -m tools.demo.quant_fixtures awq
+    pip install torch==2.13.0 transformers compressed-tensors
+    python -m tools.demo.quant_fixtures compressed-tensors
 
 `dequantized.safetensors` beside each checkpoint holds every quantised linear as `<module>.weight`, laid out [in, out].
 """
@@ -19,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 GROUP = 128
 
 

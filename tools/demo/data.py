@@ -1,7 +1,7 @@
 """What the embedded pair is made from: the corpus, the tokenizer, the training windows; and what is noted about it.
 
 The corpus is the running interpreter's own library (Python 3.11). The held-out files below are only measured on:
-neither the tokenizer nor a training step nor the quantiser's calibration sees them. `train_demo.py` has the commands.
+neither the tokenizer nor a training step nor the quantiser's calibration sees them. `train.py` has the commands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "swiftspec" / "demo"
 VOCAB = 4096
 EOS = "<|endoftext|>"
@@ -155,7 +155,7 @@ def tidy_config(out: Path) -> None:
     (out / "generation_config.json").write_text(json.dumps(GENERATION, indent=2) + "\n")
 
 
-def record(section: str, args: argparse.Namespace, script: str = "tools/train_demo.py", **facts: object) -> None:
+def record(section: str, args: argparse.Namespace, module: str = "tools.demo.train", **facts: object) -> None:
     """Add a section to the provenance file, with the command that made it."""
     argv, skip = [], False
     for word in sys.argv[1:]:
@@ -164,6 +164,6 @@ def record(section: str, args: argparse.Namespace, script: str = "tools/train_de
         skip = word in ("--work", "--out")
     path = args.out / "provenance.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    known[section] = {"command": " ".join(["python", script, *argv]), **facts}
+    known[section] = {"command": " ".join(["python", "-m", module, *argv]), **facts}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(known, indent=1) + "\n")

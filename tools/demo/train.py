@@ -1,12 +1,12 @@
 """Train the embedded pair on the sources of the CPython standard library.
 
-    python tools/train_demo.py tokenizer
-    python tools/train_demo.py target --steps 1050 --decay 500 --int4-steps 150 --tests-share 0.1
-    python tools/quantize_demo.py    # in an environment of its own, see there
-    python tools/train_demo.py draft --steps 1500 --decay 750 --tests-share 0.1 --tokens 2048
-    python tools/eval_demo.py
+    python -m tools.demo.train tokenizer
+    python -m tools.demo.train target --steps 1050 --decay 500 --int4-steps 150 --tests-share 0.1
+    python -m tools.demo.quantize    # in an environment of its own, see there
+    python -m tools.demo.train draft --steps 1500 --decay 750 --tests-share 0.1 --tokens 2048
+    python -m tools.demo.evaluate
 
-Everything is a function of the seed and of the interpreter's own library (Python 3.11); `demo_data.py` has the corpus.
+Everything is a function of the seed and of the interpreter's own library (Python 3.11); `data.py` has the corpus.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_data import DEMO, IDS, ROOT, VOCAB, Windows, load_data, make_tokenizer, record, tidy_config
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tools.demo.data import DEMO, IDS, ROOT, VOCAB, Windows, load_data, make_tokenizer, record, tidy_config
 
 SHAPES: dict[str, dict[str, Any]] = {
     "target": {"hidden_size": 384, "num_hidden_layers": 8, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -1,25 +1,23 @@
 """Measure the embedded pair on the files that it never saw: bits per byte, and how often the draft agrees.
 
-python tools/eval_demo.py    # prints, and adds a section to swiftspec/demo/provenance.json
+python -m tools.demo.evaluate    # prints, and adds a section to swiftspec/demo/provenance.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from demo_data import DEMO, ROOT, load_data, record
 from safetensors.torch import load_file
-from train_demo import make_model, nats
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-sys.path.insert(0, str(ROOT))
-from bench.heldout import read_prompts
+from bench.data.heldout import read_prompts
+from tools.demo.data import DEMO, ROOT, load_data, record
+from tools.demo.train import make_model, nats
 
 TOP = (1, 2, 4, 8)
 
@@ -55,8 +53,8 @@ def ranks(draft: LlamaForCausalLM, ids: torch.Tensor, wanted: torch.Tensor) -> n
     return (logits > logits.gather(-1, wanted[..., None])).sum(-1).flatten().numpy()
 
 
-def shares(places: np.ndarray) -> dict[str, float]:
-    return {f"top{k}": round(float((places < k).mean()), 4) for k in TOP}
+def shares(found: np.ndarray) -> dict[str, float]:
+    return {f"top{k}": round(float((found < k).mean()), 4) for k in TOP}
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -73,14 +71,15 @@ def measure(args: argparse.Namespace) -> None:
     windows = [torch.from_numpy(w) for w in np.array_split(ids[: len(ids) // 512 * 512].reshape(-1, 512)[::8], 8)]
     facts["agreement_on_text"] = shares(np.concatenate([ranks(draft, w, greedy_choice(target, w)) for w in windows]))
     tokenizer = AutoTokenizer.from_pretrained(args.out / "target")
-    places = []
+    found = []
     for prompt in [torch.tensor([ids]) for ids in read_prompts(tokenizer)]:
         text = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=128, do_sample=False,
                                min_new_tokens=128, pad_token_id=0)  # fmt: skip
-        places.append(ranks(draft, text[:, :-1], text[:, 1:])[prompt.shape[1] - 1 :])
-    facts["agreement_on_greedy_continuations"] = shares(np.concatenate(places))
+        found.append(ranks(draft, text[:, :-1], text[:, 1:])[prompt.shape[1] - 1 :])
+    facts["agreement_on_greedy_continuations"] = shares(np.concatenate(found))
     print(json.dumps(facts, indent=1))
-    record("held_out", args, "tools/eval_demo.py", windows="disjoint, of the length in the name, all 25 files", **facts)
+    windows_are = "disjoint, of the length in the name, all 25 files"
+    record("held_out", args, "tools.demo.evaluate", windows=windows_are, **facts)
 
 
 def main() -> None:

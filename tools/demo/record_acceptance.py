@@ -1,6 +1,6 @@
 """Records the rounds of the embedded pair for the predictor (swiftspec/lab/acceptance.json).
 
-    torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance
+    torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
 
 Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy, bs = w = 8.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from bench.heldout import DEMO, read_prompts
+from bench.data.heldout import DEMO, read_prompts
 from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, predict
 from swiftspec.lab.pool import Order, Pair, WorkerPool
@@ -27,25 +27,26 @@ PROMPTS, TOKENS = 12, 128
 
 def main() -> None:
     """Rank 0 records, the other rank follows."""
-    crew = WorkerPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
+    pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
     if world is None:
-        raise SystemExit("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m tools.record_acceptance")
+        command = "torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance"
+        raise SystemExit(f"start it on two ranks: {command}")
     if world.rank > 0:
-        crew.follow()
+        pool.follow()
         return
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
     for mode in ("serial", "async"):
         for d in DEPTHS:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / "rounds.jsonl"
-                with crew.engine(Order(EngineConfig(mode, draft_steps=d), trace=str(file))) as llm:
+                with pool.engine(Order(EngineConfig(mode, draft_steps=d), trace=str(file))) as llm:
                     measure.decode_all(llm, prompts, TOKENS)
                 rounds = measure.rounds_of(Trace.read(file))
             records.append(
                 {"plan": {"mode": mode, "verify_batch": 8, "draft_leaves": 8, "draft_steps": d}, "rounds": rounds}
             )
             print(f"{mode} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round")
-    crew.dismiss()
+    pool.dismiss()
     note = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
     predict.ACCEPTANCE.write_text(f'{{"note": "{note}",\n "rounds": [\n {lines}]}}\n')

@@ -5,7 +5,7 @@ autoawq wants an older transformers than the rest of the project, so this runs i
     python3.11 -m venv build/awq
     build/awq/bin/pip install torch==2.13.0 transformers==4.51.3 accelerate datasets safetensors
     build/awq/bin/pip install --no-deps autoawq==0.2.9
-    build/awq/bin/python tools/quantize_demo.py
+    build/awq/bin/python -m tools.demo.quantize
 
 The calibration texts come from the training files. The last training steps already computed with weights rounded to
 this grid, so the search keeps to it: no scaling by the weights (`duo_scaling=False`), and "leave as is" is always among
@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 from awq import AutoAWQForCausalLM  # pyright: ignore[reportMissingImports] # own environment
-from demo_data import DEMO, ROOT, library_files, tidy_config
 from transformers import PreTrainedTokenizerFast
+
+from tools.demo.data import DEMO, ROOT, library_files, tidy_config
 
 QUANTISATION = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
 
@@ -69,7 +70,7 @@ def main() -> None:
     path = args.out.parent / "provenance.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     known["quantisation"] = {
-        "command": "python tools/quantize_demo.py",
+        "command": "python -m tools.demo.quantize",
         "with": ["autoawq==0.2.9", "transformers==4.51.3", "torch==2.13.0"],
         "config": QUANTISATION,
         "calibration": {"texts": args.texts, "tokens_each_below": args.length, "seed": args.seed, "from": "library"},
