@@ -38,7 +38,7 @@ from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.config import ModelConfig
 from swiftspec.params import PROPOSALS, VERIFY, EngineConfig, SamplingParams
 
-PLAN = EngineConfig()
+DEFAULTS = EngineConfig()
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,8 @@ def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
     return generate
 
 
-def plan_of(mode: str, args: argparse.Namespace) -> EngineConfig:
-    """The plan of one of our modes."""
+def config_of(mode: str, args: argparse.Namespace) -> EngineConfig:
+    """The config of one of our modes."""
     return EngineConfig(
         mode=mode,
         verify_batch=args.verify_batch,
@@ -188,7 +188,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
         for what, model in models.items():
             for mode in args.modes.split(","):
                 draft_path = args.draft_model if mode != "ar" else None
-                llm = LLM(model, draft_path, plan_of(mode, args), dtype=dtype)
+                llm = LLM(model, draft_path, config_of(mode, args), dtype=dtype)
                 systems[f"swiftspec {mode}{what}"] = our_system(llm, args, every)
     return systems | llama_cpp_systems(args)
 
@@ -269,10 +269,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--verify-batch", type=int, default=PLAN.verify_batch)
-    parser.add_argument("--draft-leaves", type=int, default=PLAN.draft_leaves)
-    parser.add_argument("--draft-steps", type=int, default=PLAN.draft_steps)
-    parser.add_argument("--verify", choices=VERIFY, default=PLAN.verify)
+    parser.add_argument("--verify-batch", type=int, default=DEFAULTS.verify_batch)
+    parser.add_argument("--draft-leaves", type=int, default=DEFAULTS.draft_leaves)
+    parser.add_argument("--draft-steps", type=int, default=DEFAULTS.draft_steps)
+    parser.add_argument("--verify", choices=VERIFY, default=DEFAULTS.verify)
     parser.add_argument("--proposal", choices=PROPOSALS)
     parser.add_argument("--calibration", type=float)
     parser.add_argument("--json", type=Path)
@@ -290,7 +290,7 @@ def main() -> None:
     if world is not None and world.rank > 0:
         torch.set_num_threads(1)
         host.set_threads(1)
-        serve_rank(world, args.model, args.draft_model, plan_of("async", args), dtype=getattr(torch, args.dtype))
+        serve_rank(world, args.model, args.draft_model, config_of("async", args), dtype=getattr(torch, args.dtype))
         return
     if world is not None:
         run_on(set(world.cores))  # the others' threads may use them all
@@ -302,8 +302,8 @@ def main() -> None:
     prompts = prompts[: args.limit]
     systems, together = build(args), None
     if world is not None:
-        plan, dtype = plan_of("async", args), getattr(torch, args.dtype)
-        together = LLM(args.model, args.draft_model, plan, world=world, dtype=dtype)
+        config, dtype = config_of("async", args), getattr(torch, args.dtype)
+        together = LLM(args.model, args.draft_model, config, world=world, dtype=dtype)
         systems["swiftspec async 1 + 1"] = our_system(together, args, world.own_cores())
     result = report(measure(systems, prompts, args.repeats), args, len(prompts))
     if together is not None:

@@ -106,10 +106,10 @@ def table(lane: str, spans: list[Span], spots: list[tuple[float, float]]) -> Non
 
 
 def decode(
-    world: World, plan: EngineConfig, options: Options, limit: int, temperature: float
+    world: World, config: EngineConfig, options: Options, limit: int, temperature: float
 ) -> tuple[LLM, float, float]:
     """On rank 0: the engine, the target's busy share of the decoding time, and tokens a round."""
-    llm = LLM(*MODELS, plan, world=world, **options)
+    llm = LLM(*MODELS, config, world=world, **options)
     prompts = read_prompts(AutoTokenizer.from_pretrained(MODELS[0]))[: limit + 1]
     sampling = SamplingParams(temperature=temperature, max_tokens=128, ignore_eos=True)
     busy = spent = tokens = count = 0.0
@@ -155,19 +155,19 @@ def main() -> None:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
     options: Options = {"dtype": torch.bfloat16, "ops": args.ops}
-    plan, spans = EngineConfig("async", draft_steps=args.steps), []
+    config, spans = EngineConfig("async", draft_steps=args.steps), []
     plain, close = (replace(whole, store=PrefixStore(name, whole.store)) for name in ("plain", "close"))
     if whole.rank:
-        serve_rank(plain, *MODELS, plan, **options)
+        serve_rank(plain, *MODELS, config, **options)
         with timed(spans):
-            serve_rank(close, *MODELS, plan, **options)
+            serve_rank(close, *MODELS, config, **options)
         whole.store.set("lane", json.dumps(spans))
         whole.store.get("shown")  # the store lives with rank 0
         return
-    llm, busy, tokens = decode(plain, plan, options, args.limit, args.temperature)
+    llm, busy, tokens = decode(plain, config, options, args.limit, args.temperature)
     print(f"d = {llm.config.steps}: target busy {busy:.3f}, {tokens:.2f} tok/round")
     with timed(spans):
-        _, busy, _ = decode(close, plan, options, args.limit, args.temperature)
+        _, busy, _ = decode(close, config, options, args.limit, args.temperature)
     print(f"timed: target busy {busy:.3f}")
     show(spans, json.loads(whole.store.get("lane")))
     whole.store.set("shown", "")

@@ -47,12 +47,12 @@ class Point:
 def engine(proposal: str, ahead: bool, calibration: float | None, args: argparse.Namespace) -> LLM:
     """The embedded pair, its draft in turn with the target or ahead of it."""
     verify = "reject" if proposal == "sample" else "match"
-    plan = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
+    config = EngineConfig(draft_steps=args.ahead_steps if ahead else args.steps, proposal=proposal, verify=verify,
                 calibration=calibration)  # fmt: skip
-    llm = LLM(DEMO / "target", DEMO / "draft", plan, dtype=torch.bfloat16)
+    llm = LLM(DEMO / "target", DEMO / "draft", config, dtype=torch.bfloat16)
     if ahead:
         drafter, verifier = local_roles(llm)
-        decode_on(llm, growing_ahead(drafter, plan, AheadDrafter), verifier)
+        decode_on(llm, growing_ahead(drafter, config, AheadDrafter), verifier)
     return llm
 
 

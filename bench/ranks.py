@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 -m bench.ranks [--limit 8] [--passes 3]
 
-Modes ar and serial. The systems take turns, pass
-for pass; "alone" is rank 0 by itself with one thread while the others sleep. Decoding is counted, without the prefill.
+Modes ar and serial. The systems take turns, pass for pass; "alone" is rank 0 by itself with one thread while the others
+sleep. Decoding is counted, without the prefill.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ DRAFT_STEPS = 3
 
 @dataclass
 class System:
-    """A plan over all ranks, or alone; and of each pass tokens a second, milliseconds a round in either model, and
+    """A mode over all ranks, or alone; and of each pass tokens a second, milliseconds a round in either model, and
     what is neither's."""
 
     name: str
-    plan: EngineConfig
+    config: EngineConfig
     alone: bool = False
     passes: list[tuple[float, float, float, float]] = field(default_factory=list)
 
     @property
     def models(self) -> tuple[Path, Path | None]:
-        return DEMO / "target", DEMO / "draft" if self.plan.mode == "serial" else None
+        return DEMO / "target", DEMO / "draft" if self.config.mode == "serial" else None
 
     def median(self, column: int = 0) -> float:
         return statistics.median(one[column] for one in self.passes)
@@ -76,7 +76,7 @@ def run(system: System, world: World, prompts: list[list[int]]) -> None:
     run_on(world.own_cores())  # leaving an engine gives them all back
     if not system.alone:
         world.store.set(f"turn {len(system.passes)} of {system.name}", "")
-    llm = LLM(*system.models, system.plan, world=None if system.alone else world, **OPTIONS)
+    llm = LLM(*system.models, system.config, world=None if system.alone else world, **OPTIONS)
     system.passes.append(measure(llm, prompts))
     llm.close()
 
@@ -88,7 +88,7 @@ def follow(world: World, passes: int) -> None:
             if not system.alone:
                 world.store.get(f"turn {number} of {system.name}")
                 run_on(world.own_cores())
-                serve_rank(world, *system.models, system.plan, **OPTIONS)
+                serve_rank(world, *system.models, system.config, **OPTIONS)
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def main() -> None:
         for system in all_systems:
             run(system, world, prompts)
     for system in all_systems:
-        alone = next(s for s in all_systems if s.alone and s.plan.mode == system.plan.mode)
+        alone = next(s for s in all_systems if s.alone and s.config.mode == system.config.mode)
         rates = " ".join(f"{one[0]:.0f}" for one in system.passes)
         target, draft, rest = (system.median(column) for column in (1, 2, 3))
         print(

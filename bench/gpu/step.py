@@ -146,9 +146,9 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     shapes = pair.split(",")
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
         began = time.perf_counter()
-        plan = EngineConfig(draft_steps=args.steps)
+        config = EngineConfig(draft_steps=args.steps)
         options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
-        llm = LLM(paths[0], paths[1], plan, **options)
+        llm = LLM(paths[0], paths[1], config, **options)
         drafter, verifier = local_roles(llm)
         roles: tuple[Role, Role] = (verifier, drafter)
         names = [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in roles]
@@ -157,7 +157,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         texts, result["serial"] = decode(llm, prompts, args.tokens)
         result["same text"] = agreement(texts, said)
         note(result)
-        rows = (plan.verify_batch, plan.draft_leaves)
+        rows = (config.verify_batch, config.draft_leaves)
         names = shapes if pair != "demo" else ["demo target", "demo draft"]
         result["step ms"] = {
             name: step_time(role, count, args.context) for name, role, count in zip(names, roles, rows)
@@ -175,8 +175,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         result["tree equals ar"] = agreement(texts, plain)
         note(result)
         if args.device == "cuda":
-            plan = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
-            decode_on(llm, growing_ahead(drafter, plan, AheadDrafter), ThreadedVerifier(verifier))
+            config = EngineConfig("async", draft_steps=args.steps, draft_tp=0)
+            decode_on(llm, growing_ahead(drafter, config, AheadDrafter), ThreadedVerifier(verifier))
             texts, result["async"] = decode(llm, prompts, args.tokens)
             result["async equals ar"] = agreement(texts, plain)
             note(result)
