@@ -140,12 +140,10 @@ def test_rounding_is_named_where_only_single_answers_part(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_embedded_pair_passes_and_the_biased_verifier_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_pair_passes() -> None:
     flags = ["--raw", "--temperature", "1", "--samples", "600"]
     assert main(flags) == 0
     assert main([*flags, "--verify", "reject"]) == 0
-    assert main([*flags, "--verify", "reject", "--biased"]) == 1
-    assert "DIFFERENT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
