@@ -182,7 +182,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
     }
     with TemporaryDirectory() as folder:
         models = {"": args.model}
-        if ModelConfig.from_dir(args.model).quant is not None:
+        if ModelConfig.from_dir(args.model).quantization:
             write_dense(args.model, Path(folder), dtype)
             models[", dense target"] = Path(folder)
         for what, model in models.items():

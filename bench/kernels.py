@@ -24,7 +24,8 @@ from torch import Tensor
 from swiftspec.backends import cpu as host
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
-from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4
+from swiftspec.model.weights import DenseWeight
 
 LAYERS = 16 << 20  # bytes
 GROUP = 128

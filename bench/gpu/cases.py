@@ -26,7 +26,8 @@ from swiftspec.backends import reference
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
-from swiftspec.model.linear import DenseWeight, Int4Weight
+from swiftspec.model.formats.int4 import Int4Weight
+from swiftspec.model.weights import DenseWeight
 
 COLD = 256 << 20  # bytes that the copies of a case are together at least
 BF16 = torch.bfloat16

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import Int4Weight
+from swiftspec.model.formats import awq, read_config
 
 CONTEXT = 2048  # tokens of prompt and answer that llama.cpp makes room for
 
@@ -38,7 +37,7 @@ def load_transformers(path: Path, dtype: torch.dtype) -> Any:
 
 def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight of a checkpoint by its Hugging Face name, dense, in `dtype`; AutoAWQ "gemm" matrices unpacked."""
-    quant = ModelConfig.from_dir(path).quant
+    _, layout = read_config(path)
     raw: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         raw |= load_file(file)
@@ -46,8 +45,8 @@ def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     for name, tensor in raw.items():
         module, _, kind = name.rpartition(".")
         if kind == "qweight":
-            assert quant is not None and quant.layout == "awq-gemm"
-            int4 = Int4Weight.from_awq(tensor, raw[f"{module}.qzeros"], raw[f"{module}.scales"], quant.group_size)
+            assert isinstance(layout, awq.Awq)
+            int4 = awq.from_awq(tensor, raw[f"{module}.qzeros"], raw[f"{module}.scales"], layout.group_size)
             state[f"{module}.weight"] = int4.dequantize(dtype)
         elif kind not in ("qzeros", "scales"):
             state[name] = tensor.to(dtype)

@@ -16,6 +16,7 @@ from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.formats import read_config
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
@@ -109,12 +110,12 @@ class Models:
         if plan.ranks != count:
             split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
             raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
-        config = ModelConfig.from_dir(target)
+        config, _ = read_config(target)
         longest = config.max_position_embeddings
         length = options.get("max_model_len") or longest
         if not 2 <= length <= longest:
             raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
-        heads = [config.vocab_size, *([] if draft is None else [ModelConfig.from_dir(draft).vocab_size])]
+        heads = [config.vocab_size, *([] if draft is None else [read_config(draft)[0].vocab_size])]
         vocab = options.get("vocab_size") or min(heads)
         if vocab > min(heads):
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")

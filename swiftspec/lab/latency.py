@@ -99,7 +99,7 @@ def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None
 
 def forward(config: ModelConfig, tp: int, rows: int, lines: Constants, int4: bool, context: int = CONTEXT) -> float:
     """Seconds of a forward over `rows` with sampling, on a group of `tp` GPUs."""
-    bits = INT4_BITS if int4 or config.quant is not None else 16.0
+    bits = INT4_BITS if int4 or config.quantization else 16.0
     heads, kv_heads = math.ceil(config.num_heads / tp), math.ceil(config.num_kv_heads / tp)
     hidden, inner, width = config.hidden_size, math.ceil(config.intermediate_size / tp), config.head_dim
 

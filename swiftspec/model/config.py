@@ -12,7 +12,6 @@ from swiftspec.errors import UserError
 
 Json = Mapping[str, Any]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-GROUP_SIZES = (32, 64, 128)
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
@@ -30,7 +29,7 @@ class RopeConfig:
     @staticmethod
     def from_dict(data: Json) -> RopeConfig:
         """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
-        scaling = _object(data, "rope_parameters") or _object(data, "rope_scaling")
+        scaling = read_object(data, "rope_parameters") or read_object(data, "rope_scaling")
         both = {**data, **scaling}
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         if kind not in ("default", "linear", "llama3"):
@@ -47,76 +46,6 @@ class RopeConfig:
         if low >= high:
             raise UserError(f"RoPE low_freq_factor {low} must be below high_freq_factor {high}")
         return RopeConfig(theta, kind, factor, low, high, _size(scaling, "original_max_position_embeddings"))
-
-
-@dataclass(frozen=True, slots=True)
-class QuantConfig:
-    """Four-bit weights: W = (q - z) * s with one scale and one zero point for each `group_size` inputs.
-
-    Which modules were left dense the loader sees from the tensors that are there.
-    """
-
-    layout: Literal["awq-gemm", "pack-quantized"]
-    bits: int
-    group_size: int
-    zero_point: bool  # the file holds zero points; if not, they are 8
-
-    @staticmethod
-    def from_dict(data: Json) -> QuantConfig:
-        """Reads `quantization_config` of AutoAWQ or compressed-tensors."""
-        method = data.get("quant_method")
-        if method == "awq":
-            return _awq(data)
-        if method == "compressed-tensors":
-            return _compressed_tensors(data)
-        raise UserError(f"quantisation method {method!r} is not supported; awq and compressed-tensors are")
-
-
-def _awq(data: Json) -> QuantConfig:
-    version = str(data.get("version") or data.get("format") or "gemm").lower()
-    if version != "gemm":
-        raise UserError(f"AWQ version {version!r} is not supported; only 'gemm' is")
-    bits = data.get("bits", data.get("w_bit", 4))
-    group = data.get("group_size", data.get("q_group_size", 128))
-    _check_int4("AWQ", bits, group)
-    if not data.get("zero_point", True):
-        raise UserError("AWQ without zero points is not supported")
-    return QuantConfig("awq-gemm", 4, group, True)
-
-
-def _compressed_tensors(data: Json) -> QuantConfig:
-    groups = _object(data, "config_groups")
-    if len(groups) != 1:
-        raise UserError("compressed-tensors with other than one config group is not supported")
-    group = _object(groups, *groups)
-    layout = group.get("format") or data.get("format")
-    if layout != "pack-quantized":
-        raise UserError(f"compressed-tensors format {layout!r} is not supported; only 'pack-quantized' is")
-    sparsity = _object(data, "sparsity_config").get("format", "dense")
-    refused = {
-        "quantised activations": group.get("input_activations") or group.get("output_activations"),
-        "a quantised KV cache": data.get("kv_cache_scheme"),
-        "weight transforms": data.get("transform_config"),
-        f"sparsity {sparsity!r}": sparsity != "dense",
-    }
-    weights = _object(group, "weights")
-    refused[f"activation order {weights.get('actorder')!r}"] = weights.get("actorder") not in (None, False)
-    refused[f"weight type {weights.get('type')!r}"] = weights.get("type", "int") != "int"
-    refused[f"weight strategy {weights.get('strategy')!r}"] = weights.get("strategy", "group") != "group"
-    refused["dynamic weights"] = weights.get("dynamic", False)
-    for what, used in refused.items():
-        if used:
-            raise UserError(f"compressed-tensors with {what} is not supported")
-    _check_int4("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
-    zero_point = not weights.get("symmetric", True)
-    return QuantConfig("pack-quantized", 4, weights["group_size"], zero_point)
-
-
-def _check_int4(method: str, bits: object, group: object) -> None:
-    if bits != 4:
-        raise UserError(f"{method} with {bits} bits is not supported; only 4 is")
-    if group not in GROUP_SIZES:
-        raise UserError(f"{method} with group size {group} is not supported; 32, 64 and 128 are")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +68,7 @@ class ModelConfig:
     mlp_bias: bool
     tie_word_embeddings: bool
     dtype: str  # one of DTYPES
-    quant: QuantConfig | None
+    quantization: Json  # `quantization_config` as it stands (formats/); empty where the weights are dense
     eos_token_ids: tuple[int, ...]
 
     @staticmethod
@@ -155,7 +84,7 @@ class ModelConfig:
             raise UserError(f"head_dim {head_dim} is odd")
         if data.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act {data['hidden_act']!r} is not supported; only 'silu' is")
-        attention_bias, quant = bool(data.get("attention_bias")), _object(data, "quantization_config")
+        attention_bias = bool(data.get("attention_bias"))
         return ModelConfig(
             family=family,
             vocab_size=_size(data, "vocab_size"),
@@ -173,7 +102,7 @@ class ModelConfig:
             mlp_bias=family == "llama" and bool(data.get("mlp_bias")),
             tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
             dtype=_dtype(data),
-            quant=QuantConfig.from_dict(quant) if quant else None,
+            quantization=read_object(data, "quantization_config"),
             eos_token_ids=_ids(data, "eos_token_id"),
         )
 
@@ -240,7 +169,7 @@ def _size(data: Json, key: str, default: int | None = None) -> int:
     return value
 
 
-def _object(data: Json, key: str) -> Json:
+def read_object(data: Json, key: str) -> Json:
     value = data.get(key)
     if value is not None and not isinstance(value, Mapping):
         raise UserError(f"{key} must be an object, not {value!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -35,12 +34,3 @@ class Group(Protocol):
         """What to raise in place of an error of the device or of the memory that ranks share; None where no lost peer
         is behind it."""
         ...
-
-
-def sum_in_rank_order(parts: Tensor) -> Tensor:
-    """[size, ...] -> [...]: one part after the other, in float32 (float64 stays), rounded once."""
-    wide = torch.float64 if parts.dtype == torch.float64 else torch.float32
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts.dtype)

@@ -1,5 +1,4 @@
-"""How one rank of a group cuts a model, for any number of ranks: arithmetic only (paper section 4, "arbitrary tensor
-parallelism").
+"""How a model is cut for a group of ranks, of any size (paper section 4, "arbitrary tensor parallelism").
 
 Every rank gets the same local shape; what does not divide is filled up with zeros that contribute nothing. Letters: H
 query heads, G key-value heads, g = H / G, hd the head's width, I the MLP's.
@@ -7,13 +6,16 @@ query heads, G key-value heads, g = H / G, hd the head's width, I the MLP's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
+from swiftspec.model.weights import LayerWeights, ModelWeights
 
 INNER_UNIT = 16  # what kernels want a projection's inputs to be a multiple of
 EIGHT = 8  # int4 weights are packed by eights along N
@@ -79,12 +81,13 @@ class Shard:
         heads, kv_heads, width, inner = config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size
         if size > heads:
             raise UserError(f"a model of {heads} query heads cannot be cut for {size} ranks: take {heads} at most")
-        if size > 1 and config.quant is not None and width % EIGHT:
+        layout = format_of(config)
+        if size > 1 and layout is not None and width % EIGHT:
             raise UserError(f"int4 weights are cut by eights, heads of {width} are not: take one rank or dense weights")
         cut = HeadCut.of(heads, kv_heads, size)
         q_heads, own_kv_heads = cut.heads_of(rank, heads, kv_heads)
         q, kv = _spread(q_heads, width), _spread(own_kv_heads, width)
-        unit = config.quant.group_size if config.quant is not None else INNER_UNIT
+        unit = INNER_UNIT if layout is None else layout.group_size
         rows = _deal(inner, unit, rank, size)
         return Shard(
             rank=rank,
@@ -99,6 +102,24 @@ class Shard:
             down=rows,
             vocab=_deal(config.vocab_size, EIGHT, rank, size),
         )
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head, padding counted."""
+        return len(self.vocab)
+
+    def cut(self, weights: ModelWeights) -> ModelWeights:
+        """This rank's share. The embedding is whole on every rank, and a layer is still read when it is taken."""
+        return replace(weights, layers=self._layers(weights), head=weights.head.outputs(self.vocab))
+
+    def _layers(self, weights: ModelWeights) -> Iterator[LayerWeights]:
+        """The ranks' outputs of O and down are added up, so one rank alone holds the biases of these."""
+        for layer in weights.layers:
+            o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
+            if self.rank > 0:
+                o, down = o.without_bias(), down.without_bias()
+            qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
+            yield replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -6,8 +6,7 @@ the head. In a group of ranks H, G, I and V are this rank's, padding counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.group import Group
-from swiftspec.model.linear import Weight
-from swiftspec.model.shard import Shard
 from swiftspec.model.stack import Fused, Layer, Stack
+from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 
 class Cache(Protocol):
@@ -48,32 +46,21 @@ class Ops(Protocol):
     def norm_head(self, x: Tensor, norm: Any, packed: Any, /) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer as the loader reads it."""
+class Share(Protocol):
+    """What of a model one rank of a group holds; shard.py computes it."""
 
-    input_norm: Tensor  # [D]
-    qkv: Weight  # [(H + 2G) hd, D]
-    o: Weight  # [D, H hd]
-    post_norm: Tensor  # [D]
-    gate_up: Weight  # [2I, D]
-    down: Weight  # [D, I]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelWeights:
-    """A model as the loader reads it; the layers may be read while they are consumed."""
-
-    embedding: Tensor  # [vocab, D], whole on every rank
-    layers: Iterable[LayerWeights]
-    norm: Tensor  # [D]
-    head: Weight  # [V, D]
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_rows(self) -> int: ...
 
 
 class Transformer:
     """A decoder whose operators come from the module `ops`, chosen once.
 
-    In a group of ranks this is one rank's `shard`. `kv_heads` is what its KV cache must be built with.
+    In a group of ranks this is one rank's `share`. `kv_heads` is what its KV cache must be built with.
     """
 
     def __init__(
@@ -85,13 +72,13 @@ class Transformer:
         dtype: torch.dtype,
         max_positions: int,
         *,
-        shard: Shard | None = None,
+        share: Share | None = None,
         group: Group | None = None,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device(device), dtype
-        self.num_heads = config.num_heads if shard is None else shard.num_heads
-        self.kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
-        self.head_rows = config.vocab_size if shard is None else len(shard.vocab)  # of this rank, padding counted
+        self.num_heads = config.num_heads if share is None else share.num_heads
+        self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
+        self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, padding counted
         self.group = group
         self._ops = ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
@@ -106,7 +93,7 @@ class Transformer:
             kv_heads=self.kv_heads,
             group=group,
         )
-        self.fused = ops.fuse(self.stack)
+        self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; steps that are native calls know more of it
 
     def _pack(self, layer: LayerWeights) -> Layer:
         ops, dtype, device, eps = self._ops, self.dtype, self.device, self.config.rms_norm_eps

@@ -19,8 +19,9 @@ from swiftspec.backends import reference
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
+from swiftspec.model.weights import DenseWeight
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from tests.support.roles import drafter_of

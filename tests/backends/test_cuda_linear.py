@@ -12,7 +12,7 @@ from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends.cuda import linear as cuda_linear
 from swiftspec.errors import UserError
-from swiftspec.model.linear import DenseWeight
+from swiftspec.model.weights import DenseWeight
 
 WEIGHT = DenseWeight(torch.ones(32, 64, dtype=torch.bfloat16))
 needs_cuda = pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)

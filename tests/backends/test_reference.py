@@ -16,7 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference as ops
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
-from swiftspec.model.linear import DenseWeight
+from swiftspec.model.weights import DenseWeight
 from tests.support.tiny import ROPES, make_model
 
 POISON = 2.0**13  # exact in every dtype

@@ -14,9 +14,10 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.distributed.groups.sums import sum_in_rank_order
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.group import Group, sum_in_rank_order
+from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.runtime.kv_cache import KVCache
@@ -180,7 +181,7 @@ import torch
 import torch.distributed as dist
 from swiftspec.errors import RankLost
 from swiftspec.distributed.groups.gloo import TensorParallel
-from swiftspec.model.group import sum_in_rank_order
+from swiftspec.distributed.groups.sums import sum_in_rank_order
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
 torch.set_num_threads(1)

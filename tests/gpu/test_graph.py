@@ -19,9 +19,9 @@ from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import DenseWeight
 from swiftspec.model.loader import load_model
-from swiftspec.model.transformer import LayerWeights, ModelWeights, Transformer
+from swiftspec.model.transformer import Transformer
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import EngineConfig, SamplingParams
 from swiftspec.runtime.steps import Request
 from swiftspec.runtime.steps.eager import EagerSteps

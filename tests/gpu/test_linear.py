@@ -13,7 +13,8 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda import linear as ops
 from swiftspec.backends.cuda.sampling import children
-from swiftspec.model.linear import DenseWeight, Int4Weight, pack_int4
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4
+from swiftspec.model.weights import DenseWeight
 from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
 
 pytestmark = [pytest.mark.gpu, hopper]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swiftspec.backends import library as unfused
-from swiftspec.model.linear import Int4Weight, pack_int4
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 

@@ -25,12 +25,12 @@ def native_sources() -> dict[str, str]:
 
 
 def room(path: str) -> str:
-    """model/linear.py -> model; decode.py -> decode."""
+    """model/weights.py -> model; decode.py -> decode."""
     return PurePosixPath(path).parts[0].removesuffix(".py").removesuffix(".pyi")
 
 
 def module(path: str) -> str:
-    """model/linear.py -> swiftspec.model.linear; model/__init__.py -> swiftspec.model."""
+    """model/weights.py -> swiftspec.model.weights; model/__init__.py -> swiftspec.model."""
     return ".".join(("swiftspec", *PurePosixPath(path).with_suffix("").parts)).removesuffix(".__init__")
 
 

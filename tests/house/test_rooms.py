@@ -12,8 +12,9 @@ import pytest
 from tests.house.sources import circles, imported_files, imports, python_sources, room, uses
 
 ROOMS = (
-    "errors", "setting", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc", "chains",
-    "control", "distributed", "decode", "engine", "assemble", "llm", "profiles", "serve", "lab", "profile", "exactness",
+    "errors", "setting", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc",
+    "chains", "control", "distributed", "decode", "engine", "assemble", "llm", "profiles", "serve", "lab",
+    "profile", "exactness",
 )  # fmt: skip
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to
@@ -43,7 +44,7 @@ def import_directions(path: str, source: str) -> list[str]:
 
 
 def room_of(name: str) -> str:
-    """swiftspec.model.linear.pack -> model; torch.nn -> torch."""
+    """swiftspec.model.weights.fuse -> model; torch.nn -> torch."""
     parts = name.split(".")
     return parts[1] if parts[0] == "swiftspec" and len(parts) > 1 else parts[0]
 
@@ -160,7 +161,7 @@ GOOD = [
     ("params.py", "import dataclasses\nfrom .errors import Refused"),
     ("messages.py", "import torch\nfrom swiftspec.params import EngineConfig"),
     ("backends/cpu/x.py", "from swiftspec import _C\nfrom .. import reference"),
-    ("model/linear.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
+    ("model/weights.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
     ("distributed/grpc.py", "import grpc"),
     ("serve/chat.py", "from swiftspec import demo\nimport typer"),

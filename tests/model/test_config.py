@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
-from swiftspec.model.config import ModelConfig, QuantConfig, RopeConfig
+from swiftspec.model.config import ModelConfig, RopeConfig
+from swiftspec.model.formats import format_of, read_config
+from swiftspec.model.formats.awq import Awq
+from swiftspec.model.formats.compressed_tensors import CompressedTensors
 from tests.support.tiny import ROPES, make_model
 
 LLAMA: dict[str, Any] = {
@@ -70,7 +73,7 @@ def test_a_version_4_config() -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
     assert config.rope == RopeConfig(500000.0) and config.rms_norm_eps == 1e-5
     assert config.eos_token_ids == (2, 3)
-    assert config.dtype == "bfloat16" and config.quant is None and not config.tie_word_embeddings
+    assert config.dtype == "bfloat16" and not config.quantization and not config.tie_word_embeddings
     assert not (config.qkv_bias or config.o_bias or config.mlp_bias)
 
 
@@ -120,11 +123,11 @@ def test_what_transformers_writes(tmp_path: Path, family: str, rope: str) -> Non
 
 
 def test_quantisation() -> None:
-    quant = read(quantization_config=AWQ).quant
-    assert quant == QuantConfig("awq-gemm", 4, 128, True)
-    assert read(quantization_config=packed()).quant == QuantConfig("pack-quantized", 4, 32, False)
-    asymmetric = read(quantization_config=packed({"symmetric": False})).quant
-    assert asymmetric is not None and asymmetric.zero_point
+    assert format_of(read()) is None
+    assert format_of(read(quantization_config=AWQ)) == Awq(128)
+    assert format_of(read(quantization_config=packed())) == CompressedTensors(32, zero_point=False)
+    asymmetric = read(quantization_config=packed({"symmetric": False}))
+    assert format_of(asymmetric) == CompressedTensors(32, zero_point=True)
 
 
 SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
@@ -176,21 +179,23 @@ SLIDING = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 )
 def test_refused_by_name(changes: dict[str, Any], names: str) -> None:
     with pytest.raises(UserError) as caught:
-        read(**changes)
+        format_of(read(**changes))
     assert names in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_directories(tmp_path: Path) -> None:
     def message(path: Path) -> str:
         with pytest.raises(UserError) as caught:
-            ModelConfig.from_dir(path)
+            read_config(path)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
     assert "no such directory" in message(tmp_path / "none")
     assert "no config.json" in message(tmp_path)
     file = tmp_path / "config.json"
-    for text, names in (("{", "JSON"), ("[]", "JSON object"), (json.dumps({**LLAMA, "hidden_size": 0}), "hidden_size")):
+    sizes = json.dumps({**LLAMA, "hidden_size": 0})
+    quantised = json.dumps({**LLAMA, "quantization_config": {"quant_method": "gptq"}})
+    for text, names in (("{", "JSON"), ("[]", "JSON object"), (sizes, "hidden_size"), (quantised, "gptq")):
         file.write_text(text)
         assert names in message(tmp_path) and "config.json" in message(tmp_path)
     file.write_bytes(b"\xff\xfe")

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
-from swiftspec.model.linear import AWQ_ORDER
-from swiftspec.model.loader import load_model, read_tensors
+from swiftspec.model.checkpoint import open_tensors
+from swiftspec.model.formats.awq import AWQ_ORDER
+from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.kv_cache import KVCache
-from tests.model.test_linear import words
+from tests.model.test_weights import words
 from tests.support.tiny import chain, make_checkpoint
 
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30]
@@ -85,11 +86,12 @@ def test_shards_and_progress(tmp_path: Path, single: Path) -> None:
     assert alone == [(WEIGHTS, 1, 1)]
 
 
-def test_read_tensors(single: Path) -> None:
-    tensors = read_tensors(single)
+def test_open_tensors(single: Path) -> None:
+    tensors = open_tensors(single)
     assert "model.norm.weight" in tensors and "model.nonsense" not in tensors
     assert tensors.take("model.norm.weight", 32).shape == (32,)
-    assert "model.norm.weight" not in tensors.left() and "model.embed_tokens.weight" in tensors.left()
+    with pytest.raises(UserError, match=r"tensor model\.embed_tokens\.weight has no place"):
+        tensors.check_all_taken()
 
 
 def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
+from swiftspec.model.formats.awq import Awq
 from swiftspec.params import EngineConfig, SamplingParams
 from tests.support.roles import drafter_of, make_drafter, put
 
@@ -39,7 +41,7 @@ def test_the_pair_is_small_and_says_where_it_comes_from() -> None:
     for what in ("sha256", "held", "seed", "steps", "loss", "licen"):
         assert what in text.lower(), f"the provenance says nothing of {what}"
     target, draft = ModelConfig.from_dir(TARGET), ModelConfig.from_dir(DRAFT)
-    assert target.quant is not None and target.quant.layout == "awq-gemm" and draft.quant is None
+    assert isinstance(format_of(target), Awq) and format_of(draft) is None
     assert target.vocab_size == draft.vocab_size == 4096 and draft.dtype == "bfloat16"
 
 

@@ -16,9 +16,9 @@ from swiftspec.backends import reference
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.group import Group
-from swiftspec.model.stack import Fused
 from swiftspec.params import PopulationConfig, SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.steps.native import NativeModel
 from swiftspec.smc.population import SMC
 from tests.support.roles import make_population, make_runner, opening
 
@@ -38,7 +38,7 @@ class HistoryModel:
 
     dtype = torch.float64
     group: Group | None = None
-    fused: Fused | None = None
+    fused: NativeModel | None = None
     kv_heads = 1
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5, device: str = "cpu") -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swiftspec.model.group import sum_in_rank_order
+from swiftspec.distributed.groups.sums import sum_in_rank_order
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from swiftspec.backends import reference
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import Int4Weight, unpack_int4
+from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.params import EngineConfig, SamplingParams
 from tests.support.tiny import ROPES, chain, make_checkpoint

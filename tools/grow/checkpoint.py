@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import AWQ_ORDER, DenseWeight, Weight, pack_int4, unpack_int4
-from swiftspec.model.transformer import LayerWeights
+from swiftspec.model.formats.awq import AWQ_ORDER
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 from tools.grow.model import Grown
 from tools.grow.shapes import DTYPES, Kind, grown_config
 
@@ -72,6 +73,7 @@ def _parts(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
     tensors = {} if weight.bias is None else {"bias": weight.bias[start:stop]}
     if isinstance(weight, DenseWeight):
         return tensors | {"weight": weight.weight[start:stop]}
+    assert isinstance(weight, Int4Weight)
     words = slice(start // 8, stop // 8)
     for name, packed in (("qweight", weight.packed), ("qzeros", weight.zeros)):
         tensors[name] = pack_int4(unpack_int4(packed[:, words]), AWQ_ORDER)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
-from swiftspec.model.linear import DenseWeight, Int4Weight, Weight, pack_int4, unpack_int4
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.weights import DenseWeight, Weight
 from tools.grow.maps import FREE, GROUP, QUIET
 
 SPREAD, STEP = 0.02, 2e-3  # of random dense weights, and between random int4 ones
@@ -108,6 +109,7 @@ def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
         zeros = (-low / scales).round().clamp(0, 15)
         codes = (values / scales.unsqueeze(2) + zeros.unsqueeze(2)).round().clamp(0, 15)
         return Block(codes.permute(1, 2, 0).to(torch.uint8), scales.t(), zeros.t().to(torch.uint8))
+    assert isinstance(source, Int4Weight)
     groups = torch.where(columns < 0, -1, columns // source.group_size)
     group = groups.amax(1)
     if bool(((groups >= 0) & (groups != group.unsqueeze(1))).any()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats import format_of
 
 SILENT = LOUD = -1
 FREE = QUIET = -2
@@ -57,7 +58,8 @@ def spread(count: int, size: int, filler: int, run: int = 1, slot: int = 1) -> T
 def map_layer(small: ModelConfig, large: ModelConfig) -> Maps:
     """The maps of a layer. Raises UserError where the small model does not fit."""
     # runs keep a small group's scale whole; dense columns are spread one by one, for finer groups when they become int4
-    run, slot = (1, 1) if small.quant is None else (small.quant.group_size, GROUP)
+    layout = format_of(small)
+    run, slot = (1, 1) if layout is None else (layout.group_size, GROUP)
     hidden = spread(small.hidden_size, large.hidden_size, SILENT, run, slot)
     inner = spread(small.intermediate_size, large.intermediate_size, SILENT, run, slot)
     ups = torch.where(inner < 0, SILENT, inner + small.intermediate_size)

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Checkpoint, open_tensors
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.linear import DenseWeight, Weight
-from swiftspec.model.loader import read_model
-from swiftspec.model.transformer import LayerWeights, ModelWeights, Ops, Transformer
+from swiftspec.model.formats import read_config
+from swiftspec.model.transformer import Ops, Transformer
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from tools.grow.fill import Filler
 from tools.grow.maps import FREE, GROUP, LOUD, SILENT, Maps, map_layer, spread
 from tools.grow.shapes import DTYPES, Kind, grown_config
@@ -35,7 +36,8 @@ class Grown:
     @staticmethod
     def of(path: str | Path, sizes: dict[str, Any], kind: Kind, device: torch.device | str, seed: int) -> Grown:
         """Raises UserError where the model does not fit the shape."""
-        small, source = read_model(path)
+        small, layout = read_config(path)
+        source = Checkpoint(small, open_tensors(path), layout).read()
         large = ModelConfig.from_dict(grown_config(small, sizes, kind))
         spare = large.hidden_size - small.hidden_size
         if large.vocab_size < small.vocab_size or (large.vocab_size > small.vocab_size and spare < 1):

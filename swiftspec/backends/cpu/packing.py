@@ -15,7 +15,7 @@ from swiftspec.backends.reference import Weight
 
 @runtime_checkable
 class Int4(Protocol):
-    """What model.linear.Int4Weight holds."""
+    """What model.formats.int4.Int4Weight holds."""
 
     packed: Tensor  # [K, N/8] int32, nibble i of word c is column 8c + i
     scales: Tensor  # [K/g, N]

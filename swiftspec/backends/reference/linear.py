@@ -15,7 +15,7 @@ PREPACK_ROWS = 8  # oneDNN lays a weight out for this many rows; any other numbe
 
 
 class Weight(Protocol):
-    """What `pack` takes: model.linear.DenseWeight or Int4Weight."""
+    """What `pack` takes of a `swiftspec.model.weights.Weight`."""
 
     @property
     def bias(self) -> Tensor | None: ...

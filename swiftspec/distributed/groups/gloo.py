@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from swiftspec.distributed.groups.sums import sum_in_rank_order
 from swiftspec.errors import RankLost
-from swiftspec.model.group import sum_in_rank_order
 
 
 class TensorParallel:

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.model.stack import Fused
 from swiftspec.params import EngineConfig
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Steps
@@ -18,7 +17,7 @@ from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import ROWS, Capture, GraphForwards, GraphRounds, Graphs
 from swiftspec.runtime.steps.graph_expansions import DeviceTree, GraphExpansions
 from swiftspec.runtime.steps.graph_verifications import GraphVerifications
-from swiftspec.runtime.steps.native import NativeSteps, NativeTree
+from swiftspec.runtime.steps.native import NativeModel, NativeSteps, NativeTree
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.tree.tree import DraftTree
 
@@ -39,7 +38,7 @@ class Tools:
     """What faster steps are made of. `fused`: the model as one native call; `capture`: how its graphs are captured;
     None: it cannot."""
 
-    def __init__(self, ops: Ops, fused: Fused | None, capture: Capture | None) -> None:
+    def __init__(self, ops: Ops, fused: NativeModel | None, capture: Capture | None) -> None:
         self.ops, self.fused = ops, fused
         self.graphs = Graphs(capture) if capture is not None else None
 

@@ -10,16 +10,44 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.messages import Proposal
-from swiftspec.model.stack import Fused, NativeRounds
+from swiftspec.model.stack import Fused
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Accepted, Features, Request
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree.tree import DraftTree
+
+
+class NativeRounds(Protocol):
+    """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
+    A group's ranks make the same calls; OSError says that one of them is gone. backends/cpu/rounds.py defines it."""
+
+    def scoring(
+        self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
+    ) -> Any: ...
+    def expand(
+        self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float, /
+    ) -> tuple[int, float]: ...
+    def verify(
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, /
+    ) -> tuple[list[int], list[int], float]: ...
+
+
+class NativeModel(Fused, Protocol):
+    """A model as one native call, with the inner part of a round and a draft's tree on the native side, too."""
+
+    def rounds(self, cache: Any, /) -> NativeRounds:
+        """The inner part of a round over a cache of one sequence."""
+        ...
+
+    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int, /) -> Any:
+        """The native side of a draft tree on its arrays, which the caller keeps."""
+        ...
 
 
 class Handle(Protocol):
@@ -35,7 +63,7 @@ class Handle(Protocol):
 class NativeTree(DraftTree):
     """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeSteps` can expand."""
 
-    def __init__(self, nodes: int, slots: int, fused: Fused) -> None:
+    def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
         super().__init__(nodes, slots)
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
         self.native: Handle = fused.tree(arrays, nodes, slots)
@@ -61,7 +89,7 @@ class NativeSteps(EagerSteps):
     name = "native"
     EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias"})
 
-    def __init__(self, runner: Runner, fused: Fused) -> None:
+    def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
         self._fused, self._group = fused, runner.model.group
         self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` knows

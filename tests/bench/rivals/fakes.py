@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.model.linear import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.formats.awq import AWQ_ORDER, from_awq
+from swiftspec.model.formats.int4 import pack_int4, unpack_int4
 
 MARLIN_UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 UINT4 = SimpleNamespace(id=7)
@@ -38,7 +39,7 @@ def repack(codes: Tensor, size_k: int, size_n: int, num_bits: int) -> Tensor:
 
 def as_awq(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """The product of a matrix in AutoAWQ's order."""
-    weight = Int4Weight.from_awq(codes, zeros, scales, x.shape[1] // len(scales))
+    weight = from_awq(codes, zeros, scales, x.shape[1] // len(scales))
     return (x.float() @ weight.dequantize(torch.float32).T).to(x.dtype)
 
 

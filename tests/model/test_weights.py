@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swiftspec.model.linear import AWQ_ORDER, DenseWeight, Int4Weight, Weight, fuse, pack_int4, unpack_int4
+from swiftspec.model.formats.awq import AWQ_ORDER, from_awq
+from swiftspec.model.formats.compressed_tensors import from_pack_quantized
+from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.weights import DenseWeight, Weight, fuse
 
 DATA = Path(__file__).parents[1] / "data"  # written and unpacked by autoawq and compressed-tensors themselves
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([32, 64]), st.integers(1, 4), st.integers(0, 2**31))
@@ -46,7 +49,7 @@ def words(codes: NDArray[np.int64], order: tuple[int, ...] = tuple(range(8))) ->
 def awq(drawn: Drawn, bias: Tensor | None = None) -> Int4Weight:
     scales = torch.from_numpy(drawn.scales)
     qweight, qzeros = words(drawn.codes, AWQ_ORDER), words(drawn.zeros, AWQ_ORDER)
-    return Int4Weight.from_awq(qweight, qzeros, scales, drawn.group_size, bias)
+    return from_awq(qweight, qzeros, scales, drawn.group_size, bias)
 
 
 @given(sizes)
@@ -76,7 +79,7 @@ def test_pack_quantized(size: tuple[int, int, int, int], symmetric: bool) -> Non
     packed = words(np.ascontiguousarray(drawn.codes.T))
     scale = torch.from_numpy(drawn.scales.T.copy())
     zeros = None if symmetric else words(drawn.zeros).T.contiguous()
-    weight = Int4Weight.from_pack_quantized(packed, scale, zeros, drawn.group_size)
+    weight = from_pack_quantized(packed, scale, zeros, drawn.group_size)
     want = drawn.matrix(np.full_like(drawn.zeros, 8) if symmetric else None)
     assert torch.equal(weight.dequantize(torch.float64), want)
 
@@ -84,7 +87,7 @@ def test_pack_quantized(size: tuple[int, int, int, int], symmetric: bool) -> Non
 def test_both_layouts_become_the_same() -> None:
     drawn = Drawn(2, 32, 3, 5)
     scale, zeros = torch.from_numpy(drawn.scales.T.copy()), words(drawn.zeros).T.contiguous()
-    other = Int4Weight.from_pack_quantized(words(np.ascontiguousarray(drawn.codes.T)), scale, zeros, 32)
+    other = from_pack_quantized(words(np.ascontiguousarray(drawn.codes.T)), scale, zeros, 32)
     one = awq(drawn)
     assert torch.equal(one.packed, other.packed) and torch.equal(one.zeros, other.zeros)
     assert torch.equal(one.scales, other.scales) and one.group_size == other.group_size
@@ -157,7 +160,7 @@ def test_a_checkpoint_that_autoawq_wrote() -> None:
     assert len(unpacked) == 14
     for name, want in unpacked.items():
         qweight, qzeros, scales = (tensors[name.replace("weight", x)] for x in ("qweight", "qzeros", "scales"))
-        weight = Int4Weight.from_awq(qweight, qzeros, scales, 128)
+        weight = from_awq(qweight, qzeros, scales, 128)
         assert torch.equal(weight.dequantize(torch.float16), want.T)
 
 
@@ -169,5 +172,5 @@ def test_a_checkpoint_that_compressed_tensors_wrote(kind: str) -> None:
     for name, want in unpacked.items():
         zeros = tensors.get(f"{name}_zero_point")
         assert (zeros is None) == (kind == "symmetric")
-        weight = Int4Weight.from_pack_quantized(tensors[f"{name}_packed"], tensors[f"{name}_scale"], zeros, 128)
+        weight = from_pack_quantized(tensors[f"{name}_packed"], tensors[f"{name}_scale"], zeros, 128)
         assert torch.equal(weight.dequantize(torch.bfloat16), want.T)

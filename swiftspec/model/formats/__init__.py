@@ -1,0 +1,33 @@
+"""Quantised weights, by the method that config.json names. A new method is a file here and an entry in FORMATS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Format
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats.awq import Awq
+from swiftspec.model.formats.compressed_tensors import CompressedTensors
+
+FORMATS = {"awq": Awq.of, "compressed-tensors": CompressedTensors.of}
+
+
+def format_of(config: ModelConfig) -> Format | None:
+    """How the quantised weights are stored; None where all are dense. Raises UserError on a method, or a variant of
+    one, that is not supported."""
+    if not config.quantization:
+        return None
+    method = config.quantization.get("quant_method")
+    if method not in FORMATS:
+        raise UserError(f"quantisation method {method!r} is not supported; {' and '.join(FORMATS)} are")
+    return FORMATS[method](config.quantization)
+
+
+def read_config(path: str | Path) -> tuple[ModelConfig, Format | None]:
+    """A checkpoint directory's config and `format_of` it. Raises UserError on what is not supported."""
+    config = ModelConfig.from_dir(path)
+    try:
+        return config, format_of(config)
+    except UserError as error:
+        raise UserError(f"{path}/config.json: {error}") from None

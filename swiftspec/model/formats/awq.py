@@ -1,0 +1,48 @@
+"""AutoAWQ's "gemm" layout of four-bit weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Tensors
+from swiftspec.model.config import Json
+from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of its eight
+
+
+def from_awq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int, bias: Tensor | None = None
+) -> Int4Weight:
+    """qweight [K, N/8], qzeros [K/g, N/8], scales [K/g, N]."""
+    packed = pack_int4(unpack_int4(qweight, AWQ_ORDER))
+    return Int4Weight(packed, scales, pack_int4(unpack_int4(qzeros, AWQ_ORDER)), group_size, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """Reads matrices of this layout."""
+
+    group_size: int  # g
+
+    @staticmethod
+    def of(data: Json) -> Awq:
+        """From config.json's `quantization_config`."""
+        version = str(data.get("version") or data.get("format") or "gemm").lower()
+        if version != "gemm":
+            raise UserError(f"AWQ version {version!r} is not supported; only 'gemm' is")
+        group_size = data.get("group_size", data.get("q_group_size", 128))
+        group_size = check("AWQ", data.get("bits", data.get("w_bit", 4)), group_size)
+        if not data.get("zero_point", True):
+            raise UserError("AWQ without zero points is not supported")
+        return Awq(group_size)
+
+    def linear(self, tensors: Tensors, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
+        words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
+        qweight = tensors.take(f"{module}.qweight", columns, rows // 8, kinds=words)
+        qzeros = tensors.take(f"{module}.qzeros", count, rows // 8, kinds=words)
+        return from_awq(qweight, qzeros, tensors.take(f"{module}.scales", count, rows), self.group_size, bias)

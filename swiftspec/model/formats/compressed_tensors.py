@@ -1,0 +1,83 @@
+"""The "pack-quantized" layout of four-bit weights that compressed-tensors writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Tensors
+from swiftspec.model.config import Json, read_object
+from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
+
+
+def from_pack_quantized(
+    packed: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, bias: Tensor | None = None
+) -> Int4Weight:
+    """packed [N, K/8], scale [N, K/g], zero_point [N/8, K/g] or None.
+
+    Codes and zero points are signed there and stored with 8 added; the 8 falls out of q - z.
+    """
+    codes = unpack_int4(packed).T.contiguous()
+    scales = scale.T.contiguous()
+    if zero_point is None:
+        zeros = torch.full(scales.shape, 8, dtype=torch.uint8, device=scales.device)
+    else:  # packed along N, which is its first dimension
+        zeros = unpack_int4(zero_point.T.contiguous())
+    return Int4Weight(pack_int4(codes), scales, pack_int4(zeros), group_size, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """Reads matrices of this layout."""
+
+    group_size: int  # g
+    zero_point: bool  # whether the file holds zero points
+
+    @staticmethod
+    def of(data: Json) -> CompressedTensors:
+        """From config.json's `quantization_config`."""
+        found = read_object(data, "config_groups")
+        if len(found) != 1:
+            raise UserError("compressed-tensors with other than one config group is not supported")
+        group = read_object(found, *found)
+        layout = group.get("format") or data.get("format")
+        if layout != "pack-quantized":
+            raise UserError(f"compressed-tensors format {layout!r} is not supported; only 'pack-quantized' is")
+        weights = read_object(group, "weights")
+        _refuse(data, group, weights)
+        group_size = check("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
+        return CompressedTensors(group_size, not weights.get("symmetric", True))
+
+    def linear(self, tensors: Tensors, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
+        words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
+        packed = tensors.take(f"{module}.weight_packed", rows, columns // 8, kinds=words)
+        scale = tensors.take(f"{module}.weight_scale", rows, count)
+        zeros = None
+        if self.zero_point:
+            zeros = tensors.take(f"{module}.weight_zero_point", rows // 8, count, kinds=words)
+        shape = tensors.take(f"{module}.weight_shape", 2, kinds=(torch.int32, torch.int64)).tolist()
+        if shape != [rows, columns]:
+            raise UserError(f"{tensors.folder}: {module}.weight_shape says {shape}, not [{rows}, {columns}]")
+        return from_pack_quantized(packed, scale, zeros, self.group_size, bias)
+
+
+def _refuse(data: Json, group: Json, weights: Json) -> None:
+    """Raises UserError on what this layout may also have, and nobody here reads."""
+    sparsity = read_object(data, "sparsity_config").get("format", "dense")
+    order, kind, strategy = (weights.get(name) for name in ("actorder", "type", "strategy"))
+    refused = {
+        "quantised activations": group.get("input_activations") or group.get("output_activations"),
+        "a quantised KV cache": data.get("kv_cache_scheme"),
+        "weight transforms": data.get("transform_config"),
+        f"sparsity {sparsity!r}": sparsity != "dense",
+        f"activation order {order!r}": order not in (None, False),
+        f"weight type {kind!r}": kind not in (None, "int"),
+        f"weight strategy {strategy!r}": strategy not in (None, "group"),
+        "dynamic weights": weights.get("dynamic", False),
+    }
+    for what, used in refused.items():
+        if used:
+            raise UserError(f"compressed-tensors with {what} is not supported")
