@@ -21,15 +21,17 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from bench.shared.roles import growing_ahead, local_roles
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.measure import DraftTimes, steps_for
 from swiftspec.control.policy import Pace
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import Verifier
 
 TIMES = {  # milliseconds: target over 1 and over 8 rows, an expansion

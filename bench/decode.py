@@ -32,11 +32,12 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.rivals.engines import LlamaCpp, has_llama_cpp, load_transformers, write_dense
 from bench.rivals.to_gguf import TYPES, write_gguf
 from swiftspec.backends import cpu as host
+from swiftspec.config import PROPOSALS, VERIFY, EngineConfig
 from swiftspec.distributed.world import available_cores, join_world, run_on
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.config import ModelConfig
-from swiftspec.params import PROPOSALS, VERIFY, EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
 

@@ -26,10 +26,11 @@ from transformers import AutoTokenizer
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
 from swiftspec.backends.cpu.rounds import HostRounds
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.world import World, join_world
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps.native import NativeTree

@@ -23,11 +23,12 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from bench.shared.roles import decode_on, growing_ahead, local_roles
+from swiftspec.config import PROPOSALS, EngineConfig
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
-from swiftspec.params import PROPOSALS, EngineConfig, SamplingParams
-from swiftspec.runtime.local_drafter import AheadDrafter
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 
 COLOURS = {"top": "#d1495b", "coupled": "#1b6ca8", "sample": "#3a7d44"}
 

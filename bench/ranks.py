@@ -20,9 +20,10 @@ from transformers import AutoTokenizer
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.world import World, join_world, run_on
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 
 OPTIONS: Options = {"dtype": torch.bfloat16}
 DRAFT_STEPS = 3

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import mask

@@ -26,11 +26,12 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from swiftspec.smc.population import SMC
 from swiftspec.tree import mask
@@ -85,7 +86,7 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
         runner.reset()
         runner.prefill(prompt[:-1])
         inputs = np.array([prompt[-1], *text[:-1]])
-        logits = runner.forward_tree(inputs, np.arange(len(inputs)), mask.causal(len(inputs)))
+        logits = runner.logits(runner.tree_batch(inputs, np.arange(len(inputs)), mask.causal(len(inputs))))
         log_p = (logits / temperature).log_softmax(-1)
         return float(log_p[torch.arange(len(text)), torch.tensor(text)].mean())
 

@@ -18,12 +18,12 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, timeline
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
-from swiftspec.params import EngineConfig
 from swiftspec.profiles import emulation
 
 DEPTHS = (1, 2, 3, 4)

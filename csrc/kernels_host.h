@@ -78,7 +78,7 @@ struct AttentionArgs {
 };
 void attention(const AttentionArgs& args, bool wide);
 
-// Commit and retain: moves slots of one sequence's region, in every layer and head.
+// Commit: moves slots of one sequence's region, in every layer and head.
 void move_kv(const MoveArgs& args);
 
 // ---- noise

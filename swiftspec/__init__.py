@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swiftspec.config import EngineConfig
     from swiftspec.llm import LLM
-    from swiftspec.params import EngineConfig, SamplingParams
+    from swiftspec.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
@@ -20,4 +21,5 @@ def __getattr__(name: str) -> Any:
     """Imports what a caller asks for when it is asked for: torch takes seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("swiftspec.llm" if name == "LLM" else "swiftspec.params"), name)
+    homes = {"LLM": "swiftspec.llm", "EngineConfig": "swiftspec.config", "SamplingParams": "swiftspec.params"}
+    return getattr(importlib.import_module(homes[name]), name)

@@ -9,10 +9,11 @@ from typing import Unpack
 
 from swiftspec.assemble.models import Models, Options
 from swiftspec.assemble.roles import assemble
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Engine, Stats
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 
 
 class LLM:

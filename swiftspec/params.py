@@ -1,26 +1,14 @@
-"""How to decode: the sampling parameters of a request, and the config of an engine. Each setting is declared once, at
-its field (see setting.py); what remains to be checked in code is what several fields have to do with each other."""
+"""The sampling parameters of a request. Each is declared once, at its field (see setting.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
 
 from swiftspec.setting import check_fields, require, setting
 
-MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
-DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
-MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
-VERIFY = ("match", "reject")
-PROPOSALS = ("top", "coupled", "sample")
-CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
-
-# headings of --help, and what a setting shapes
-SAMPLING, STOPPING, SPECULATION = "sampling", "length and stopping", "speculation"
-PARTICLES = "mode smc: a population of particles, approximate"
-TREE, POPULATION = "draft tree", "population"
+SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +68,6 @@ class SamplingParams:
         require(all(self.stop), "a stop string must not be empty")
         require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Self:
-        """What `dataclasses.asdict` made of one, with JSON in between, which knows no tuples and no numbers as keys.
-        Raises KeyError, TypeError, ValueError or UserError on anything else."""
-        tuples = {item.name: tuple(values[item.name]) for item in fields(cls) if item.default == ()}
-        bias = {int(token): value for token, value in values["logit_bias"].items()}
-        return cls(**{**values, **tuples, "logit_bias": bias})
-
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -106,147 +86,3 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether a row's logits depend on the tokens of its path."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class PopulationConfig:
-    """The shape of a population of particles (mode smc). Raises UserError on values that make none."""
-
-    particles: int = setting(4, "Texts that grow side by side.", PARTICLES, "N", least=1, most=1024, shapes=POPULATION)
-    smc_draft_tokens: int = setting(
-        4, "Draft tokens per particle and round; the target adds one.", PARTICLES, "K", least=1, most=MAX_TREE,
-        shapes=POPULATION,
-    )  # fmt: skip
-    ess_threshold: float = setting(  # 0: never
-        0.5, "Resample when the effective sample size falls below this share of N.", PARTICLES, "X", least=0, most=1,
-        shapes=POPULATION,
-    )  # fmt: skip
-    power: float = setting(  # alpha
-        1.0, "The text follows the target's probability of whole texts to this power.", PARTICLES, "A", above=0,
-        most=100, shapes=POPULATION,
-    )  # fmt: skip
-    smc_exact: int = setting(  # the leading ones; K of them: nothing approximate
-        0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
-        must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        most = self.smc_draft_tokens
-        require(
-            0 <= self.smc_exact <= most,
-            f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
-        )
-
-    @property
-    def slots(self) -> int:
-        """Cache slots that a round hands out: one for each new token of each particle."""
-        return self.particles * (self.smc_draft_tokens + 1)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The mode, the split of the ranks and the shape of the tree. Raises UserError on what makes no engine.
-
-    In mode async the first `target_tp` ranks run the target and the `draft_tp` ranks after them the draft; 1 and 0 are
-    one rank whose GPU runs both at the same time. In mode serial and mode smc one group runs both models in turn, so
-    the two sizes are the same; in mode ar there is no draft.
-    """
-
-    mode: str = setting("serial", choices=MODES)
-    verify_batch: int = setting(
-        8, "Tree nodes verified per round, the root counted.", SPECULATION, "BS", least=1, most=MAX_TREE, shapes=TREE
-    )
-    draft_leaves: int = setting(
-        8, "Leaves expanded per draft forward.", SPECULATION, "W", least=1, most=MAX_TREE, shapes=TREE
-    )
-    draft_steps: int | None = setting(  # None: 3, and in mode async measured at start-up
-        None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",
-        least=1, most=MAX_TREE, shapes=TREE,
-    )  # fmt: skip
-    verify: str = setting(
-        "match", "match: the target draws, and drafts that it drew are kept; the same text as without a draft. reject:"
-        " rejection sampling of drawn drafts; a text of the same distribution.", SPECULATION, choices=VERIFY,
-        shapes=TREE,
-    )  # fmt: skip
-    proposal: str | None = setting(  # None: as verify needs
-        None, "How the draft chooses. top: the likeliest. coupled: those under the target's own noise. sample: drawn"
-        " from its distribution.", SPECULATION, shown="coupled; sample with --verify reject", choices=PROPOSALS,
-        shapes=TREE,
-    )  # fmt: skip
-    calibration: float | None = setting(  # of the children's weights; None: see `calibrated`
-        None, "How much the draft's confidence counts: below 1 its first choices count more.", SPECULATION, "C",
-        "what fits the embedded pair", least=0.05, most=20, shapes=TREE,
-    )  # fmt: skip
-    catch_up: bool = setting(
-        True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
-        shapes=TREE,
-    )  # fmt: skip
-    self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
-    adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
-    adapt_batch: bool = False  # so does bs, never above verify_batch
-    target_tp: int = setting(1, least=1)
-    draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
-    population: PopulationConfig = PopulationConfig()  # mode smc
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.proposal is None:
-            object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
-        usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
-        if self.draft_tp == -1:
-            object.__setattr__(self, "draft_tp", usual)
-        self._check_rejection()
-        if self.mode == "async":
-            alone = self.draft_tp == 0 and self.target_tp == 1
-            require(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
-        else:
-            require(self.draft_tp == usual, f"draft_tp must be {usual} in mode {self.mode}, not {self.draft_tp}")
-
-    def _check_rejection(self) -> None:
-        """What rejection sampling needs of the other fields."""
-        require(
-            self.verify == "match" or self.proposal == "sample",
-            f"verify reject needs the distribution that tokens were drawn from, and proposal {self.proposal} carries"
-            " none: take proposal sample, or verify match",
-        )
-        require(
-            self.verify == "match" or not self.adapts,
-            "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
-        )
-
-    def check_request(self, sampling: SamplingParams) -> None:
-        """Raises UserError on a request that the tree cannot serve."""
-        instead = "verify match" if self.verify == "reject" else "proposal top"
-        require(
-            self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
-            f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
-        )
-
-    def calibrated(self, greedy: bool) -> float:
-        """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
-        temperature on the draft's log-probabilities, for drawn ones an exponent of its confidence. The defaults fit the
-        embedded pair."""
-        if self.calibration is not None:
-            return self.calibration
-        return CALIBRATION["greedy" if greedy else str(self.proposal)]
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the shape of a round follows measurements."""
-        return self.adapt_steps or self.adapt_batch
-
-    @property
-    def children(self) -> int:
-        """k, children kept per expanded leaf: as many as could all be verified or expanded next."""
-        return max(self.verify_batch, self.draft_leaves)
-
-    @property
-    def steps(self) -> int:
-        """d, or where it is to be measured, what to begin with."""
-        return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
-
-    @property
-    def ranks(self) -> int:
-        """G, the ranks that the plan is for."""
-        return self.target_tp + (self.draft_tp if self.mode == "async" else 0)

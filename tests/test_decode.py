@@ -11,12 +11,13 @@ import pytest
 import torch
 import transformers
 
+from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, FallbackDrafter
 from tests.support import slow_reference
 from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.serve.plan import mismatch
 from tests.support.roles import drafter_of
 from tests.support.tiny import make_checkpoint

@@ -32,13 +32,15 @@ from bench.data.heldout import DEMO, read_token_ids
 from bench.shared.roles import decode_on, growing_ahead, local_roles
 from swiftspec.assemble.models import Load, Options
 from swiftspec.backends import cuda
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.steps import Request
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
@@ -92,7 +94,7 @@ def step_time(role: Role, rows: int, context: int) -> float:
         busy = runner.busy
         steps.forward(runner.tree_batch(tokens[:rows], mask.sum(1) - 1, mask))
         times.append(1000 * (runner.busy - busy))
-        runner.cache.truncate(context)
+        runner.cache.commit(())
     runner.reset()
     return median(times[2:])  # the first may capture
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 from swiftspec.assemble.roles import Tree
+from swiftspec.config import EngineConfig
 from swiftspec.engine import TreeDecoding
 from swiftspec.llm import LLM
-from swiftspec.params import EngineConfig
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.tree.children import BestChildren, Children
 from swiftspec.tree.drawn import DrawnChildren

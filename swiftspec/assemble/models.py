@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypedDict
 import torch
 
 from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.config import EngineConfig
 from swiftspec.control.measure import MOST_STEPS
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
@@ -22,8 +23,8 @@ from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
-from swiftspec.params import EngineConfig
-from swiftspec.runtime.local_drafter import AheadDrafter, LocalDrafter
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture

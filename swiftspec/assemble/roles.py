@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swiftspec.assemble.models import Models
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import Pace
 from swiftspec.decode import Observer, nobody
@@ -13,7 +14,6 @@ from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, Limits, ParticleDecoding, TreeDecoding
 from swiftspec.model.config import ModelConfig
 from swiftspec.observe.trace import DraftTrace, ParticleTrace, TraceLog, TreeTrace, both
-from swiftspec.params import EngineConfig
 from swiftspec.runtime.drafter import NoDrafter, SteppedDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.threaded import ThreadedVerifier

@@ -13,10 +13,10 @@ from itertools import takewhile
 from statistics import median
 from typing import NamedTuple
 
+from swiftspec.config import EngineConfig
 from swiftspec.control.forecast import AheadForecast, Forecast, Seen, quartile
 from swiftspec.control.measure import MOST_STEPS, DraftTimes, steps_for
 from swiftspec.observe.emulate import StepTimes
-from swiftspec.params import EngineConfig
 
 SKIP = 2  # rounds after a change that are not measured: caches, and a draft that has to catch up
 WINDOW = 16  # speculative rounds that are judged

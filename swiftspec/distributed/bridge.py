@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 
 from swiftspec.control.measure import DraftTimes, draft_times
 from swiftspec.distributed.channel import Channel
-from swiftspec.distributed.followers import Call, LeadingDrafter, has_left, to_text, to_words
+from swiftspec.distributed.followers import Call, LeadingDrafter, has_left
+from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal, read_result, to_text, to_words
 from swiftspec.errors import DrafterLost, RankLost
-from swiftspec.messages import Opening, Proposal, VerifyResult, Words
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.trace import Observer, Record, TraceLog
 from swiftspec.runtime.drafter import FAILURES
 
@@ -46,14 +47,14 @@ class GroupDrafter:
 
     def open(self, opening: Opening) -> None:
         self._request, self._round, self._prefix_len = opening.request, 0, len(opening.tokens) - 1
-        self._send(Call.DRAFTER_OPEN, opening.pack())
+        self._send(Call.DRAFTER_OPEN, pack(opening))
 
     def propose(self) -> Proposal:
         deadline = time.monotonic() + (self._answer_timeout if self._round else self._open_timeout)
         while True:
             words = self._answer(Call.PROPOSAL, deadline)
             try:
-                proposal = Proposal.unpack(words[1:])
+                proposal = read_proposal(words[1:])
             except ValueError as error:
                 raise DrafterLost(str(error)) from None
             if (proposal.request, proposal.round) != (self._request, self._round):
@@ -68,7 +69,7 @@ class GroupDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         self._round, self._prefix_len = result.round + 1, result.prefix_len + len(result.tokens)
-        self._send(Call.OBSERVE, result.pack())
+        self._send(Call.OBSERVE, pack(result))
 
     def close(self) -> None:
         self._send(Call.DRAFTER_CLOSE)
@@ -176,7 +177,7 @@ class DraftService:
         drafter = self._drafter
         match call:
             case Call.DRAFTER_OPEN:
-                opening = Opening.unpack(words)
+                opening = read_opening(words)
                 self._request, self._told = opening.request, int(1e6 * drafter.busy)
                 self._tell("opening", opening)
                 drafter.open(opening)
@@ -185,7 +186,7 @@ class DraftService:
                 self._round(answered=False)
             case Call.OBSERVE:
                 if self._open:  # else the target has been told, or will read it in a moment
-                    result = VerifyResult.unpack(words)
+                    result = read_result(words)
                     self._tell("verified", None, result)
                     drafter.observe(result)
                     self._tell("observed", result)
@@ -213,7 +214,7 @@ class DraftService:
     def _propose(self, proposal: Proposal) -> None:
         """Answers with a proposal, and with the microseconds in forwards since the answer before."""
         spent = self._spent()
-        self._target.send(Call.PROPOSAL, [spent, *proposal.pack()])
+        self._target.send(Call.PROPOSAL, [spent, *pack(proposal)])
         self._told += spent
 
     def _spent(self) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from swiftspec.backends.cpu.shm import new_name
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.tcp import Door, call
-from swiftspec.messages import Words
+from swiftspec.distributed.wire import Words
 
 
 class Channel(Protocol):

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.wire import Message, Words, pack, read_opening, read_proposal, read_result
 from swiftspec.errors import RankLost
-from swiftspec.messages import Opening, Proposal, VerifyResult, Words, bytes_to_words, words_to_bytes
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
@@ -48,32 +49,6 @@ class Call(IntEnum):
     TRACE = 19
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
-    """A message of one word."""
-
-    value: int
-
-    def pack(self) -> Words:
-        return [self.value]
-
-
-def to_words(text: str) -> Words:
-    """Text as words, filled up with blanks."""
-    return bytes_to_words(text.encode())
-
-
-def to_text(words: Words) -> str:
-    """The inverse of `to_words`."""
-    return words_to_bytes(words).decode(errors="replace").rstrip()
-
-
-class Message(Protocol):
-    """What has a flat form."""
-
-    def pack(self) -> Words: ...
-
-
 class Team:
     """The followers of one leader. A call happens on all ranks of the group or, once one has failed in the middle, on
     none: nobody knows any more how far the others have come, so the leader raises RankLost from then on."""
@@ -86,7 +61,7 @@ class Team:
         """Has the followers do what the leader is about to do; it says `failed` if it cannot."""
         if self.broken is not None:
             raise RankLost(self.broken)
-        words = [] if message is None or not self._followers else message.pack()
+        words = [] if message is None or not self._followers else pack(message)
         try:
             for follower in self._followers:
                 follower.send(call, words)
@@ -174,7 +149,7 @@ class LeadingDrafter:
 
     @draft_steps.setter
     def draft_steps(self, steps: int) -> None:
-        self._team.call(Call.STEPS, Number(steps), lambda: setattr(self.drafter, "draft_steps", steps))
+        self._team.call(Call.STEPS, steps, lambda: setattr(self.drafter, "draft_steps", steps))
 
     def open(self, opening: Opening) -> None:
         opening = replace(opening, steps=self.drafter.choose(opening).name)
@@ -273,7 +248,7 @@ def park(leader: Channel) -> None:
 def _obey_population(call: Call, words: Words, smc: SMC) -> None:
     match call:
         case Call.POPULATION_OPEN:
-            opening = Opening.unpack(words)
+            opening = read_opening(words)
             ends = opening.sampling
             assert ends.max_tokens is not None
             smc.open(opening, ends.stop_token_ids, ends.max_tokens)
@@ -290,9 +265,9 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
     if call in (Call.VERIFIER_OPEN, Call.VERIFY, Call.VERIFIER_CLOSE):
         assert verifier is not None
         if call == Call.VERIFIER_OPEN:
-            verifier.open(Opening.unpack(words))
+            verifier.open(read_opening(words))
         elif call == Call.VERIFY:
-            verifier.verify(Proposal.unpack(words))
+            verifier.verify(read_proposal(words))
             verifier.settle()
         else:
             verifier.close()
@@ -300,13 +275,13 @@ def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: Loc
     assert drafter is not None
     match call:
         case Call.DRAFTER_OPEN:
-            drafter.open(Opening.unpack(words))
+            drafter.open(read_opening(words))
         case Call.PROPOSE:
             drafter.propose()
         case Call.GROW:
             drafter.grow()
         case Call.OBSERVE:
-            drafter.observe(VerifyResult.unpack(words))
+            drafter.observe(read_result(words))
         case Call.DRAFTER_CLOSE:
             drafter.close()
         case Call.STEPS:

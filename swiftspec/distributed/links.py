@@ -8,12 +8,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.channel import Channel, accept, dial
-from swiftspec.distributed.followers import Call, to_text, to_words
+from swiftspec.distributed.followers import Call
+from swiftspec.distributed.wire import Words, bytes_to_words, to_text, to_words
 from swiftspec.distributed.world import START_TIMEOUT, World
 from swiftspec.errors import RankLost, UserError
-from swiftspec.messages import Words, bytes_to_words
-from swiftspec.params import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

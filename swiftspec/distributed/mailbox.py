@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swiftspec.backends.cpu.shm import Mailbox
-from swiftspec.messages import Words
+from swiftspec.distributed.wire import Words
 
 FOR_EVER = 1e9  # seconds
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.control.measure import steps_for, verification_time
 from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
 from swiftspec.distributed.channel import Channel
@@ -18,7 +19,6 @@ from swiftspec.distributed.world import World, run_on
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.group import Group
 from swiftspec.observe.trace import DraftTrace, TraceLog
-from swiftspec.params import EngineConfig
 from swiftspec.runtime.drafter import FAILURES, NoDrafter, SteppedDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier

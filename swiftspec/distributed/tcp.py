@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from swiftspec.messages import Words
+from swiftspec.distributed.wire import Words
 
 HEAD = struct.Struct("=II")  # kind, count of words
 MAX_WORDS = 1 << 24  # 64 MiB: far beyond any prompt, so more is a broken stream

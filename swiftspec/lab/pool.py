@@ -14,11 +14,11 @@ import torch
 
 from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.distributed.world import World, available_cores, run_on
 from swiftspec.errors import RankLost, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.observe.emulate import Emulation
-from swiftspec.params import EngineConfig, PopulationConfig
 from swiftspec.serve.flags import MOST_THREADS
 
 Ops = Literal["auto", "reference"]

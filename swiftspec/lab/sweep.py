@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import measure, timeline, trials
 from swiftspec.lab.pool import Order, WorkerPool
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import Trial, Wish
-from swiftspec.params import EngineConfig
 from swiftspec.profiles import store
 
 Json = dict[str, Any]

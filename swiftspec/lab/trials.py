@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swiftspec.config import MODES, EngineConfig
 from swiftspec.control.measure import MOST_STEPS, DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
-from swiftspec.params import MODES, EngineConfig
 from swiftspec.profiles import store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # of the step times

@@ -17,7 +17,7 @@ class KVCache:
 
     Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the
     tree, which is the same tree in every sequence. Tree slots are handed out in order and never reused in place, so
-    their order is topological and the root has tree slot 0; `commit` and `retain` move forward and recompute nothing.
+    their order is topological and the root has tree slot 0; `commit` moves forward and recomputes nothing.
     """
 
     def __init__(
@@ -96,13 +96,3 @@ class KVCache:
                 self._move(sequence, [slot + start for slot in order[still:]], start + still)
         self.prefix_len = [p + len(path) for p in self.prefix_len]
         self.tree_len = len(keep)
-
-    def retain(self, keep: Sequence[int]) -> None:
-        """Keeps these tree slots, in ascending order, and frees the others: compaction without a commit."""
-        self.commit((), keep)
-
-    def truncate(self, length: int, sequence: int = 0) -> None:
-        """Forgets the tree and all but the first `length` verified tokens."""
-        assert 0 <= length <= self.prefix_len[sequence]
-        self.prefix_len[sequence] = length
-        self.tree_len = 0

@@ -1,18 +1,35 @@
-"""Drafters that grow the tree on a model in this process: in turn with the target, or ahead of it."""
+"""The drafter that grows its tree on a model in this process, in turn with the target (paper section 3.1)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.params import EngineConfig
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Expansion, Request, Steps, choose, features
 from swiftspec.tree.children import Children
 from swiftspec.tree.tree import DraftTree
+
+
+class TreeConfig(Protocol):
+    """The shape of the tree; `EngineConfig` has it."""
+
+    @property
+    def verify_batch(self) -> int: ...  # bs
+    @property
+    def draft_leaves(self) -> int: ...  # w
+    @property
+    def children(self) -> int: ...  # k
+    @property
+    def steps(self) -> int: ...  # d
+    @property
+    def proposal(self) -> str | None: ...
+    def calibrated(self, greedy: bool) -> float:
+        """The temperature that makes a child's weight the chance that the target agrees."""
+        ...
 
 
 class LocalDrafter:
@@ -24,7 +41,7 @@ class LocalDrafter:
     """
 
     def __init__(
-        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: EngineConfig
+        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: TreeConfig
     ) -> None:
         """`steps`: those that can expand `tree`, the fastest first."""
         self.runner, self.tree = runner, tree
@@ -120,53 +137,3 @@ class LocalDrafter:
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])
         self._children.keep([])
-
-
-class AheadDrafter(LocalDrafter):
-    """Grows the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
-
-    Each round expands d times ahead of the result, whenever that comes, and after it by the tree alone, so for a fixed
-    d the rounds of a request are always the same.
-    """
-
-    YIELD = (
-        0.3  # what an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions.md)
-    )
-
-    def open(self, opening: Opening) -> None:
-        super().open(opening)
-        self.grow()
-
-    def propose(self) -> Proposal:
-        best = self._best()
-        if len(best.tokens) < self._config.verify_batch:
-            there = self.tree.count
-            self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
-            best = self._best(there if self._children.drawn else 0)
-        # Drawn children stay with the paper's rule: which of them are sent must not depend on their own draw.
-        if not self._config.catch_up or self._children.drawn:
-            return best
-        while self._worth_expanding():
-            before = self.tree.expanded
-            self.expand()
-            if self.tree.expanded == before:  # no room
-                break
-            best = self._best()
-        return best
-
-    def reply(self) -> Any:
-        if self._children.drawn or self._root != 0:
-            return None
-        config, worth = self._config, self.YIELD if self._config.catch_up else 0.0
-        shape = config.verify_batch, config.draft_leaves, self.draft_steps
-        return self.steps.reply(self.tree, self._request, self._root_at, *shape, worth)
-
-    def _worth_expanding(self) -> bool:
-        """Whether one more expansion now, which takes a d-th of a round, would add more than a d-th of the tokens that
-        the round can expect without."""
-        config = self._config
-        tokens, leaves = self.tree.prospects(config.verify_batch, config.draft_leaves, self._root)
-        return self.YIELD * leaves > tokens / self.draft_steps
-
-    def grow(self) -> None:
-        self.expand(self.draft_steps)

@@ -109,14 +109,6 @@ class Runner:
         starts = dict(enumerate(self.cache.prefix_len))
         return self._batch(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
 
-    def forward_chain(self, tokens: Sequence[int]) -> Tensor:
-        """The forward of a `chain_batch`: the root's logits [1, vocab]."""
-        return self.logits(self.chain_batch(tokens))[-1:]
-
-    def forward_tree(self, tokens: Ints, depths: Ints, mask: tree_mask.Rows) -> Tensor:
-        """The forward of a `tree_batch`: logits [n, vocab]."""
-        return self.logits(self.tree_batch(tokens, depths, mask))
-
     def logits(self, batch: HostBatch) -> Tensor:
         """Logits of a batch [n, vocab]; guided, where there are two sequences, of each pair of rows one."""
         logits = self.run(batch)

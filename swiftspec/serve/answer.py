@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from swiftspec.config import EngineConfig
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 
 if TYPE_CHECKING:
     from swiftspec.engine import Stats

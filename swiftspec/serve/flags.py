@@ -10,17 +10,8 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from swiftspec.params import (
-    MODES,
-    PARTICLES,
-    SAMPLING,
-    SPECULATION,
-    STOPPING,
-    TREE,
-    EngineConfig,
-    PopulationConfig,
-    SamplingParams,
-)
+from swiftspec.config import MODES, PARTICLES, SPECULATION, TREE, EngineConfig, PopulationConfig
+from swiftspec.params import SAMPLING, STOPPING, SamplingParams
 from swiftspec.setting import Config, Setting, declared, setting
 
 MODELS = "models"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.config import EngineConfig
+from swiftspec.params import SamplingParams
 from swiftspec.setting import require
 
 

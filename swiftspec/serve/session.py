@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.serve.flags import MOST_THREADS
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.settings import Settings

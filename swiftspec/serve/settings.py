@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from swiftspec.config import POPULATION, TREE, EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.params import POPULATION, TREE, EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.serve.flags import Flag, OwnSettings, Table
 from swiftspec.serve.plan import split_ranks
 

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Steps, choose, features

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from swiftspec.sampling import filters
 from swiftspec.sampling.sampler import Sampler

@@ -16,13 +16,14 @@ from swiftspec import _C
 from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.model.weights import DenseWeight
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from tests.support.roles import drafter_of
 from tests.support.tiny import make_checkpoint

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.heldout import DEMO
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.model.weights import DenseWeight
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 
 BF16 = torch.bfloat16
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.forecast import Forecast, Seen
 from swiftspec.control.policy import PROBE, SKIP, WINDOW, Decision, Pace, decide
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.emulate import StepTimes
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.support.roles import opening
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through

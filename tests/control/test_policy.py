@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import PATIENCE, PROBE, REFRESH, SKIP, WINDOW, Decision, Pace, decide
+from swiftspec.distributed.wire import pack, read_result
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.support.jobs import switched_by_dice
 from tests.support.roles import drafter_of, make_drafter, opening, put
 from tests.support.tiny import make_checkpoint
@@ -37,7 +39,7 @@ class FakeDrafter:
 
     def observe(self, result: VerifyResult) -> None:
         assert result.prefix_len == self.at and result.tokens == tuple(range(self.at, self.at + len(result.tokens)))
-        assert VerifyResult.unpack(result.pack()) == result
+        assert read_result(pack(result)) == result
         self.round, self.at = result.round + 1, result.prefix_len + len(result.tokens)
 
     def close(self) -> None:

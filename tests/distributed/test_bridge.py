@@ -14,13 +14,14 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import DraftService, GroupDrafter
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import Call, LeadingDrafter, Team
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.distributed.test_channel import connect
 from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny import make_checkpoint

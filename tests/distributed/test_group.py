@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from swiftspec import _C
+from swiftspec.config import DEFAULT_STEPS, EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.params import DEFAULT_STEPS, EngineConfig
-from swiftspec.runtime.local_drafter import AheadDrafter
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.jobs import sampling_from

@@ -16,13 +16,14 @@ from bench.data.heldout import DEMO
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps import Request
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import Capture, CudaCapture, GraphForwards, Graphs

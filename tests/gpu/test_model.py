@@ -37,7 +37,7 @@ def test_the_embedded_targets_logits() -> None:
         mask = tree_mask.from_parents([-1, *(int(dice.integers(0, i)) for i in range(1, rows))])
 
         def logits(runner: Runner, tokens: Any = tokens, mask: Any = mask) -> Tensor:
-            return runner.forward_tree(tokens, mask.sum(1) - 1, mask).cpu().float()
+            return runner.logits(runner.tree_batch(tokens, mask.sum(1) - 1, mask)).cpu().float()
 
         got, want = logits(ours), logits(exact)
         assert (got - want).norm() <= 3e-2 * want.norm()

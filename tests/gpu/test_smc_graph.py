@@ -10,8 +10,9 @@ import torch
 
 from bench.data.heldout import DEMO
 from swiftspec.backends import library as unfused
+from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.smc.population import SMC, Answer
 from tests.support.roles import make_population, make_runner, opening

@@ -12,7 +12,7 @@ import pytest
 from tests.house.sources import circles, imported_files, imports, python_sources, room, uses
 
 ROOMS = (
-    "errors", "setting", "params", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc",
+    "errors", "setting", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc",
     "chains", "control", "distributed", "decode", "engine", "assemble", "llm", "profiles", "serve", "lab",
     "profile", "exactness",
 )  # fmt: skip

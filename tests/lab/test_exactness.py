@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
 from swiftspec.lab.exactness import trial
 from swiftspec.lab.exactness.command import main
 from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled, survival, total_variation
 from swiftspec.llm import LLM
 from swiftspec.messages import VerifyResult
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.verifier import LocalVerifier

@@ -211,7 +211,7 @@ def test_serve_takes_the_plan_and_says_so(
 
 def test_a_deadline_ends_a_run(pair: list[str]) -> None:
     crew = WorkerPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
-    from swiftspec.params import EngineConfig
+    from swiftspec.config import EngineConfig
 
     with crew.engine(Order(EngineConfig("serial"))) as llm, pytest.raises(measure.OutOfTime):
         measure.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)

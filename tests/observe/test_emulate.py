@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.emulate import Emulation, StepTimes, wait_until
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation
 from tests.support.tiny import make_checkpoint
 

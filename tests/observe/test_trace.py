@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.decode import nobody
 from swiftspec.engine import TreeDecoding
 from swiftspec.errors import UserError
@@ -18,7 +19,7 @@ from swiftspec.lab.measure import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
-from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, verifier_of
 from tests.support.tiny import make_checkpoint

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda import tree as cuda_tree
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.steps.graph import FORWARDS
 from swiftspec.runtime.steps.graph_expansions import GraphExpansions

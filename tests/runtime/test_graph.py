@@ -15,9 +15,10 @@ import torch
 
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
+from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.model.loader import load_model
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps import Request
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs

@@ -12,11 +12,13 @@ from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.wire import pack, read_opening
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.smc.population import check_sampling
 from tests.support.roles import verifier_of
@@ -197,7 +199,7 @@ def test_a_population_is_not_guided() -> None:
 
 def test_guidance_goes_over_the_bridge() -> None:
     opening = Opening(3, (1, 2, 3), guided(1.7, LONG), 2)
-    assert Opening.unpack(opening.pack()) == opening
+    assert read_opening(pack(opening)) == opening
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
     assert guidance == Guidance((*LONG, 3), 1.7)
 

@@ -56,21 +56,10 @@ class CacheMachine(RuleBasedStateMachine):
         slots = sorted(data.draw(st.sets(st.integers(0, len(self.tree) - 1))))
         cut = data.draw(st.integers(0, len(slots)))
         path, keep = slots[:cut], slots[cut:]
-        if path:
-            self.cache.commit(path, keep)
-        else:
-            self.cache.retain(keep)
+        self.cache.commit(path, keep)
         for prefix in self.prefix:
             prefix += [self.tree[s] for s in path]
         self.tree = [self.tree[s] for s in keep]
-        self._poison()
-
-    @rule(length=st.integers(0, 4), sequence=st.integers(0, 1))
-    def truncate(self, length: int, sequence: int) -> None:
-        length = min(length, len(self.prefix[sequence]))
-        self.cache.truncate(length, sequence)
-        self.prefix[sequence] = self.prefix[sequence][:length]
-        self.tree = []
         self._poison()
 
     def _poison(self) -> None:

@@ -18,9 +18,11 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu import shm
 from swiftspec.backends.cpu.shm import SharedGroup
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.wire import pack, read_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from tests.support import roles
@@ -119,15 +121,15 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
     for _ in range(4):
         drafter.grow()
         reply, result = drafter.reply(), any_result(proposal, data)
-        answer = reply.answer(result.pack())
+        answer = reply.answer(pack(result))
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert reply.answer(other.pack()) == []
-        assert reply.answer(result.pack()[:-1]) == reply.answer([]) == []
+            assert reply.answer(pack(other)) == []
+        assert reply.answer(pack(result)[:-1]) == reply.answer([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()
         if answer:
-            assert Proposal.unpack(answer) == proposal and drafter.busy == busy
+            assert read_proposal(answer) == proposal and drafter.busy == busy
         else:
             assert drafter.busy > busy or plan.verify_batch == 1, "a fresh root, or too few nodes"
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner

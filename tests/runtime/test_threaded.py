@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.threaded import ThreadedVerifier

@@ -15,9 +15,10 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 
+from swiftspec.config import EngineConfig
 from swiftspec.engine import Chunk, Stats
 from swiftspec.errors import UserError
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.serve.chat import Chat, line_reader
 from swiftspec.serve.layers import load
 from swiftspec.serve.session import Session

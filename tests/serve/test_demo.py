@@ -10,11 +10,12 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.heldout import DEMO, read_prompts
+from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.support.roles import drafter_of, make_drafter, put
 
 TARGET, DRAFT = DEMO / "target", DEMO / "draft"

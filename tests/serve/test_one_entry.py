@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from swiftspec.config import SPECULATION, TREE, EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.params import SAMPLING, SPECULATION, TREE, EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.params import SAMPLING, SamplingParams
 from swiftspec.serve.cli import build_parser, parse
 from swiftspec.serve.flags import MODELS, OwnSettings, Table
 from swiftspec.serve.settings import Settings, UsageError, env_name, from_table

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
-from swiftspec.params import EngineConfig
 from swiftspec.serve import answer, oneshot
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import parse

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.params import EngineConfig, PopulationConfig
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.answer import footer, population
 from swiftspec.serve.layers import load

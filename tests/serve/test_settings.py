@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.params import EngineConfig
 from swiftspec.serve.cli import build_parser, parse
 from swiftspec.serve.layers import load
 from swiftspec.serve.session import generation_defaults

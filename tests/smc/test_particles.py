@@ -45,7 +45,7 @@ class Population(RuleBasedStateMachine):
         self.fan_out()
 
     def fan_out(self) -> None:
-        self.cache.truncate(0)
+        self.cache.reset()
         self.poison()
         first = self.cache.append_prefix(len(PROMPT) - 1)
         for place in range(first, len(PROMPT) - 1):

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.config import PopulationConfig
+from swiftspec.params import SamplingParams
 from swiftspec.smc.streams import Purpose, Streams
 from tests.support.histories import (
     HistoryModel,

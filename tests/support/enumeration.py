@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
+from swiftspec.distributed.wire import pack, read_proposal
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import drawn
 from swiftspec.tree.drawn import DrawnChildren
@@ -160,7 +162,7 @@ class Pair:
         drafter = self.around(self.drafter)
         drafter.open(opening(PROMPT, self.sampling))
         for _ in range(rounds):
-            proposal = Proposal.unpack(drafter.propose().pack())
+            proposal = read_proposal(pack(drafter.propose()))
             told = text
             new = choices.choose(list(self.judge(proposal, lambda below, told=told: self.law((*told, *below))).items()))
             text = (*text, *new)

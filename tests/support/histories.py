@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends import reference
+from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.group import Group
-from swiftspec.params import PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.steps.native import NativeModel
 from swiftspec.smc.population import SMC

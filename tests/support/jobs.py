@@ -15,6 +15,7 @@ import torch
 from swiftspec.assemble.models import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
 from swiftspec.control.policy import Decision, Pace
 from swiftspec.distributed.groups.shm import SharedParallel
@@ -22,7 +23,7 @@ from swiftspec.distributed.world import join_world
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.roles import make_runner
 
@@ -85,7 +86,7 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
     if not fused:
         whole.fused = None
     runner = make_runner(whole, ops, context=32, tree_slots=1)
-    rows = runner.forward_chain(tokens)
+    rows = runner.logits(runner.chain_batch(tokens))[-1:]
     if group is not None:
         rows = group.all_gather(rows).transpose(0, 1).flatten(1)
         group.close()

@@ -8,9 +8,10 @@ from typing import Any
 
 from swiftspec.assemble.models import drafter_on
 from swiftspec.assemble.roles import Tree
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
-from swiftspec.params import EngineConfig, PopulationConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner

@@ -13,12 +13,13 @@ from torch import Tensor
 from bench.data.heldout import DEMO
 from swiftspec.assemble.models import Options
 from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from tests.support.tiny import ROPES, chain, make_checkpoint
 from tools.grow.checkpoint import write
 from tools.grow.maps import map_layer, spread

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.control import policy
 from swiftspec.control.controller import Controller
 from swiftspec.control.policy import Decision, Pace
-from swiftspec.params import EngineConfig, SamplingParams
+from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import drawn
 from swiftspec.tree.drawn import DrawnChildren

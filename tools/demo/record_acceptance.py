@@ -15,11 +15,11 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, predict
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
-from swiftspec.params import EngineConfig
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 PROMPTS, TOKENS = 12, 128

@@ -1,4 +1,4 @@
-// Commit and retain: slots move forward inside one sequence's region, in every layer and head.
+// Commit: slots move forward inside one sequence's region, in every layer and head.
 #include <cstring>
 
 #include "kernels_host.h"

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.params import EngineConfig
+from swiftspec.config import EngineConfig
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Steps
 from swiftspec.runtime.steps.eager import EagerSteps

@@ -8,8 +8,8 @@ import torch
 from bench.data.heldout import DEMO, read_token_ids
 from bench.gpu import step
 from swiftspec.backends import library
+from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
-from swiftspec.params import EngineConfig
 from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
 from tests.support.recording import Rerun
 from tests.support.roles import make_drafter, make_runner

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swiftspec.distributed.wire import pack, read_opening, read_proposal, read_result
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 
@@ -19,9 +20,9 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
     parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, n)))
     tokens = tuple(data.draw(st.lists(words, min_size=n, max_size=n)))
     proposal = Proposal(request, round_, prefix, tokens, parents)
-    assert Proposal.unpack(proposal.pack()) == proposal
+    assert read_proposal(pack(proposal)) == proposal
     result = VerifyResult(request, round_, prefix, tuple(range(n)), tokens)
-    assert VerifyResult.unpack(result.pack()) == result
+    assert read_result(pack(result)) == result
 
 
 @pytest.mark.parametrize(
@@ -29,35 +30,35 @@ def test_round_trip(request: int, round_: int, prefix: int, data: st.DataObject)
 )
 def test_a_malformed_proposal_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match=r"proposal|nodes"):
-        Proposal.unpack(flat)
+        read_proposal(flat)
 
 
 def test_what_was_drawn_from_travels_with_a_proposal() -> None:
     tokens = np.array([[4, 6, 9], [5, 1, 2]], np.int32)
     probs = np.array([[0.5, 0.25, 0.25], [1, 0, 0]], np.float32)
     proposal = Proposal(7, 3, 20, (4, 6, 4, 5), (-1, 0, 0, 1), Drawn(tokens, probs))
-    flat = proposal.pack()
+    flat = pack(proposal)
     assert len(flat) == 4 + 8 + 12
-    again = Proposal.unpack(flat)
+    again = read_proposal(flat)
     assert again.drawn is not None and (again.tokens, again.parents) == (proposal.tokens, proposal.parents)
     assert np.array_equal(again.drawn.tokens, tokens) and np.array_equal(again.drawn.probs, probs)
     nan = np.full(2, np.float32("nan")).view(np.int32).tolist()
     for broken in (flat[:-1], flat[:-2] + nan, [*flat[:-3], 0, 0, 0]):
         with pytest.raises(ValueError, match="distribution"):
-            Proposal.unpack(broken)
+            read_proposal(broken)
 
 
 @pytest.mark.parametrize("flat", [[1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 2, 0, 1, 5]])
 def test_a_malformed_result_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match="result"):
-        VerifyResult.unpack(flat)
+        read_result(flat)
 
 
 def test_every_sampling_value_travels_with_an_opening() -> None:
     sampling = SamplingParams(
         0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, (1, 2)
     )
-    again = Opening.unpack(Opening(3, (1, 2, 3), sampling, 2).pack())
+    again = read_opening(pack(Opening(3, (1, 2, 3), sampling, 2)))
     assert again == Opening(3, (1, 2, 3), sampling, 2)
     default = asdict(SamplingParams())
     assert all(value != default[name] for name, value in asdict(again.sampling).items())

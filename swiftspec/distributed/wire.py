@@ -1,0 +1,118 @@
+"""The messages between ranks as flat words. Reading one raises ValueError on words that are none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+import numpy as np
+
+from swiftspec.errors import UserError
+from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+
+Words = list[int]  # flat; each is a 32-bit integer
+Message = Opening | Proposal | VerifyResult | int
+
+
+def pack(message: Message) -> Words:
+    """A message as words: `read_opening`, `read_proposal` and `read_result` make it again.
+
+    An opening is request, prompt_len, count, tokens, then the rest as JSON: its length in bytes, four of them to a
+    word. A proposal is request, round, prefix_len, count, tokens, parents, then what the children were drawn from, if
+    they were: tokens, and probabilities by their bits. A result is request, round, prefix_len, count, path, tokens.
+    """
+    match message:
+        case Opening():
+            text = json.dumps({"steps": message.steps, "sampling": asdict(message.sampling)}).encode()
+            head = [message.request, message.prompt_len, len(message.tokens)]
+            return [*head, *message.tokens, len(text), *bytes_to_words(text)]
+        case Proposal():
+            head = [message.request, message.round, message.prefix_len, len(message.tokens)]
+            words, drawn = [*head, *message.tokens, *message.parents], message.drawn
+            if drawn is not None:
+                words += [*drawn.tokens.ravel().tolist(), *drawn.probs.view(np.int32).ravel().tolist()]
+            return words
+        case VerifyResult():
+            head = [message.request, message.round, message.prefix_len, len(message.path)]
+            return [*head, *message.path, *message.tokens]
+        case int():
+            return [message]
+
+
+def read_proposal(flat: Words) -> Proposal:
+    """The proposal that `pack` made these words of."""
+    request, round_, prefix_len, count, *body = _at_least(4, flat, "proposal")
+    if count < 1 or len(body) < 2 * count:
+        raise ValueError(f"a proposal of {len(flat)} words does not hold the {count} nodes it names")
+    parents = tuple(body[count : 2 * count])
+    if parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
+        raise ValueError("a proposal's nodes are not in topological order")
+    drawn = None if len(body) == 2 * count else _read_drawn(body[2 * count :], len({*parents[1:]}))
+    return Proposal(request, round_, prefix_len, tuple(body[:count]), parents, drawn)
+
+
+def _read_drawn(flat: Words, rows: int) -> Drawn:
+    if rows == 0 or len(flat) % (2 * rows) != 0:
+        raise ValueError(f"{len(flat)} words do not hold the distributions of {rows} nodes")
+    tokens, bits = np.array(flat, np.int32).reshape(2, rows, -1)
+    probs = bits.view(np.float32)
+    if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all() and (tokens >= 0).all()):
+        raise ValueError("a proposal's nodes were drawn from no distribution")
+    return Drawn(tokens, probs)
+
+
+def read_result(flat: Words) -> VerifyResult:
+    """The result that `pack` made these words of."""
+    request, round_, prefix_len, count, *body = _at_least(4, flat, "result")
+    if count < 1 or len(body) != 2 * count:
+        raise ValueError(f"a result of {len(flat)} words does not hold the {count} nodes it names")
+    return VerifyResult(request, round_, prefix_len, tuple(body[:count]), tuple(body[count:]))
+
+
+def read_opening(flat: Words) -> Opening:
+    """The opening that `pack` made these words of."""
+    request, prompt_len, count = _at_least(4, flat, "opening")[:3]
+    tokens, rest = flat[3 : 3 + count], flat[3 + count :]
+    if count < 1 or not 1 <= prompt_len <= count or not rest or 4 * len(rest) < 4 + rest[0] or rest[0] < 2:
+        raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
+    try:
+        told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
+        steps, sampling = str(told["steps"]), _sampling(told["sampling"])
+    except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+        raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
+    return Opening(request, tuple(tokens), sampling, prompt_len, steps)
+
+
+def _sampling(values: dict[str, Any]) -> SamplingParams:
+    """From what JSON left of `dataclasses.asdict`: it knows neither tuples nor numbers as keys."""
+    tuples = {item.name: tuple(values[item.name]) for item in fields(SamplingParams) if item.default == ()}
+    bias = {int(token): value for token, value in values["logit_bias"].items()}
+    return SamplingParams(**{**values, **tuples, "logit_bias": bias})
+
+
+def to_words(text: str) -> Words:
+    """Text as words, filled up with blanks."""
+    return bytes_to_words(text.encode())
+
+
+def to_text(words: Words) -> str:
+    """The inverse of `to_words`, without blanks at the end."""
+    return words_to_bytes(words).decode(errors="replace").rstrip()
+
+
+def bytes_to_words(data: bytes) -> Words:
+    """Four to a word, filled up with blanks."""
+    return np.frombuffer(data.ljust(-(-len(data) // 4) * 4), np.int32).tolist()
+
+
+def words_to_bytes(words: Words) -> bytes:
+    """The inverse of `bytes_to_words`, blanks and all."""
+    return np.array(words, np.int32).tobytes()
+
+
+def _at_least(count: int, flat: Words, what: str) -> Words:
+    if len(flat) < count:
+        raise ValueError(f"a {what} of {len(flat)} words is too short")
+    return flat
