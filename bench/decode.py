@@ -36,7 +36,7 @@ from swiftspec.config import PROPOSALS, VERIFY, EngineConfig
 from swiftspec.distributed.world import available_cores, join_world, run_on
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()
@@ -183,7 +183,7 @@ def build(args: argparse.Namespace) -> dict[str, Generate]:
     }
     with TemporaryDirectory() as folder:
         models = {"": args.model}
-        if ModelConfig.from_dir(args.model).quantization:
+        if read_config(args.model).quantization:
             write_dense(args.model, Path(folder), dtype)
             models[", dense target"] = Path(folder)
         for what, model in models.items():

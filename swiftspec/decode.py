@@ -1,9 +1,9 @@
-"""The two loops. Plain, serial, asynchronous and networked tree decoding differ only in what is handed in."""
+"""The loop. Plain, serial, asynchronous and networked decoding differ only in the drafter and the verifier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.runtime.drafter import Drafter
@@ -40,44 +40,3 @@ def decode(drafter: Drafter, verifier: Verifier, tell: Observer = nobody) -> Ite
         tell("settled")
         yield proposal, result
         tell("taken")
-
-
-class Shared(Protocol):
-    """Tokens that all particles have come to share, or those of the particle that was picked."""
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-class Population(Protocol):
-    """What decodes a request in mode smc: `launch` and `collect` in turn, `finish` once."""
-
-    def launch(self) -> bool:
-        """Starts a round. False where none is needed, or none fits."""
-        ...
-
-    def collect(self) -> Shared:
-        """What is known by now of the rounds that were started."""
-        ...
-
-    def finish(self) -> Shared:
-        """Picks one particle, once."""
-        ...
-
-
-def decode_smc(population: Population, tell: Observer = nobody) -> Iterator[tuple[int, ...]]:
-    """Decodes the request that the population has opened, a round at a time, to its end.
-
-    A round gives the tokens that all particles have come to share, often none: nothing else is certain to be in the
-    answer. The last one brings what is left of the particle that was picked.
-    """
-    told = 0
-    while population.launch():
-        shared = population.collect().tokens
-        new = tuple(shared[told:])
-        tell("collected", new)
-        yield new
-        told = len(shared)
-    rest = tuple(population.finish().tokens[told:])
-    tell("collected", rest)
-    yield rest

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swiftspec.decode import Observer, Population, decode, decode_smc, nobody
+from swiftspec.decode import Observer, decode, nobody
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import Drafter, FallbackDrafter
+from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
 Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # a proposal's parents; a result's path, overlaps
@@ -94,13 +94,19 @@ class Decoding(Protocol):
 
 
 class TreeDecoding:
-    """A draft tree and its verification. `report`: what a controller among the drafters has decided in a request."""
+    """A draft tree and its verification."""
 
     def __init__(
-        self, drafter: Drafter, verifier: Verifier, tell: Observer = nobody, report: Callable[[], Any] = lambda: None
+        self,
+        drafter: Drafter,
+        verifier: Verifier,
+        tell: Observer = nobody,
+        lost: Callable[[], str | None] = lambda: None,
+        report: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.drafter, self.verifier = FallbackDrafter(drafter), verifier
-        self._tell, self._report = tell, report
+        """`lost` says why the drafter is gone, should it be, and `report` what a controller around it has decided."""
+        self.drafter, self.verifier = drafter, verifier
+        self._tell, self._lost, self._report = tell, lost, report
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -116,7 +122,7 @@ class TreeDecoding:
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
         for proposal, result in decode(self.drafter, self.verifier, self._tell):
             _count(stats, proposal, result)
-            stats.drafter_lost = self.drafter.lost
+            stats.drafter_lost = self._lost()
             chunk = _cut(result.tokens, ends.budget - stats.tokens, ends.stops)
             stats.tokens += len(chunk.token_ids)
             yield chunk
@@ -128,60 +134,16 @@ class TreeDecoding:
         self._tell("closed")
 
 
-class ParticleDecoding:
-    """A population of particles. A chunk often has no token: only what all particles share. The rest comes last."""
-
-    def __init__(self, population: ManagedPopulation, tell: Observer = nobody) -> None:
-        self.population, self._tell = population, tell
+class Limits(Protocol):
+    """What a request must keep to."""
 
     @property
-    def busy(self) -> tuple[float, float]:
-        return self.population.busy
-
-    def open(self, opening: Opening, ends: Ends) -> None:
-        self._opened = False
-        self.population.open(opening, ends.stops, ends.budget)
-        self._opened = True
-        self._tell("opened", opening)
-
-    def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
-        for tokens in decode_smc(self.population, self._tell):
-            answer = self.population.answer
-            stats.rounds = self.population.rounds
-            stats.drafted += self.population.drafted if answer is None else 0
-            stats.tokens += len(tokens)
-            yield Chunk(tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
-
-    def close(self, stats: Stats) -> None:
-        if self._opened:
-            stats.population = self.population.finish()
-        self.population.close()
-        self._tell("closed")
-
-
-class ManagedPopulation(Population, Protocol):
-    """A population that opens and closes requests and keeps count; `answer` is None until one particle is picked."""
-
+    def max_model_len(self) -> int: ...  # tokens of prompt and answer
     @property
-    def busy(self) -> tuple[float, float]: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def drafted(self) -> int: ...  # draft tokens of a round
-    @property
-    def answer(self) -> Any: ...
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What a request must keep to. `check` raises UserError on sampling parameters that the mode cannot serve."""
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    check: Callable[[SamplingParams], None] = lambda sampling: None
+    def eos_token_ids(self) -> Collection[int]: ...
+    def check(self, prompt: Sequence[int], sampling: SamplingParams, /) -> None:
+        """Raises UserError on a request that cannot be served."""
+        ...
 
 
 class Engine:
@@ -208,7 +170,7 @@ class Engine:
         does, before anything is computed, a prompt that is empty or does not fit.
         """
         sampling = sampling if sampling is not None else SamplingParams()
-        self._check(prompt, sampling)
+        self.limits.check(prompt, sampling)
         return self._stream(tuple(prompt), sampling)
 
     def _stream(self, prompt: tuple[int, ...], sampling: SamplingParams) -> Generator[Chunk]:
@@ -239,24 +201,6 @@ class Engine:
         budget = self.limits.max_model_len - max(len(prompt), len(negative))
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         return Ends(budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.limits.eos_token_ids)})
-
-    def _check(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        length, vocab = self.limits.max_model_len, self.limits.vocab_size
-        if not prompt:
-            raise UserError("the prompt is empty: give at least one token")
-        negative = ("the negative prompt", sampling.negative_prompt_ids)
-        for name, ids in (("the prompt", prompt), negative):
-            if len(ids) >= length:
-                raise UserError(
-                    f"{name} of {len(ids)} tokens does not fit the context of {length} with room for an answer: shorten"
-                    " it or raise max_model_len"
-                )
-        for name, ids in (("the prompt", prompt), negative, ("logit_bias", sampling.logit_bias)):
-            if not all(0 <= token < vocab for token in ids):
-                raise UserError(f"{name} names a token outside 0..{vocab - 1}")
-        if sampling.top_k > vocab:
-            raise UserError(f"top_k {sampling.top_k} is above the vocabulary of {vocab}: 0 turns it off")
-        self.limits.check(sampling)
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:

@@ -45,15 +45,15 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        return self.engine.limits.max_model_len
+        return self.roles.limits.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        return self.engine.limits.vocab_size
+        return self.roles.limits.vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        return self.engine.limits.eos_token_ids
+        return self.roles.limits.eos_token_ids
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""

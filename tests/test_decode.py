@@ -18,7 +18,8 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import Drafter, FallbackDrafter
+from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.fallback import FallbackDrafter
 from tests.support import slow_reference
 from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of
 from tests.support.tiny import ROPES, make_checkpoint

@@ -10,7 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.shard import Shard
 
 GROUP = 128  # inputs of an int4 group
@@ -56,7 +56,7 @@ class RankShape:
             "intermediate_size": inner, "vocab_size": vocab, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192,
             "quantization_config": {"quant_method": "awq", "group_size": GROUP},
         }  # fmt: skip
-        shard = Shard.of(ModelConfig.from_dict(data), 0, tp)
+        shard = Shard.of(parse_config(data), 0, tp)
         o_group = GROUP if tp == 1 else math.gcd(GROUP, width)
         down, head = shard.down.numel(), shard.vocab.numel()
         return RankShape(hidden, shard.num_heads, shard.kv_heads, width, down, head, o_group)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from swiftspec.model.formats import awq, read_config
+from swiftspec.model.files import read_config
+from swiftspec.model.formats import awq, format_of
 
 CONTEXT = 2048  # tokens of prompt and answer that llama.cpp makes room for
 
@@ -37,7 +38,7 @@ def load_transformers(path: Path, dtype: torch.dtype) -> Any:
 
 def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Every weight of a checkpoint by its Hugging Face name, dense, in `dtype`; AutoAWQ "gemm" matrices unpacked."""
-    _, layout = read_config(path)
+    layout = format_of(read_config(path))
     raw: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         raw |= load_file(file)

@@ -19,6 +19,7 @@ from bench.data.heldout import DEMO
 from bench.rivals.engines import dense_state
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 
 TYPES = ("bf16", "q8_0")
 
@@ -31,7 +32,7 @@ def write_gguf(model: Path, out: Path, kind: str) -> None:
     """
     import gguf  # pyright: ignore[reportMissingImports] # optional
 
-    config = ModelConfig.from_dir(model)
+    config = read_config(model)
     if config.family != "llama" or config.rope.kind != "default":
         raise UserError(f"{model}: only Llama with plain RoPE is written as GGUF; choose such a model")
     writer = gguf.GGUFWriter(out, "llama")

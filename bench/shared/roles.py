@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from swiftspec.assemble.roles import Tree
+from swiftspec.assemble.roles import Tree, decoding_on
 from swiftspec.config import EngineConfig
-from swiftspec.engine import TreeDecoding
 from swiftspec.llm import LLM
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
@@ -28,7 +27,7 @@ def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
 
 def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
     """Has an engine decode on these from now on."""
-    llm.engine.decoding = TreeDecoding(drafter, verifier)
+    llm.engine.decoding = decoding_on(drafter, verifier)
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:

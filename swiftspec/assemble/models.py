@@ -16,8 +16,8 @@ from swiftspec.control.measure import MOST_STEPS
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.model.formats import read_config
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
@@ -111,12 +111,12 @@ class Models:
         if plan.ranks != count:
             split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
             raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
-        config, _ = read_config(target)
+        config = read_config(target)
         longest = config.max_position_embeddings
         length = options.get("max_model_len") or longest
         if not 2 <= length <= longest:
             raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
-        heads = [config.vocab_size, *([] if draft is None else [read_config(draft)[0].vocab_size])]
+        heads = [config.vocab_size, *([] if draft is None else [read_config(draft).vocab_size])]
         vocab = options.get("vocab_size") or min(heads)
         if vocab > min(heads):
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
@@ -151,7 +151,7 @@ class Models:
         """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
         width = 0
         for path in self._paths(target=target, draft=draft):
-            config = ModelConfig.from_dir(path)
+            config = read_config(path)
             if self.share_device or operators(self.ops, config, self._kind(config), self.device) is not cuda:
                 return 0
             width = max(width, config.hidden_size)
@@ -191,7 +191,7 @@ class Models:
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context = self.max_model_len + plan.verify_batch  # the last round may overshoot
-        config = ModelConfig.from_dir(path)
+        config = read_config(path)
         dtype = self._kind(config)
         ops = operators(self.ops, config, dtype, self.device)
         positions = context + tree_slots

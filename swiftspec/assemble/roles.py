@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from swiftspec.assemble.limits import RequestLimits
 from swiftspec.assemble.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
+from swiftspec.control.measure import SteppedDrafter
 from swiftspec.control.policy import Pace
 from swiftspec.decode import Observer, nobody
 from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.world import World
-from swiftspec.engine import Decoding, Limits, ParticleDecoding, TreeDecoding
-from swiftspec.model.config import ModelConfig
+from swiftspec.engine import Decoding, TreeDecoding
+from swiftspec.model.files import read_config
 from swiftspec.observe.trace import DraftTrace, ParticleTrace, TraceLog, TreeTrace, both
-from swiftspec.runtime.drafter import NoDrafter, SteppedDrafter
+from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.fallback import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import Verifier
+from swiftspec.smc.decoding import ParticleDecoding
 from swiftspec.smc.population import SMC, check_sampling
 
 
@@ -36,7 +42,7 @@ class Roles:
     decoding: Decoding
     parts: Tree | SMC
     config: EngineConfig
-    limits: Limits
+    limits: RequestLimits
     rank: Rank | None
     log: TraceLog | None
 
@@ -57,10 +63,10 @@ def assemble(models: Models, config: EngineConfig, world: World | None, progress
     else:
         parts, decoding, config = _tree(models, config, rank, log, progress)
     check = check_sampling if config.mode == "smc" else config.check_request
-    eos = ModelConfig.from_dir(models.target).eos_token_ids
+    eos = read_config(models.target).eos_token_ids
     if log is not None:
         log.head(models.described(config))
-    return Roles(decoding, parts, config, Limits(models.max_model_len, models.vocab_size, eos, check), rank, log)
+    return Roles(decoding, parts, config, RequestLimits(models.max_model_len, models.vocab_size, eos, check), rank, log)
 
 
 def _population(
@@ -89,7 +95,15 @@ def _tree(
         controller = Controller(parts.drafter, lambda: Pace.of(config))
     tell = nobody if log is None else _observers(log, parts.verifier, local, controller)
     report = (lambda: None) if controller is None else controller.report
-    return parts, TreeDecoding(controller or parts.drafter, parts.verifier, tell, report), config
+    return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
+
+
+def decoding_on(
+    drafter: Drafter, verifier: Verifier, tell: Observer = nobody, report: Callable[[], Any] = lambda: None
+) -> TreeDecoding:
+    """Decoding that goes on when the drafter is lost. `report`: what a controller among the drafters has decided."""
+    fallback = FallbackDrafter(drafter)
+    return TreeDecoding(fallback, verifier, tell, lambda: fallback.lost, report)
 
 
 def _observers(

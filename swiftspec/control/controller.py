@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
 from swiftspec.control.forecast import Seen
+from swiftspec.control.measure import SteppedDrafter
 from swiftspec.control.policy import Decision, Pace
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.runtime.drafter import NoDrafter, SteppedDrafter
+from swiftspec.runtime.drafter import NoDrafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Protocol
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import SteppedDrafter
+from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
 
 TEXT = 256  # tokens that stand before what is measured: attention has its part in both steps
@@ -26,6 +27,16 @@ class DraftTimes:
 
     turn: float  # taking a result, re-rooting, answering
     expansion: float  # of w leaves, the host's part included
+
+
+class SteppedDrafter(Drafter, Protocol):
+    """A drafter whose d, the expansions of a round, may be set between two rounds; 0 where it has none."""
+
+    @property
+    def draft_steps(self) -> int: ...
+
+    @draft_steps.setter
+    def draft_steps(self, steps: int, /) -> None: ...
 
 
 def draft_times(drafter: SteppedDrafter, room: int) -> DraftTimes:

@@ -17,7 +17,7 @@ from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal,
 from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.trace import Observer, Record, TraceLog
-from swiftspec.runtime.drafter import FAILURES
+from swiftspec.runtime.fallback import FAILURES
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill

@@ -17,7 +17,7 @@ from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.wire import Message, Words, pack, read_opening, read_proposal, read_result
 from swiftspec.errors import RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.runtime.drafter import FAILURES
+from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC, Answer, Report

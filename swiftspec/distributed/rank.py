@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.measure import steps_for, verification_time
+from swiftspec.control.measure import SteppedDrafter, steps_for, verification_time
 from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
@@ -19,7 +19,8 @@ from swiftspec.distributed.world import World, run_on
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.group import Group
 from swiftspec.observe.trace import DraftTrace, TraceLog
-from swiftspec.runtime.drafter import FAILURES, NoDrafter, SteppedDrafter
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC
@@ -85,7 +86,8 @@ class Rank:
             self.leave()
             raise
         for role in self._roles():
-            role.steps_known = [kind for kind in role.steps_known if kind.name in common]
+            agreed: list[Any] = [kind for kind in role.steps_known if kind.name in common]
+            role.steps_known = agreed
 
     def _load(
         self, here: Place, config: EngineConfig, builder: Builder, holds: dict[str, bool], progress: Progress | None

@@ -16,6 +16,7 @@ import numpy as np
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 
 H200_COPY = 4.3e12  # bytes a second of a plain copy, which the constants below were set by
 INT4_BITS = 4.156  # a weight with its share of fp16 scale and 4-bit zero point, groups of 128
@@ -115,9 +116,9 @@ def forward(config: ModelConfig, tp: int, rows: int, lines: Constants, int4: boo
     return config.num_layers * layer + head + lines.sampler
 
 
-def read_config(path: Path) -> ModelConfig:
+def config_at(path: Path) -> ModelConfig:
     """A model directory or its config.json. Raises UserError."""
-    return ModelConfig.from_dir(path.parent if path.name == "config.json" else path)
+    return read_config(path.parent if path.name == "config.json" else path)
 
 
 def hardware(text: str) -> tuple[str, int]:

@@ -196,7 +196,7 @@ def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, Step
     name, count = latency.hardware(args.hardware)
     if args.model is None or args.draft_model is None:
         raise UserError("--hardware needs --model and --draft-model: a config.json each, or its directory")
-    target, draft = latency.read_config(args.model), latency.read_config(args.draft_model)
+    target, draft = latency.config_at(args.model), latency.config_at(args.draft_model)
     kernels = args.kernels or Path("profiles") / f"{name}-kernels.json"
     measured = args.kernels is not None or kernels.is_file()
     ends = latency.fitted(kernels, latency.GPUS[name]) if measured else latency.constants(latency.GPUS[name])

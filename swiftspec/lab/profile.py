@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
+from swiftspec.model.files import read_config
 from swiftspec.serve.__main__ import guarded
 from swiftspec.serve.flags import Table
 
@@ -138,7 +139,6 @@ def _prepare(
 def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> Wish:
     from swiftspec.lab import trials
     from swiftspec.lab.trials import Wish
-    from swiftspec.model.config import ModelConfig
     from swiftspec.serve.text import TextCodec
 
     for name in ("limit", "max_tokens", "repeats"):
@@ -146,7 +146,7 @@ def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, setti
             raise UserError(f"--{name.replace('_', '-')} must be at least 1")
     if ranks == 1 and args.splits != "all":
         raise UserError("--splits needs several ranks: start it with torchrun --standalone --nproc-per-node N")
-    configs = ModelConfig.from_dir(target), ModelConfig.from_dir(draft)
+    configs = read_config(target), read_config(draft)
     pairs, reasons = trials.splits(args.splits, ranks, *configs) if ranks > 1 else ([], [])
     for reason in reasons:
         print(f"swiftspec: left out: {reason}", file=sys.stderr)

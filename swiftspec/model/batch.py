@@ -30,11 +30,6 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def take(self, rows: Tensor) -> Batch:
-        """These rows [m] int64, in this order."""
-        part = (self.tokens[rows], self.positions[rows], self.slots[rows], self.mask[rows], self.sequence[rows])
-        return Batch(*part, self.kv_len)
-
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:

@@ -1,127 +1,45 @@
-"""Reads a Hugging Face checkpoint: safetensors, in one file or several."""
+"""From the tensors of a Hugging Face checkpoint, by their names there, to the weights of a model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, fuse
 
-Progress = Callable[[str, int, int], None]  # file name, its number from 1, how many there are
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class Tensors:
-    """The tensors of a checkpoint directory by name, read from disk when they are taken."""
+class Source(Protocol):
+    """The tensors of a checkpoint; files.py reads them from disk."""
 
-    def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
-        self.folder = folder
-        self._files, self._progress = files, progress
-        self._opened: set[str] = set()
-        self._where: dict[str, tuple[str, Any]] = {}
-        for file in files:  # reads the headers, so a file that was cut short is found before any tensor is read
-            handle = _open(folder / file)
-            self._where.update((name, (file, handle)) for name in handle.keys())  # noqa: SIM118
-        self._left = set(self._where)
+    folder: Path  # for error messages
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
-
-    def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = _FLOATS) -> Tensor:
-        """Reads one tensor. Raises UserError unless it is there, with this shape and one of these dtypes."""
-        if name not in self._where:
-            raise UserError(f"{self.folder}: tensor {name} is missing")
-        file, handle = self._where[name]
-        if self._progress is not None and file not in self._opened:
-            self._opened.add(file)
-            self._progress(file, len(self._opened), len(self._files))
-        try:
-            tensor: Tensor = handle.get_tensor(name)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{self.folder / file}: cannot read {name} ({_line(error)})") from None
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{self.folder / file}: {name} is {list(tensor.shape)}, config.json says {list(shape)}")
-        if tensor.dtype not in kinds:
-            raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
-        self._left.discard(name)
-        return tensor
-
-    def check_all_taken(self) -> None:
-        """Raises UserError on a tensor that nobody has taken: this is another kind of model then."""
-        # Old versions saved the rotary tables, and some the head that is the embedding. Both say nothing new.
-        redundant = ("rotary_emb.inv_freq", "lm_head.weight")
-        extra = sorted(name for name in self._left if not name.endswith(redundant))
-        if extra:
-            order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: tensor {extra[0]} has no place in this model{order}")
+    def __contains__(self, name: str, /) -> bool: ...
+    def take(self, name: str, /, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """The tensor of that name. Raises UserError unless it is there, with this shape and one of these dtypes."""
+        ...
 
 
 class Format(Protocol):
     """How a checkpoint stores the matrices that are quantised (formats/)."""
 
     @property
-    def group_size(self) -> int:
-        """So many inputs of a matrix share a scale."""
-        ...
-
-    def linear(self, tensors: Tensors, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
+    def group_size(self) -> int: ...  # so many inputs of a matrix share a scale
+    def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Weight:
         """The matrix [rows, columns] of the layer that is named `module`."""
         ...
-
-
-def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
-    """Opens a directory's safetensors files. `progress` is called when the first tensor of a file is read."""
-    folder = Path(path)
-    if (folder / _INDEX).is_file():
-        return Tensors(folder, _indexed_files(folder), progress)
-    if (folder / _SINGLE).is_file():
-        return Tensors(folder, [_SINGLE], progress)
-    if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
-        raise UserError(f"{folder}: safetensors only, and these weights are pickles, which can run code; convert them")
-    raise UserError(f"{folder}: no weights; {_SINGLE} or {_INDEX} is needed")
-
-
-def _indexed_files(folder: Path) -> list[str]:
-    """The files that the index names, in order."""
-    try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({str(file) for file in index.values()})
-        if not files:
-            raise ValueError("it names no file")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / _INDEX}: not a safetensors index ({_line(error)})") from None
-    for file in files:
-        if Path(file).name != file:
-            raise UserError(f"{folder / _INDEX}: {file!r} is not a plain file name")
-        if not (folder / file).is_file():
-            raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
-    return files
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file}: damaged or cut short ({_line(error)}); download it again") from None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 class Checkpoint:
     """A model's weights under the names that Hugging Face gives them. `layout`: of the quantised ones, if any are."""
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, layout: Format | None = None) -> None:
+    def __init__(self, config: ModelConfig, tensors: Source, layout: Format | None = None) -> None:
         self.config, self.tensors, self.layout = config, tensors, layout
 
     def read(self) -> ModelWeights:

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import Checkpoint, Progress, open_tensors
-from swiftspec.model.formats import read_config
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.files import Progress, open_tensors, read_config
+from swiftspec.model.formats import format_of
 from swiftspec.model.group import Group
 from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import Ops, Transformer
@@ -29,7 +30,7 @@ def load_model(
     With a group it is this rank's share, and every rank of the group must run the same forwards. Raises UserError on a
     checkpoint that is damaged, of another kind, or cannot be cut for so many ranks.
     """
-    config, layout = read_config(path)
+    config = read_config(path)
     shard = None
     if group is not None:
         try:
@@ -37,7 +38,7 @@ def load_model(
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     tensors = open_tensors(path, progress)
-    weights = Checkpoint(config, tensors, layout).read()
+    weights = Checkpoint(config, tensors, format_of(config)).read()
     weights = weights if shard is None else shard.cut(weights)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     model = Transformer(config, weights, ops, device, kind, max_positions, share=shard, group=group)

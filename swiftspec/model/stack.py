@@ -39,6 +39,13 @@ class Stack:
     group: Group | None  # the ranks that sum the outputs of O and down
 
 
+class Cache(Protocol):
+    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes its rows' slots."""
+
+    k: Tensor
+    v: Tensor
+
+
 class Fused(Protocol):
     """A whole stack as one call."""
 

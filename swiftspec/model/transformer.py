@@ -15,15 +15,8 @@ from torch import Tensor
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.group import Group
-from swiftspec.model.stack import Fused, Layer, Stack
+from swiftspec.model.stack import Cache, Fused, Layer, Stack
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
-
-
-class Cache(Protocol):
-    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes its rows' slots."""
-
-    k: Tensor
-    v: Tensor
 
 
 class Ops(Protocol):

@@ -60,15 +60,8 @@ class Runner:
         config = model.config
         self.model, self.ops, self.vocab, self.shard = model, ops, vocab, shard
         self.tree_slots = tree_slots
-        self.cache = KVCache(
-            config.num_layers,
-            model.kv_heads,
-            config.head_dim,
-            context + tree_slots,
-            ops.mover,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
+        self.cache = KVCache(*shape, ops.mover, dtype=model.dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[Hook] = []
         self._guidance: Guidance | None = None

@@ -44,7 +44,10 @@ class Verifier(Protocol):
 
 
 class LocalVerifier:
-    """The target model in this process. Its prefix holds every verified token before the root."""
+    """The target model in this process. Its prefix holds every verified token before the root.
+
+    It is its own `Pending`, as there is one verification at a time.
+    """
 
     def __init__(
         self, runner: Runner, steps: Sequence[Steps], rejection: Callable[[Sampler], Accept] | None = None
@@ -87,8 +90,13 @@ class LocalVerifier:
         self.steps = self.choose(opening)
         self.steps.open(Request(self._sampler, accept=accept(self._sampler)))
 
-    def submit(self, proposal: Proposal) -> LocalPending:
-        return LocalPending(self, proposal)
+    def submit(self, proposal: Proposal) -> Pending:
+        self._submitted = proposal
+        return self
+
+    def wait(self) -> VerifyResult:
+        """Runs the forward only now: this process has nothing else to do meanwhile."""
+        return self.verify(self._submitted)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Forward, then what stands. `settle` commits the accepted path."""
@@ -105,14 +113,3 @@ class LocalVerifier:
 
     def close(self) -> None:
         self.runner.reset()
-
-
-class LocalPending:
-    """Runs the forward when it is waited for: this process has nothing else to do meanwhile."""
-
-    def __init__(self, verifier: LocalVerifier, proposal: Proposal) -> None:
-        self._verifier = verifier
-        self._proposal = proposal
-
-    def wait(self) -> VerifyResult:
-        return self._verifier.verify(self._proposal)

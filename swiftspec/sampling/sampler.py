@@ -104,11 +104,6 @@ class Sampler:
         if self.history is not None:
             self.history.extend(tokens)
 
-    def scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
-        """What the operators make of raw logits for a request without penalties and filters; of its distribution to
-        that power."""
-        return Scores(self.params.temperature / power, self.bias, noise, rows)
-
     def shape(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.
 
@@ -145,14 +140,7 @@ class Sampler:
         return self.shard.argmax(shaped + self._noise(shaped, self.shard, positions) if noisy else shaped)
 
     def children(
-        self,
-        logits: Tensor,
-        paths: Paths | None,
-        positions: Tensor,
-        *,
-        k: int,
-        coupled: bool = False,
-        tau: float = 1.0,
+        self, logits: Tensor, paths: Paths | None, positions: Tensor, *, k: int, coupled: bool = False, tau: float = 1.0
     ) -> tuple[Tensor, Tensor]:
         """The k best children of draft rows: tokens [n, k] and log-probabilities [n, k], likeliest first.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.serve.flags import MOST_THREADS
 from swiftspec.serve.plan import mismatch
@@ -93,7 +93,7 @@ class Found:
         draft = None if draft_model is None else locate(draft_model)
         for path in (target, draft):
             if path is not None:
-                ModelConfig.from_dir(path)  # what is no model shows at once
+                read_config(path)  # what is no model shows at once
         if draft is not None and settings.mode != "ar":
             plan = planned(settings, target, draft, ranks, phases).make_plan(True, ranks)
         if plan.mode == "ar":
@@ -251,7 +251,7 @@ def _dtype(settings: Settings, target: Path, device: str) -> str:
     """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
     if settings.dtype != "auto":
         return settings.dtype
-    own = ModelConfig.from_dir(target).dtype
+    own = read_config(target).dtype
     from swiftspec.backends import cpu as host
 
     fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
@@ -274,7 +274,7 @@ def _use_threads(settings: Settings, target: Path, dtype: str, device: str, rank
 
     from swiftspec.backends import cpu as host
 
-    native = settings.ops == "auto" and host.fits(ModelConfig.from_dir(target), getattr(torch, dtype), device)
+    native = settings.ops == "auto" and host.fits(read_config(target), getattr(torch, dtype), device)
     count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
     torch.set_num_threads(1 if native else count)
     host.set_threads(count)

@@ -17,7 +17,8 @@ from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import Steps, choose, features
+from swiftspec.runtime.steps import choose, features
+from swiftspec.runtime.steps.rounds import Rounds
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
 from swiftspec.tree.mask import WIDTHS
@@ -83,7 +84,7 @@ class SMC:
         self,
         target: Runner,
         draft: Runner,
-        steps: Sequence[Steps],
+        steps: Sequence[Rounds],
         config: PopulationConfig,
         *,
         longest: int,
@@ -104,7 +105,7 @@ class SMC:
     def drafted(self) -> int:
         return self.config.particles * self.config.smc_draft_tokens
 
-    def choose(self, opening: Opening) -> Steps:
+    def choose(self, opening: Opening) -> Rounds:
         """The steps that run a request."""
         return choose(self.steps_known, features(opening.sampling, "population"), opening.steps)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from swiftspec.backends.reference import Scores
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
@@ -120,7 +121,7 @@ class SMCRound:
             if step > 0:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
-            scores = self._sampler.scores(1.0, next(noise), self._rows)
+            scores = self._scores(1.0, next(noise), self._rows)
             tokens.append(self._ops.draw(logits, self._vocab, scores))
             log_q.append(self._ops.log_probs(logits, self._vocab, tokens[-1], scores))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
@@ -151,14 +152,18 @@ class SMCRound:
             torch.cat(drafted.views),
         )
 
+    def _scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
+        """What the operators make of raw logits; of the request's distribution to that power."""
+        return Scores(self._sampler.params.temperature / power, self._sampler.bias, noise, rows)
+
     def _judge(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """How many draft tokens stay [N], here all; the token after them [N]; the log-weights by place [N, K + 1].
         `logits` [(K + 1) N, >= V]: the target's, step by step."""
         p, power = self.particles, self._config.power
         ahead, last = logits[: -p.count], logits[-p.count :]
-        scores = self._sampler.scores()
+        scores = self._scores()
         log_p = self._ops.log_probs(ahead, self._vocab, drafted.tokens.t().reshape(-1), scores).view(-1, p.count).t()
-        extra = self._ops.draw(last, self._vocab, self._sampler.scores(power, noise, self._rows))
+        extra = self._ops.draw(last, self._vocab, self._scores(power, noise, self._rows))
         norm = torch.zeros_like(drafted.log_q[:, 0])
         if power != 1:
             shaped = self._sampler.shape(last, None)

@@ -19,7 +19,7 @@ from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.model.weights import DenseWeight
@@ -147,7 +147,7 @@ class Cache:
 
 
 def tables(dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return reference.rope_tables(ModelConfig.from_dict(CONFIG).rope, dim, 200, dtype, "cpu")
+    return reference.rope_tables(parse_config(CONFIG).rope, dim, 200, dtype, "cpu")
 
 
 def check_attention(batch: Batch, sequences: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
@@ -223,11 +223,11 @@ def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtyp
 
 def test_sizes_that_the_registers_do_not_hold_take_the_reference() -> None:
     for dtype in DTYPES:
-        assert host.fits(ModelConfig.from_dict(CONFIG), dtype, "cpu")
-        assert host.fits(ModelConfig.from_dict(CONFIG | {"hidden_size": 70, "head_dim": 16}), dtype, "cpu")
-        assert not host.fits(ModelConfig.from_dict(CONFIG | {"head_dim": 8}), dtype, "cpu")
-        assert not host.fits(ModelConfig.from_dict(CONFIG), dtype, "meta")
-    assert not host.fits(ModelConfig.from_dict(CONFIG), F64, "cpu")
+        assert host.fits(parse_config(CONFIG), dtype, "cpu")
+        assert host.fits(parse_config(CONFIG | {"hidden_size": 70, "head_dim": 16}), dtype, "cpu")
+        assert not host.fits(parse_config(CONFIG | {"head_dim": 8}), dtype, "cpu")
+        assert not host.fits(parse_config(CONFIG), dtype, "meta")
+    assert not host.fits(parse_config(CONFIG), F64, "cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

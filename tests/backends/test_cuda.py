@@ -11,7 +11,7 @@ from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
 from swiftspec.backends.cuda.checks import check
 from swiftspec.errors import UserError
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
@@ -28,7 +28,7 @@ def test_tensors_are_checked() -> None:
 
 
 def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
-    config = ModelConfig.from_dict(CONFIG)
+    config = parse_config(CONFIG)
     with pytest.raises(UserError, match="need a GPU, not cpu"):
         operators("cuda", config, torch.bfloat16, CPU)
     assert operators("reference", config, torch.bfloat16, torch.device("cuda")) is reference

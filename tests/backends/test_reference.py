@@ -16,6 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference as ops
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
+from swiftspec.model.config_json import parse_rope
 from swiftspec.model.weights import DenseWeight
 from tests.support.tiny import ROPES, make_model
 
@@ -95,7 +96,7 @@ def test_embedding() -> None:
 def test_rope_tables_are_those_of_transformers(kind: str, dtype: torch.dtype) -> None:
     theirs: Any = make_model(rope=ROPES[kind]).base_model.rotary_emb
     cos, sin = theirs(torch.zeros(1, dtype=dtype), torch.arange(400)[None])
-    rope = RopeConfig.from_dict({"rope_parameters": ROPES[kind]})
+    rope = parse_rope({"rope_parameters": ROPES[kind]})
     ours = ops.rope_tables(rope, 8, 400, dtype, "cpu")
     sign = torch.tensor([-1] * 4 + [1] * 4)
     torch.testing.assert_close(ours[0], cos[0], rtol=0, atol=1e-7 if dtype == torch.float64 else 0)

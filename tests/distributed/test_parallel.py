@@ -16,7 +16,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.distributed.groups.sums import sum_in_rank_order
 from swiftspec.errors import UserError
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
@@ -150,7 +150,7 @@ def test_padding_contributes_nothing(tmp_path: Path) -> None:
             out[:, self.shard.down < 0] = 1e30
             return out
 
-    config = ModelConfig.from_dir(tmp_path)
+    config = read_config(tmp_path)
     want = logits(tmp_path, None)
     for size in (3, 5):
         assert any((Shard.of(config, rank, size).o < 0).any() for rank in range(size))

@@ -19,7 +19,7 @@ from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.llm import LLM
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
@@ -79,7 +79,7 @@ def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: EngineConfig) ->
 def random_model(group: Any = None) -> Transformer:
     """Two layers with heads of 64, which the CUDA operators take, and any weights."""
     shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
-    config = replace(ModelConfig.from_dir(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
+    config = replace(read_config(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
     dice = torch.Generator().manual_seed(1)
 
     def dense(outputs: int, inputs: int) -> DenseWeight:

@@ -12,7 +12,7 @@ from swiftspec.errors import UserError
 from swiftspec.lab import latency, predict, simulate
 from swiftspec.lab.profile import main
 from swiftspec.lab.simulate import Acceptance, Times
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
 from swiftspec.serve.text import TextCodec
 from tests.support.profiles import KEY, profile, run
@@ -79,9 +79,7 @@ def test_the_interval_holds_the_middle() -> None:
 def test_the_latency_model_gives_the_targets_it_was_made_from(
     config: dict[str, Any], tp: int, slow: float, fast: float
 ) -> None:
-    made = [
-        latency.forward(ModelConfig.from_dict(config), tp, 8, c, True) for c in latency.constants(latency.GPUS["h200"])
-    ]
+    made = [latency.forward(parse_config(config), tp, 8, c, True) for c in latency.constants(latency.GPUS["h200"])]
     assert [1e3 * t for t in made] == pytest.approx([slow, fast], rel=0.08)
 
 

@@ -10,6 +10,7 @@ from swiftspec.errors import UserError
 from swiftspec.lab import trials
 from swiftspec.lab.profile import read_prompts, seconds
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from tests.support.profiles import run
 from tests.support.toy_pair import make_pair
 
@@ -17,7 +18,7 @@ from tests.support.toy_pair import make_pair
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelConfig, ModelConfig]:
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))  # four heads each
-    return ModelConfig.from_dir(target), ModelConfig.from_dir(draft)
+    return read_config(target), read_config(draft)
 
 
 def test_all_splits_and_those_that_nobody_can_cut(configs: tuple[ModelConfig, ModelConfig]) -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig, RopeConfig
-from swiftspec.model.formats import format_of, read_config
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.files import read_config
+from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
 from tests.support.tiny import ROPES, make_model
@@ -64,7 +66,7 @@ def packed(weights: dict[str, Any] | None = None, **group: Any) -> dict[str, Any
 
 def read(**changes: Any) -> ModelConfig:
     """LLAMA with fields changed, or taken out where the change is `...`."""
-    return ModelConfig.from_dict({k: v for k, v in (LLAMA | changes).items() if v is not ...})
+    return parse_config({k: v for k, v in (LLAMA | changes).items() if v is not ...})
 
 
 def test_a_version_4_config() -> None:
@@ -117,7 +119,7 @@ def test_rope(fields: dict[str, Any], want: RopeConfig) -> None:
 @pytest.mark.parametrize("rope", ROPES)
 def test_what_transformers_writes(tmp_path: Path, family: str, rope: str) -> None:
     make_model(family=family, rope=ROPES[rope]).config.save_pretrained(tmp_path)
-    config = ModelConfig.from_dir(tmp_path)
+    config = read_config(tmp_path)
     assert (config.family, config.rope.kind, config.rope.theta) == (family, rope, ROPES[rope]["rope_theta"])
     assert config.rope.factor == ROPES[rope].get("factor", 1.0) and config.head_dim == 8
 
@@ -204,8 +206,8 @@ def test_directories(tmp_path: Path) -> None:
 
 def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 3)
+    assert read_config(tmp_path).eos_token_ids == (2, 3)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5, 6)
+    assert read_config(tmp_path).eos_token_ids == (5, 6)
     (tmp_path / "generation_config.json").write_text("{}")
-    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2, 3)
+    assert read_config(tmp_path).eos_token_ids == (2, 3)

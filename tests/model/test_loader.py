@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import open_tensors
+from swiftspec.model.files import open_tensors
 from swiftspec.model.formats.awq import AWQ_ORDER
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.shard import HeadCut, Shard
 
 
@@ -19,7 +20,7 @@ def config(
     heads: int, kv_heads: int, *, width: int = 8, inner: int = 48, vocab: int = 64, group: int = 0
 ) -> ModelConfig:
     quant = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"} if group else None
-    return ModelConfig.from_dict(
+    return parse_config(
         {
             "architectures": ["LlamaForCausalLM"], "vocab_size": vocab, "hidden_size": 32, "num_hidden_layers": 1,
             "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": width,

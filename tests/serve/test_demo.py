@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.params import SamplingParams
@@ -41,7 +41,7 @@ def test_the_pair_is_small_and_says_where_it_comes_from() -> None:
     text = json.dumps(provenance)
     for what in ("sha256", "held", "seed", "steps", "loss", "licen"):
         assert what in text.lower(), f"the provenance says nothing of {what}"
-    target, draft = ModelConfig.from_dir(TARGET), ModelConfig.from_dir(DRAFT)
+    target, draft = read_config(TARGET), read_config(DRAFT)
     assert isinstance(format_of(target), Awq) and format_of(draft) is None
     assert target.vocab_size == draft.vocab_size == 4096 and draft.dtype == "bfloat16"
 

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.decode import decode_smc
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.smc.decoding import decode_smc
 from swiftspec.smc.population import region
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode

@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from swiftspec.model.group import Group
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
@@ -26,7 +26,7 @@ from tests.support.roles import make_population, make_runner, opening
 Law = dict[tuple[int, ...], float]  # text -> mass
 
 POISON = 1e6
-CONFIG = ModelConfig.from_dict(
+CONFIG = parse_config(
     {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 2, "num_hidden_layers": 1,
         "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 2, "dtype": "float64",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from swiftspec.assemble.models import drafter_on
-from swiftspec.assemble.roles import Tree
+from swiftspec.assemble.roles import Tree, decoding_on
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
@@ -76,7 +76,8 @@ def make_population(
 
 def only(role: LocalDrafter | LocalVerifier | SMC, *names: str) -> None:
     """Leaves a role these kinds of steps."""
-    role.steps_known = [kind for kind in role.steps_known if kind.name in names]
+    left: list[Any] = [kind for kind in role.steps_known if kind.name in names]
+    role.steps_known = left
 
 
 def tree_of(llm: LLM) -> Tree:
@@ -107,7 +108,5 @@ def population_of(llm: LLM) -> SMC:
 
 def put(llm: LLM, drafter: Drafter | None = None, verifier: Verifier | None = None) -> None:
     """Has an engine decode with another drafter or verifier; without a controller."""
-    from swiftspec.engine import TreeDecoding
-
     parts = tree_of(llm)
-    llm.engine.decoding = TreeDecoding(drafter or parts.drafter, verifier or parts.verifier)
+    llm.engine.decoding = decoding_on(drafter or parts.drafter, verifier or parts.verifier)

@@ -17,6 +17,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.files import read_config
 from swiftspec.model.formats.int4 import Int4Weight, unpack_int4
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -165,11 +167,11 @@ def test_what_does_not_fit_is_refused(sizes: dict[str, Any], said: str) -> None:
 
 def test_shapes(tmp_path: Path) -> None:
     """By name, or from a config.json; every named one has room for the embedded pair, or says that it has not."""
-    config = grown_config(ModelConfig.from_dir(TARGET), read_shape("Llama-3-70B"), "int4")
+    config = grown_config(read_config(TARGET), read_shape("Llama-3-70B"), "int4")
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(str(tmp_path / "config.json")) == read_shape("Llama-3-70B")
     for name in SHAPES:
-        large = ModelConfig.from_dict(grown_config(ModelConfig.from_dir(DRAFT), read_shape(name), "int4"))
-        map_layer(ModelConfig.from_dir(DRAFT), large)
+        large = parse_config(grown_config(read_config(DRAFT), read_shape(name), "int4"))
+        map_layer(read_config(DRAFT), large)
     with pytest.raises(UserError, match="neither"):
         read_shape("Llama-4")

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.model.formats.awq import AWQ_ORDER
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
@@ -22,7 +23,7 @@ from tools.grow.shapes import DTYPES, Kind, grown_config
 def write_config(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path) -> None:
     """The grown model's config.json, and the small model's tokenizer if it has one."""
     out.mkdir(parents=True, exist_ok=True)
-    config = grown_config(ModelConfig.from_dir(path), sizes, kind)
+    config = grown_config(read_config(path), sizes, kind)
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (Path(path) / name).is_file():

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import Checkpoint, open_tensors
+from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.formats import read_config
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.formats import format_of
 from swiftspec.model.transformer import Ops, Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from tools.grow.fill import Filler
@@ -36,9 +38,9 @@ class Grown:
     @staticmethod
     def of(path: str | Path, sizes: dict[str, Any], kind: Kind, device: torch.device | str, seed: int) -> Grown:
         """Raises UserError where the model does not fit the shape."""
-        small, layout = read_config(path)
-        source = Checkpoint(small, open_tensors(path), layout).read()
-        large = ModelConfig.from_dict(grown_config(small, sizes, kind))
+        small = read_config(path)
+        source = Checkpoint(small, open_tensors(path), format_of(small)).read()
+        large = parse_config(grown_config(small, sizes, kind))
         spare = large.hidden_size - small.hidden_size
         if large.vocab_size < small.vocab_size or (large.vocab_size > small.vocab_size and spare < 1):
             raise UserError(f"{path}: the vocabulary may only grow, and only together with the hidden size")

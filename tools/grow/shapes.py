@@ -10,6 +10,7 @@ import torch
 
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
 from tools.grow.maps import GROUP
 
 FIELDS = (
@@ -33,7 +34,7 @@ def read_shape(shape: str) -> dict[str, Any]:
     if not Path(shape).is_file():
         raise UserError(f"{shape}: neither {', '.join(SHAPES)} nor the path of a config.json")
     data = json.loads(Path(shape).read_text(encoding="utf-8"))
-    config = ModelConfig.from_dict(data)
+    config = parse_config(data)
     sizes = (config.hidden_size, config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim)
     rest = (config.intermediate_size, config.vocab_size, config.tie_word_embeddings)
     return dict(zip(FIELDS, sizes + rest, strict=True))

@@ -18,7 +18,8 @@ from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import Packed, pack
-from swiftspec.backends.reference import CAPTURES, PLAIN, Cache, Scores, device_tree, embed, rope_tables
+from swiftspec.backends.reference import CAPTURES, PLAIN, Scores, device_tree, embed, rope_tables
+from swiftspec.model.stack import Cache
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch

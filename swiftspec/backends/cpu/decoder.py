@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.rounds import HostRounds
 from swiftspec.backends.cpu.shm import SharedGroup
-from swiftspec.backends.reference import Cache
-from swiftspec.model.stack import Layer, Stack
+from swiftspec.model.stack import Cache, Layer, Stack
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
@@ -70,7 +70,8 @@ class HostDecoder:
         order = None
         if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
             order = batch.sequence.argsort(stable=True)  # a sequence's rows must follow each other
-            batch = batch.take(order)
+            rows = ("tokens", "positions", "slots", "mask", "sequence")
+            batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
         logits = torch.empty(len(batch), self._outputs) if head else None
         kept: list[Tensor] = []  # masks until the call is over
         parts = list(_parts(batch, cache, kept))

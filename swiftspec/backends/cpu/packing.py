@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.reference import Weight
+from swiftspec.model.weights import Weight
 
 
 @runtime_checkable

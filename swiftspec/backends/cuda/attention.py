@@ -14,8 +14,8 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.checks import check, current_stream
-from swiftspec.backends.reference import Cache
 from swiftspec.model.batch import Batch
+from swiftspec.model.stack import Cache
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 64  # that share keys

@@ -17,8 +17,8 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4
 from swiftspec.backends.cuda.checks import on_gpu
-from swiftspec.backends.reference import Weight
 from swiftspec.errors import UserError
+from swiftspec.model.weights import Weight
 
 MAX_ROWS = 32  # of one launch
 WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line

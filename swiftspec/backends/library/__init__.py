@@ -17,12 +17,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.packing import Int4
 from swiftspec.backends.reference import (
-    AttentionPlan,
-    Cache,
-    Packed,
-    Part,
     Scores,
-    Weight,
     children,
     device_tree,
     draw,
@@ -41,7 +36,11 @@ from swiftspec.backends.reference import (
     rope_tables,
     tree_attention,
 )
+from swiftspec.backends.reference.attention import AttentionPlan, Part
+from swiftspec.backends.reference.packing import Packed
 from swiftspec.model.batch import Batch
+from swiftspec.model.stack import Cache
+from swiftspec.model.weights import Weight
 
 __all__ = [
     "CAPTURES",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,13 +12,7 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
-
-
-class Cache(Protocol):
-    """What attention appends to: both [layers, S, G, capacity, hd]."""
-
-    k: Tensor
-    v: Tensor
+from swiftspec.model.stack import Cache
 
 
 def rope_tables(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
@@ -22,12 +20,3 @@ def format_of(config: ModelConfig) -> Format | None:
     if method not in FORMATS:
         raise UserError(f"quantisation method {method!r} is not supported; {' and '.join(FORMATS)} are")
     return FORMATS[method](config.quantization)
-
-
-def read_config(path: str | Path) -> tuple[ModelConfig, Format | None]:
-    """A checkpoint directory's config and `format_of` it. Raises UserError on what is not supported."""
-    config = ModelConfig.from_dir(path)
-    try:
-        return config, format_of(config)
-    except UserError as error:
-        raise UserError(f"{path}/config.json: {error}") from None

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import Tensors
-from swiftspec.model.config import Json
+from swiftspec.model.checkpoint import Source
+from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of its eight
@@ -41,7 +41,7 @@ class Awq:
             raise UserError("AWQ without zero points is not supported")
         return Awq(group_size)
 
-    def linear(self, tensors: Tensors, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
+    def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
         words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
         qweight = tensors.take(f"{module}.qweight", columns, rows // 8, kinds=words)
         qzeros = tensors.take(f"{module}.qzeros", count, rows // 8, kinds=words)

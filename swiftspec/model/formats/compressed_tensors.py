@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import Tensors
-from swiftspec.model.config import Json, read_object
+from swiftspec.model.checkpoint import Source
+from swiftspec.model.config_json import Json, read_object
 from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
 
 
@@ -51,7 +51,7 @@ class CompressedTensors:
         group_size = check("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
         return CompressedTensors(group_size, not weights.get("symmetric", True))
 
-    def linear(self, tensors: Tensors, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
+    def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
         words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
         packed = tensors.take(f"{module}.weight_packed", rows, columns // 8, kinds=words)
         scale = tensors.take(f"{module}.weight_scale", rows, count)
@@ -60,7 +60,7 @@ class CompressedTensors:
             zeros = tensors.take(f"{module}.weight_zero_point", rows // 8, count, kinds=words)
         shape = tensors.take(f"{module}.weight_shape", 2, kinds=(torch.int32, torch.int64)).tolist()
         if shape != [rows, columns]:
-            raise UserError(f"{tensors.folder}: {module}.weight_shape says {shape}, not [{rows}, {columns}]")
+            raise UserError(f"{module}.weight_shape says {shape}, not [{rows}, {columns}]")
         return from_pack_quantized(packed, scale, zeros, self.group_size, bias)
 
 

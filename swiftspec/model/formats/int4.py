@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
-from swiftspec.model.checkpoint import Tensors
+from swiftspec.model.checkpoint import Source
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
@@ -29,7 +29,7 @@ def check(method: str, bits: object, group_size: object) -> int:
     return group_size
 
 
-def groups(tensors: Tensors, module: str, rows: int, columns: int, group_size: int) -> int:
+def groups(tensors: Source, module: str, rows: int, columns: int, group_size: int) -> int:
     """Groups of a matrix's inputs. Raises UserError where they do not come out even."""
     if rows % 8 or columns % group_size:
         raise UserError(f"{tensors.folder}: {module} [{rows}, {columns}] does not divide into int4 groups")

@@ -8,9 +8,9 @@ that takes a request runs it. In a group of ranks the leader chooses, and `Openi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,14 +72,18 @@ class Request:
     expansion: Expansion | None = None
 
 
-class Steps(Protocol):
-    """One kind of steps on one model."""
+class Kind(Protocol):
+    """What a request's features choose among."""
 
-    name: str
-
+    @property
+    def name(self) -> str: ...
     def takes(self, wanted: Features) -> bool:
-        """Whether these steps can run a request with these features."""
+        """Whether this kind can run a request with these features."""
         ...
+
+
+class Steps(Kind, Protocol):
+    """One kind of steps on one model."""
 
     def open(self, request: Request) -> None:
         """Begins a request that they take."""
@@ -103,16 +107,10 @@ class Steps(Protocol):
         position of the root, bs, w, d, and what an expansion is worth (`AheadDrafter.YIELD`)."""
         ...
 
-    def window(self, slots: int) -> int:
-        """The width of the mask window for a round of particles over so many tree slots."""
-        ...
 
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
-        """One round of particles, `run(width)`. Rounds of the same `key` run the same operators on the same tensors;
-        `state` are those that a round changes, but for keys and values, of which the next one writes the same anew."""
-        ...
+T = TypeVar("T", bound=Kind)
 
 
-def choose(steps: Sequence[Steps], wanted: Features, named: str = "") -> Steps:
+def choose(kinds: Sequence[T], wanted: Features, named: str = "") -> T:
     """The first kind that takes a request; where a leader has named one, that one."""
-    return next(kind for kind in steps if kind.name == named or (not named and kind.takes(wanted)))
+    return next(kind for kind in kinds if kind.name == named or (not named and kind.takes(wanted)))

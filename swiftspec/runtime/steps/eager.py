@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,6 @@ from swiftspec.runtime.steps import FEATURES, Accepted, Features, Request
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree import walk
 from swiftspec.tree.tree import DraftTree
-
-NARROW = 16  # windows of a population's rounds are multiples of this many slots
 
 
 class EagerSteps:
@@ -90,12 +88,6 @@ class EagerSteps:
 
     def reply(self, tree: DraftTree, *where: Any) -> Any:
         return None
-
-    def window(self, slots: int) -> int:
-        return -(-slots // NARROW) * NARROW
-
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
-        return run(width)
 
     def forward(self, batch: HostBatch) -> Tensor:
         """The logits of a batch [n, vocab]."""

@@ -22,7 +22,6 @@ from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import FEATURES, Features, Request
 from swiftspec.runtime.steps.eager import EagerSteps
-from swiftspec.tree.mask import WIDTHS
 
 T = TypeVar("T")
 
@@ -192,36 +191,6 @@ class GraphForwards(EagerSteps):
         logits = self.runner.model.forward(batch, self.runner.cache)
         assert logits is not None
         return logits
-
-
-class GraphRounds(EagerSteps):
-    """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
-    it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
-
-    name = "graph"
-    TAKES: Features = frozenset(FEATURES) - {"guidance"}
-
-    def __init__(self, runner: Runner, graphs: Graphs) -> None:
-        super().__init__(runner)
-        self.graphs = graphs
-        self._key: Hashable = None
-
-    def takes(self, wanted: Features) -> bool:
-        return wanted <= self.TAKES
-
-    def window(self, slots: int) -> int:
-        """One of few, each with its graph."""
-        step = WIDTHS[-1]
-        if slots < step:
-            step = next(width for width in WIDTHS if width >= slots)
-        return -(-slots // step) * step
-
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
-        if key != self._key:
-            self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
-            self._key = key
-        self.graphs.open(ROUNDS, lambda: None)
-        return self.graphs.run(ROUNDS, width, lambda: run(width), state)
 
 
 class CudaCapture:

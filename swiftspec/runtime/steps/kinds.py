@@ -14,10 +14,11 @@ from swiftspec.config import EngineConfig
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Steps
 from swiftspec.runtime.steps.eager import EagerSteps
-from swiftspec.runtime.steps.graph import ROWS, Capture, GraphForwards, GraphRounds, Graphs
+from swiftspec.runtime.steps.graph import ROWS, Capture, GraphForwards, Graphs
 from swiftspec.runtime.steps.graph_expansions import DeviceTree, GraphExpansions
 from swiftspec.runtime.steps.graph_verifications import GraphVerifications
 from swiftspec.runtime.steps.native import NativeModel, NativeSteps, NativeTree
+from swiftspec.runtime.steps.rounds import EagerRounds, GraphRounds, Rounds
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.tree.tree import DraftTree
 
@@ -74,12 +75,12 @@ def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[
     return [*found, EagerSteps(runner)], tree
 
 
-def for_population(target: Runner, tools: Tools, draft_tools: Tools) -> list[Steps]:
+def for_population(target: Runner, tools: Tools, draft_tools: Tools) -> list[Rounds]:
     """Those that run a population's rounds, which are both models' at once."""
     captured = target.model.group is None  # a graph has no room for the gathering of whole logits, a library's
     if captured and tools.graphs is not None and draft_tools.graphs is not None:
-        return [GraphRounds(target, tools.graphs), EagerSteps(target)]
-    return [EagerSteps(target)]
+        return [GraphRounds(tools.graphs), EagerRounds()]
+    return [EagerRounds()]
 
 
 def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:

@@ -12,7 +12,7 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.rivals import engines, to_gguf
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.model.config import ModelConfig
+from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 from tests.support.tiny import make_checkpoint
 
@@ -35,7 +35,7 @@ def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
     engines.write_dense(DEMO / "target", tmp_path, torch.float32)
     here, there = (engines.dense_state(path, torch.float32) for path in (DEMO / "target", tmp_path))
     assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
-    assert ModelConfig.from_dir(tmp_path).quantization == {}
+    assert read_config(tmp_path).quantization == {}
 
 
 @needs_llama_cpp

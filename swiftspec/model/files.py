@@ -1,0 +1,138 @@
+"""The files of a checkpoint directory: config.json, and the weights as safetensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import FLOATS
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.formats import format_of
+
+Progress = Callable[[str, int, int], None]  # file name, its number from 1, how many there are
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of a checkpoint directory. generation_config.json, if any, names the tokens that end a text.
+
+    Raises UserError on a model, or a format of its weights, that is not supported.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such directory")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json; a Hugging Face model directory has one")
+    data = _read_object(folder / "config.json")
+    if (folder / "generation_config.json").is_file():
+        stop = _read_object(folder / "generation_config.json").get("eos_token_id")
+        data = data if stop is None else {**data, "eos_token_id": stop}
+    try:
+        config = parse_config(data)
+        format_of(config)
+    except UserError as error:
+        raise UserError(f"{folder}/config.json: {error}") from None
+    return config
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: not readable as JSON ({str(error).splitlines()[0]})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file}: not a JSON object")
+    return data
+
+
+class Tensors:
+    """The tensors of a checkpoint directory by name, read from disk when they are taken."""
+
+    def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
+        self.folder = folder
+        self._files, self._progress = files, progress
+        self._opened: set[str] = set()
+        self._where: dict[str, tuple[str, Any]] = {}
+        for file in files:  # reads the headers, so a file that was cut short is found before any tensor is read
+            handle = _open(folder / file)
+            self._where.update((name, (file, handle)) for name in handle.keys())  # noqa: SIM118
+        self._left = set(self._where)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """Reads one tensor. Raises UserError unless it is there, with this shape and one of these dtypes."""
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor {name} is missing")
+        file, handle = self._where[name]
+        if self._progress is not None and file not in self._opened:
+            self._opened.add(file)
+            self._progress(file, len(self._opened), len(self._files))
+        try:
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder / file}: cannot read {name} ({_line(error)})") from None
+        if tuple(tensor.shape) != shape:
+            raise UserError(f"{self.folder / file}: {name} is {list(tensor.shape)}, config.json says {list(shape)}")
+        if tensor.dtype not in kinds:
+            raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
+        self._left.discard(name)
+        return tensor
+
+    def check_all_taken(self) -> None:
+        """Raises UserError on a tensor that nobody has taken: this is another kind of model then."""
+        # Old versions saved the rotary tables, and some the head that is the embedding. Both say nothing new.
+        redundant = ("rotary_emb.inv_freq", "lm_head.weight")
+        extra = sorted(name for name in self._left if not name.endswith(redundant))
+        if extra:
+            order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
+            raise UserError(f"{self.folder}: tensor {extra[0]} has no place in this model{order}")
+
+
+def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
+    """Opens a directory's safetensors files. `progress` is called when the first tensor of a file is read."""
+    folder = Path(path)
+    if (folder / _INDEX).is_file():
+        return Tensors(folder, _indexed_files(folder), progress)
+    if (folder / _SINGLE).is_file():
+        return Tensors(folder, [_SINGLE], progress)
+    if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
+        raise UserError(f"{folder}: safetensors only, and these weights are pickles, which can run code; convert them")
+    raise UserError(f"{folder}: no weights; {_SINGLE} or {_INDEX} is needed")
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    """The files that the index names, in order."""
+    try:
+        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({str(file) for file in index.values()})
+        if not files:
+            raise ValueError("it names no file")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / _INDEX}: not a safetensors index ({_line(error)})") from None
+    for file in files:
+        if Path(file).name != file:
+            raise UserError(f"{folder / _INDEX}: {file!r} is not a plain file name")
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
+    return files
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{file}: damaged or cut short ({_line(error)}); download it again") from None
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

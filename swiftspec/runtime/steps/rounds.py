@@ -1,0 +1,71 @@
+"""Who runs a population's rounds, and how: each is one step of both models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from swiftspec.runtime.steps import FEATURES, Features, Kind
+from swiftspec.runtime.steps.graph import ROUNDS, Graphs
+from swiftspec.tree.mask import WIDTHS
+
+NARROW = 16  # windows of eager rounds are multiples of this many slots
+
+
+class Rounds(Kind, Protocol):
+    """One kind of rounds."""
+
+    def window(self, slots: int) -> int:
+        """The width of the mask window for a round over so many tree slots."""
+        ...
+
+    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
+        """One round, `run(width)`. Rounds of the same `key` run the same operators on the same tensors; `state` are
+        those that a round changes, but for keys and values, of which the next one writes the same anew."""
+        ...
+
+
+class EagerRounds:
+    """Operator by operator: on any device, for every request."""
+
+    name = "eager"
+
+    def takes(self, wanted: Features) -> bool:
+        return True
+
+    def window(self, slots: int) -> int:
+        return -(-slots // NARROW) * NARROW
+
+    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
+        return run(width)
+
+
+class GraphRounds:
+    """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
+    it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
+
+    name = "graph"
+    TAKES: Features = frozenset(FEATURES) - {"guidance"}
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs = graphs
+        self._key: Hashable = None
+
+    def takes(self, wanted: Features) -> bool:
+        return wanted <= self.TAKES
+
+    def window(self, slots: int) -> int:
+        """One of few, each with its graph."""
+        step = WIDTHS[-1]
+        if slots < step:
+            step = next(width for width in WIDTHS if width >= slots)
+        return -(-slots // step) * step
+
+    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
+        if key != self._key:
+            self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
+            self._key = key
+        self.graphs.open(ROUNDS, lambda: None)
+        return self.graphs.run(ROUNDS, width, lambda: run(width), state)
