@@ -25,7 +25,7 @@ from bench.shared.roles import growing_ahead, local_roles
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
 from swiftspec.control.measure import DraftTimes, steps_for
-from swiftspec.control.policy import Pace
+from swiftspec.control.measured import Measured
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -144,7 +144,7 @@ class TimedVerifier:
     """A verifier whose forwards take the clock's time for their rows."""
 
     def __init__(self, verifier: Verifier, clock: Clock) -> None:
-        self._verifier, self._clock = verifier, clock
+        self._verifier, self.clock = verifier, clock
         self.open, self.settle, self.close = verifier.open, verifier.settle, verifier.close
 
     @property
@@ -156,8 +156,8 @@ class TimedVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        one, eight = self._clock.one, self._clock.eight
-        self._clock.now += one + (eight - one) * (len(self._proposal.tokens) - 1) / 7
+        one, eight = self.clock.one, self.clock.eight
+        self.clock.now += one + (eight - one) * (len(self._proposal.tokens) - 1) / 7
         return self._verifier.submit(self._proposal).wait()
 
 
@@ -185,12 +185,13 @@ def halves(limit: int, sets: int) -> list[list[Half]]:
 
 
 def speed(
-    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, pace: Pace | None, clock: Clock, tokens: int
+    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: Measured | None, tokens: int
 ) -> float:
-    """Tokens a second of the clock. Without a pace the drafter's own shape."""
+    """Tokens a second of the clock. Without `measured` the drafter keeps its own shape."""
+    clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if pace is None else Controller(timed, lambda: pace, clock)
+        drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
         opening = Opening(number, tuple(prompt), half.sampling, len(prompt))
         drafter.open(opening)
         verifier.open(opening)
@@ -205,7 +206,7 @@ def speed(
 
 
 def run(
-    plan: EngineConfig, times: Sequence[float], steered: bool, texts: Sequence[Half], tokens: int
+    plan: EngineConfig, times: Sequence[float], adapting: bool, texts: Sequence[Half], tokens: int
 ) -> list[tuple[float, str]]:
     """The speed on each half, and the shape at its end."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
@@ -214,11 +215,11 @@ def run(
     timed = TimedDrafter(drafter, clock)
     if plan.mode == "async":
         timed = TimedAhead(growing_ahead(drafter, plan, Counted), clock)
-    pace = Pace.of(plan) if steered else None
+    measured = Measured(plan) if adapting else None
     found = []
     for half in texts:
-        rate = speed(half, timed, TimedVerifier(verifier, clock), pace, clock, tokens)
-        found.append((rate, f"d {pace.steps} bs {pace.nodes}" if pace is not None else ""))
+        rate = speed(half, timed, TimedVerifier(verifier, clock), measured, tokens)
+        found.append((rate, f"d {measured.steps} bs {measured.nodes}" if measured is not None else ""))
     return found
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.house.sources import circles, imported_files, imports, python_sources, room, uses
 
 ROOMS = (
-    "errors", "setting", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime", "observe", "smc",
-    "chains", "control", "distributed", "decode", "engine", "assemble", "llm", "profiles", "serve", "lab",
+    "errors", "setting", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime", "observe",
+    "smc", "chains", "control", "distributed", "decode", "engine", "assemble", "llm", "profiles", "serve", "lab",
     "profile", "exactness",
 )  # fmt: skip
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
