@@ -20,7 +20,7 @@ FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
 HEAVY_FILES = {"distributed/grpc.py": {"grpc", "google"}}
-ON_DEMAND = {"swiftspec.llm.LLM", "swiftspec.params.EngineConfig", "swiftspec.params.SamplingParams"}
+ON_DEMAND = {"swiftspec.llm.LLM", "swiftspec.config.EngineConfig", "swiftspec.params.SamplingParams"}
 
 
 def import_directions(path: str, source: str) -> list[str]:
