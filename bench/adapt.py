@@ -1,12 +1,12 @@
 """Adaptation on against off, over prompts whose text is predictable at first and hardly so afterwards.
 
-    python -m bench.adapt [--limit 8] [--max-tokens 128] [--self-switch]
+    python -m bench.adapt [--limit 8] [--max-tokens 128] [--self-switch] [--sets 5] [--no-fixed]
 
 The embedded pair's real rounds, in turn and ahead, on a clock of their own, which goes on by a given time for each
 verification and each expansion: the result is the same on any machine, busy or not. Growing ahead, draft and target
 have a lane each of one clock, as the two groups of ranks. The predictable half goes on with a table (greedy), the other
 is held-out code at temperature 1.5. Off keeps bs = 8 and in turn d = 3, ahead the ratio of the step times. Besides, the
-best of all fixed shapes for each half.
+best of all fixed shapes for each half. Several sets of prompts, `--sets`, give the ratios a standard error.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import mean, stdev
 from typing import TypeVar
 
 import torch
@@ -23,8 +24,8 @@ from bench.data.heldout import DEMO, read_prompts
 from bench.shared.roles import growing_ahead, local_roles
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.measure import DraftTimes, steps_for
-from swiftspec.control.policy import Pace
+from swiftspec.control.record import Measured
+from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.decode import decode
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -38,6 +39,7 @@ TIMES = {  # milliseconds: target over 1 and over 8 rows, an expansion
     "a dear draft (the paper's Table 6)": (10.34, 10.34, 3.73),
     "a cheap draft": (10.0, 10.0, 0.8),
     "rows that cost": (4.0, 10.0, 1.0),
+    "rows that cost much": (4.0, 20.0, 2.0),
 }
 FIXED = [(d, bs) for bs in (8, 4, 2) for d in (1, 2, 3, 4, 6, 8, 12)]
 TURN = 0.15  # milliseconds of a draft that grows ahead from a result to its answer: re-rooting, choosing, both messages
@@ -142,7 +144,7 @@ class TimedVerifier:
     """A verifier whose forwards take the clock's time for their rows."""
 
     def __init__(self, verifier: Verifier, clock: Clock) -> None:
-        self._verifier, self._clock = verifier, clock
+        self._verifier, self.clock = verifier, clock
         self.open, self.settle, self.close = verifier.open, verifier.settle, verifier.close
 
     @property
@@ -154,8 +156,8 @@ class TimedVerifier:
         return self
 
     def wait(self) -> VerifyResult:
-        one, eight = self._clock.one, self._clock.eight
-        self._clock.now += one + (eight - one) * (len(self._proposal.tokens) - 1) / 7
+        one, eight = self.clock.one, self.clock.eight
+        self.clock.now += one + (eight - one) * (len(self._proposal.tokens) - 1) / 7
         return self._verifier.submit(self._proposal).wait()
 
 
@@ -168,23 +170,28 @@ class Half:
     sampling: SamplingParams
 
 
-def halves(limit: int) -> list[Half]:
-    """The predictable one, then the other."""
+def halves(limit: int, sets: int) -> list[list[Half]]:
+    """So many pairs of the predictable one, then the other."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "target")
-    tables = [tokenizer("table = [\n" + ROW.format(n) * 10)["input_ids"] for n in range(limit)]
+    tables = [tokenizer("table = [\n" + ROW.format(n) * 10)["input_ids"] for n in range(limit * sets)]
+    code = read_prompts(tokenizer)
     return [
-        Half("predictable", tables, SamplingParams(temperature=0)),
-        Half("unpredictable", read_prompts(tokenizer)[:limit], SamplingParams(temperature=1.5)),
+        [
+            Half("predictable", tables[first : first + limit], SamplingParams(temperature=0)),
+            Half("unpredictable", code[first : first + limit], SamplingParams(temperature=1.5)),
+        ]
+        for first in range(0, limit * sets, limit)
     ]
 
 
 def speed(
-    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, pace: Pace | None, clock: Clock, tokens: int
+    half: Half, timed: TimedDrafter | TimedAhead, verifier: TimedVerifier, measured: Measured | None, tokens: int
 ) -> float:
-    """Tokens a second of the clock. Without a pace the drafter's own shape."""
+    """Tokens a second of the clock. Without `measured` the drafter keeps its own shape."""
+    clock = verifier.clock
     began, count = clock.now, 0
     for number, prompt in enumerate(half.prompts):
-        drafter: Drafter = timed if pace is None else Controller(timed, lambda: pace, clock)
+        drafter: Drafter = timed if measured is None else Controller(timed, lambda: measured, clock)
         opening = Opening(number, tuple(prompt), half.sampling, len(prompt))
         drafter.open(opening)
         verifier.open(opening)
@@ -199,7 +206,7 @@ def speed(
 
 
 def run(
-    plan: EngineConfig, times: Sequence[float], steered: bool, texts: Sequence[Half], tokens: int
+    plan: EngineConfig, times: Sequence[float], adapting: bool, texts: Sequence[Half], tokens: int
 ) -> list[tuple[float, str]]:
     """The speed on each half, and the shape at its end."""
     alone = replace(plan, mode="serial", adapt_steps=True)  # a tree with room for any d
@@ -208,28 +215,36 @@ def run(
     timed = TimedDrafter(drafter, clock)
     if plan.mode == "async":
         timed = TimedAhead(growing_ahead(drafter, plan, Counted), clock)
-    pace = Pace.of(plan) if steered else None
+    measured = Measured(plan) if adapting else None
     found = []
     for half in texts:
-        rate = speed(half, timed, TimedVerifier(verifier, clock), pace, clock, tokens)
-        found.append((rate, f"d {pace.steps} bs {pace.nodes}" if pace is not None else ""))
+        rate = speed(half, timed, TimedVerifier(verifier, clock), measured, tokens)
+        found.append((rate, f"d {measured.steps} bs {measured.nodes}" if measured is not None else ""))
     return found
 
 
-def compare(plan: EngineConfig, times: Sequence[float], texts: Sequence[Half], tokens: int) -> None:
-    """Off, on, and the best fixed shape: a line for each half."""
-    off = run(plan, times, plan.self_switch, texts, tokens)
-    on = run(replace(plan, adapt_steps=True, adapt_batch=True), times, True, texts, tokens)
-    fixed = {shape: run(replace(plan, self_switch=False, verify_batch=shape[1], draft_steps=shape[0]), times, False,
-                        texts, tokens) for shape in FIXED}  # fmt: skip
-    for at, half in enumerate(texts):
-        best = max(FIXED, key=lambda shape: fixed[shape][at][0])
-        (plain, _), (steered, end), (most, _) = off[at], on[at], fixed[best][at]
-        print(
-            f"  {half.name:13} off {plain:6.1f} tok/s (d {plan.steps}), on {steered:6.1f} ({steered / plain:.3f}, at"
-            f" the end {end}); best fixed {most:6.1f} (d {best[0]}, bs {best[1]})",
-            flush=True,
+def compare(
+    plan: EngineConfig, times: Sequence[float], sets: Sequence[Sequence[Half]], tokens: int, fixed: bool
+) -> None:
+    """Off, on, and the best fixed shape: a line for each half. Speeds are means over the sets."""
+    adapting = replace(plan, adapt_steps=True, adapt_batch=True)
+    off = [run(plan, times, plan.self_switch, texts, tokens) for texts in sets]
+    on = [run(adapting, times, True, texts, tokens) for texts in sets]
+    alone = {shape: replace(plan, self_switch=False, verify_batch=shape[1], draft_steps=shape[0]) for shape in FIXED}
+    shapes = {shape: [run(one, times, False, texts, tokens) for texts in sets] for shape, one in alone.items() if fixed}
+    for at, half in enumerate(sets[0]):
+        before, after = [found[at][0] for found in off], [found[at][0] for found in on]
+        ratios = [b / a for a, b in zip(before, after, strict=True)]
+        error = f" +- {stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
+        line = (
+            f"  {half.name:13} off {mean(before):6.1f} tok/s (d {plan.steps}), on {mean(after):6.1f}"
+            f" ({mean(ratios):.3f}{error}, at the end {on[-1][at][1]})"
         )
+        speeds = {shape: mean(one[at][0] for one in found) for shape, found in shapes.items()}
+        if speeds:
+            best = max(speeds, key=lambda shape: speeds[shape])
+            line += f"; best fixed {speeds[best]:6.1f} (d {best[0]}, bs {best[1]})"
+        print(line, flush=True)
 
 
 def main() -> None:
@@ -239,14 +254,17 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--modes", default="serial,async")
     parser.add_argument("--self-switch", action="store_true", help="both may decode plainly for a while")
+    parser.add_argument("--sets", type=int, default=1, help="of prompts, each run for itself")
+    parser.add_argument("--fixed", action=argparse.BooleanOptionalAction, default=True, help="fixed shapes, too")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    texts = halves(args.limit)
+    sets = halves(args.limit, args.sets)
     for mode in args.modes.split(","):
         for name, times in TIMES.items():
             d = steps_for(times[1], DraftTimes(TURN, times[2])) if mode == "async" else EngineConfig().steps
             print(f"{mode}, {name}", flush=True)
-            compare(EngineConfig(mode, draft_steps=d, self_switch=args.self_switch), times, texts, args.max_tokens)
+            plan = EngineConfig(mode, draft_steps=d, self_switch=args.self_switch)
+            compare(plan, times, sets, args.max_tokens, args.fixed)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 
 from swiftspec.backends import cpu, cuda, library, reference
 from swiftspec.config import EngineConfig
-from swiftspec.control.measure import MOST_STEPS
+from swiftspec.control.step_times import MOST_STEPS
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig

@@ -10,8 +10,8 @@ from swiftspec.assemble.limits import RequestLimits
 from swiftspec.assemble.models import Models
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.measure import SteppedDrafter
-from swiftspec.control.policy import Pace
+from swiftspec.control.record import Measured
+from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, nobody
 from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.world import World
@@ -92,7 +92,7 @@ def _tree(
         parts = Tree(local or NoDrafter(), ThreadedVerifier(alone) if config.mode == "async" else alone)
     controller = None
     if config.mode != "ar" and (config.self_switch or config.adapts):
-        controller = Controller(parts.drafter, lambda: Pace.of(config))
+        controller = Controller(parts.drafter, lambda: Measured(config))
     tell = nobody if log is None else _observers(log, parts.verifier, local, controller)
     report = (lambda: None) if controller is None else controller.report
     return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
@@ -110,6 +110,6 @@ def _observers(
     log: TraceLog, verifier: Verifier, local: LocalDrafter | None, controller: Controller | None
 ) -> Observer:
     """Of both lanes on rank 0; a draft elsewhere sends the records of its own."""
-    asked = (lambda: True) if controller is None else (lambda: controller.pace.speculating)
+    asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
     target = TreeTrace(log, lambda: verifier.busy, asked)
     return target if local is None else both(DraftTrace(local, log.draft), target)

@@ -1,4 +1,4 @@
-"""A drafter that is steered: it measures its rounds, and has them as `policy.decide` wants."""
+"""A drafter whose rounds are measured, and then shaped as `policy.decide` says."""
 
 from __future__ import annotations
 
@@ -7,52 +7,55 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
-from swiftspec.control.forecast import Seen
-from swiftspec.control.measure import SteppedDrafter
-from swiftspec.control.policy import Decision, Pace
+from swiftspec.control.record import Decision, Measured, MeasuredRound
+from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import NoDrafter
+
+SKIP = 2  # rounds after a change that are not measured: caches are cold, and a draft may have to catch up
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """What was decided in one request, and its latest measurements. Times in seconds."""
+    """What was decided in one request, and the latest measurements. Times are in seconds."""
 
     steps: int  # d and bs of a speculative round, at the end
     nodes: int
     plain_rounds: int
-    changes: tuple[tuple[int, Decision], ...]  # from which round on what was decided
+    changes: tuple[tuple[int, Decision], ...]  # each decision with the first round that it holds for
     tree_round: float | None
     plain_round: float | None
-    break_even: float | None
-    speedup: float | None
+    break_even: float | None  # the tokens a speculative round must give to be as fast as plain rounds
+    speedup: float | None  # of speculative rounds over plain ones
 
 
 class Controller:
-    """Stands for a drafter, and in plain rounds for none; the drafter then sleeps, and catches up in one step.
+    """A drafter that asks another one in speculative rounds and none in plain rounds.
 
-    It runs on rank 0, which alone has a clock. What it decides between two rounds travels as the proposal, root-only or
-    of fewer nodes, and as the drafter's `steps`.
+    The other drafter sleeps during plain rounds. Before the next speculative round it is told in one step what it
+    missed. All this happens on rank 0, since only rank 0 has a clock. A decision about bs reaches the other ranks as a
+    smaller proposal, one about plain rounds as a proposal of the root alone, and d as the drafter's `draft_steps`.
     """
 
     def __init__(
-        self, drafter: SteppedDrafter, make: Callable[[], Pace], clock: Callable[[], float] = time.perf_counter
+        self, drafter: SteppedDrafter, make: Callable[[], Measured], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`make`: what is measured, made for guided requests and for others, whose rounds take another time."""
+        """`make` is called for ordinary requests, and again for guided ones, whose rounds take longer."""
         self._drafter, self._none = drafter, NoDrafter()
         self._clock, self._make = clock, make
-        self.pace = make()
-        self._paces = {False: self.pace}
+        self.measured = make()
+        self._all_measured = {False: self.measured}
         self._reset()
 
     def _reset(self) -> None:
         """Nothing has happened yet in this request."""
         self._plain_rounds = 0
         self._changes: list[tuple[int, Decision]] = []
-        self._missed: list[VerifyResult] = []
-        self._began = self._proposed = self._busy = self._spent = 0.0
-        self._whole: Proposal | None = None  # the round's proposal before it was cut
-        self._cut: tuple[Proposal, tuple[int, ...], Seen] | None = None  # the round before, if its text goes on
+        self._missed: list[VerifyResult] = []  # results that the sleeping drafter has not been told
+        self._proposal: Proposal | None = None  # the drafter's, before it was cut; None in a plain round
+        self._began = self._proposed = 0.0  # when the round began, and when its proposal was there
+        self._busy = self._draft = 0.0  # seconds in the draft's forwards, in all and for this round
+        self._skip = SKIP  # rounds to come that are not measured
 
     @property
     def busy(self) -> float:
@@ -61,10 +64,10 @@ class Controller:
     def open(self, opening: Opening) -> None:
         self._reset()
         guided = opening.sampling.guided
-        if guided not in self._paces:
-            self._paces[guided] = self._make()
-        self.pace = self._paces[guided]
-        self.pace.begin()
+        if guided not in self._all_measured:
+            self._all_measured[guided] = self._make()
+        self.measured = self._all_measured[guided]
+        self.measured.begin()
         self._none.open(opening)
         self._set_steps()
         self._drafter.open(opening)
@@ -72,64 +75,64 @@ class Controller:
 
     def propose(self) -> Proposal:
         self._began = self._clock()
-        if self.pace.speculating:
+        if self.measured.speculating:
             self._catch_up()
-            self._whole = self._drafter.propose()
-            self._spent, self._busy = self._drafter.busy - self._busy, self._drafter.busy
-            proposal = _leading(self._whole, self.pace.nodes)
+            self._proposal = self._drafter.propose()
+            self._draft, self._busy = self._drafter.busy - self._busy, self._drafter.busy
+            proposal = _leading(self._proposal, self.measured.nodes)
         else:
-            self._whole, proposal = None, self._none.propose()
+            self._proposal, proposal = None, self._none.propose()
         self._proposed = self._clock()
         return proposal
 
     def grow(self) -> None:
-        if self.pace.speculating:
+        if self.measured.speculating:
             self._drafter.grow()
 
     def observe(self, result: VerifyResult) -> None:
         came = self._clock()
-        if self.pace.speculating:
+        if self.measured.speculating:
             self._drafter.observe(result)
         else:
             self._missed.append(result)
             self._plain_rounds += 1
         self._none.observe(result)
-        self._note(result, came)
-        pace, decision = self.pace, policy.decide(self.pace)
-        if decision.speculate != pace.speculating or (decision.speculate and decision[:2] != (pace.steps, pace.nodes)):
-            pace.turn(decision)
+        if self._skip > 0:
+            self._skip -= 1
+        else:
+            self.measured.add(self._round(result, came))
+        decision = policy.decide(self.measured)
+        if decision != self.measured.current:
+            self.measured.change(decision)
             self._changes.append((result.round + 1, decision))
+            self._skip = SKIP
             self._set_steps()
 
     def close(self) -> None:
         self._drafter.close()
 
     def report(self) -> PolicyReport:
-        """So far."""
-        p = self.pace
-        times = p.tree_round, p.plain_round, p.break_even, p.speedup
-        return PolicyReport(p.steps, p.nodes, self._plain_rounds, tuple(self._changes), *times)
+        """The report of the request so far."""
+        m = self.measured
+        tree, plain = m.tree_round, m.plain_round
+        break_even = tree / plain if tree is not None and plain else None
+        speedup = sum(seen.tokens for seen in m.trees) / len(m.trees) / break_even if break_even else None
+        return PolicyReport(
+            m.steps, m.nodes, self._plain_rounds, tuple(self._changes), tree, plain, break_even, speedup
+        )
 
     def _set_steps(self) -> None:
-        if self._drafter.draft_steps != self.pace.steps:
-            self._drafter.draft_steps = self.pace.steps
+        if self._drafter.draft_steps != self.measured.steps:
+            self._drafter.draft_steps = self.measured.steps
 
-    def _note(self, result: VerifyResult, came: float) -> None:
-        """Hands the round to the pace. The text that was verified later tells how a whole proposal would have fared."""
-        trees = self.pace.trees
-        if self._cut is not None and trees and trees[-1] is self._cut[2]:
-            whole, tokens, seen = self._cut
-            trees[-1] = seen._replace(hits=_walk(whole, (*tokens, *result.tokens)))
-        self._cut = None
+    def _round(self, result: VerifyResult, came: float) -> MeasuredRound:
+        """The round that ends now and whose result came then."""
         seconds, target = self._clock() - self._began, came - self._proposed
-        if self._whole is None:
-            self.pace.see(Seen(seconds, 1, target))
-            return
-        hits = result.path[1:] if len(self._whole.tokens) <= self.pace.nodes else _walk(self._whole, result.tokens)
-        seen = Seen(seconds, len(result.tokens), target, self._spent, self._proposed - self._began, hits)
-        self.pace.see(seen)
-        if len(hits) == len(result.tokens):  # the bonus token is a node that was cut off
-            self._cut = self._whole, result.tokens, seen
+        if self._proposal is None:
+            return MeasuredRound(seconds, target, 0.0, len(result.tokens), ())
+        whole = len(self._proposal.tokens) <= self.measured.nodes
+        hits = result.path[1:] if whole else _walk(self._proposal, result.tokens)
+        return MeasuredRound(seconds, target, self._draft, len(result.tokens), hits)
 
     def _catch_up(self) -> None:
         """Tells the drafter what it missed, as the result of one long round."""
@@ -142,14 +145,15 @@ class Controller:
 
 
 def _leading(proposal: Proposal, nodes: int) -> Proposal:
-    """Its likeliest nodes; all of them where they carry what they were drawn from."""
+    """The proposal cut down to its likeliest nodes. One that carries the distributions its tokens were drawn from is
+    never cut: leaving out a node because of its own draw would bias the text."""
     if len(proposal.tokens) <= nodes or proposal.drawn is not None:
         return proposal
     return replace(proposal, tokens=proposal.tokens[:nodes], parents=proposal.parents[:nodes])
 
 
 def _walk(proposal: Proposal, tokens: Sequence[int]) -> tuple[int, ...]:
-    """The nodes that spell as many leading `tokens` as the proposal holds."""
+    """The nodes that spell as many of the first `tokens` as the proposal holds, including nodes that were cut off."""
     path, node = [], 0
     for token in tokens:
         children = zip(proposal.tokens[node + 1 :], proposal.parents[node + 1 :])

@@ -1,105 +1,102 @@
-"""What rounds of another shape would give, by those that were seen: arithmetic only."""
+"""Predicts the tokens a second of rounds of another shape (d, bs), from the latest rounds. This is arithmetic only."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
 from statistics import median
-from typing import NamedTuple
 
-from swiftspec.observe.emulate import StepTimes
+import numpy as np
 
-# What another d changes, on the embedded pair (docs/log.md): a depth not seen yet holds the text with this share of the
-# chance of the depth above, and each depth less leaves the others' places for so much more.
-DEEPER, SHALLOWER = 0.75, 0.06
+from swiftspec.control.record import Measured
+from swiftspec.control.step_times import DraftTimes, steps_for
 
-
-class Seen(NamedTuple):
-    """A round as it went. Times in seconds."""
-
-    seconds: float  # without the consumer's
-    tokens: int
-    target: float = 0.0  # from the proposal to the result
-    draft: float = 0.0  # in the draft's forwards
-    wait: float = 0.0  # for the proposal
-    hits: tuple[int, ...] = ()  # the nodes that the text went through, by their place in what the draft proposed
+# A guess for depths that were never grown. The text goes on from one depth to the next with some chance; this is that
+# chance over the chance one depth higher up. Set by eye on the embedded pair.
+DEEPER = 0.75
+# A guess for the time of a verification of one row, over that of the fewest rows measured. It is low enough for a
+# smaller bs to be tried where that would lose few tokens; after that its measured time is known.
+ONE_ROW = 0.75
+BAND = 1.05  # d stays where it would be right for a verification faster or slower by up to this factor
 
 
 class Forecast:
-    """What other shapes would give in turn with the target, by the rounds of this one: `steps` (d) and `nodes` (bs).
+    """For rounds of any shape, from those of the shape in use. At least one of these must have been measured."""
 
-    `batches` are the values of bs that may be asked for, `targets` the seconds of a verification by its rows.
-    """
-
-    def __init__(
-        self, seen: Sequence[Seen], steps: int, nodes: int, batches: Collection[int], targets: StepTimes
-    ) -> None:
-        target, draft = median(s.target for s in seen), median(s.draft for s in seen)
-        self._reached = {bs: _reached([s.hits for s in seen], bs) for bs in batches}
-        self._steps = steps
-        self._expansion = draft / steps
-        self._rest = max(median(s.seconds for s in seen) - target - draft, 0.0)
-        self._targets = targets
+    def __init__(self, measured: Measured) -> None:
+        trees = measured.trees
+        self._measured, self._ahead = measured, measured.config.mode == "async"
+        # A draft that grows ahead sometimes runs out of nodes and makes more than d expansions in a round. The lower
+        # quartile is the time of a round where it did not.
+        self._expansion = _quartile([tree.draft for tree in trees]) / measured.steps
+        times = measured.targets | {measured.nodes: median(tree.target for tree in trees)}
+        fewest = min(times)
+        if measured.plain_round is not None:
+            times[1] = measured.plain_round
+        elif fewest > 1:
+            times[1] = ONE_ROW * times[fewest]
+        self._rows = sorted(times)
+        self._times = [times[rows] for rows in self._rows]
+        forwards = self._forwards(measured.steps, measured.nodes)
+        self._rest = max(median(tree.seconds for tree in trees) - forwards, 0.0)
 
     def speed(self, steps: int, nodes: int) -> float:
         """Tokens a second."""
-        seconds = self._rest + self._targets.at(1, nodes) + steps * self._expansion
+        seconds = self._forwards(steps, nodes) + self._rest
         return self.tokens(steps, nodes) / seconds if seconds > 0 else 0.0
 
     def tokens(self, steps: int, nodes: int) -> float:
-        """Of a round. Fewer of the likeliest nodes: counted. Another d: the depths that it leaves out, or would add."""
-        reached = self._reached[nodes]
-        if steps >= self._steps:
-            further = _deeper(reached[: self._steps], steps - self._steps) if len(reached) >= self._steps else []
-            return 1 + sum(reached) + sum(further)
-        return 1 + min(sum(reached[:steps]) * (1 + SHALLOWER * (self._steps - steps)), steps)
+        """Tokens a round. Each round seen tells how deep its text would have come with fewer nodes, and with a smaller
+        d. What a larger d would add is guessed."""
+        trees, now = self._measured.trees, self._measured.steps
+        depths = [bisect_left(tree.hits, nodes) for tree in trees]
+        if steps < now:
+            depths = [min(depth, self._grown(steps)) for depth in depths]
+        further = self._further(depths, nodes, steps - now) if steps > now else 0.0
+        return 1 + sum(depths) / len(depths) + further
+
+    def ratio(self, nodes: int) -> int:
+        """d for a draft that grows ahead (paper, section 3.1): as many expansions as fit into a verification of that
+        many nodes, beside the time of the draft's answer. The present d is kept if it is right within `BAND`."""
+        trees, steps = self._measured.trees, self._measured.steps
+        if self._expansion <= 0:
+            return steps
+        target = min(tree.target for tree in trees)
+        late = max(steps * self._expansion - target, 0.0)
+        turn = _quartile([tree.seconds - tree.target for tree in trees]) - late
+        draft = DraftTimes(max(turn, 0.0), self._expansion)
+        target *= self._target(nodes) / self._target(self._measured.nodes)
+        return min(max(steps, steps_for(target / BAND, draft)), steps_for(target * BAND, draft))
+
+    def _forwards(self, steps: int, nodes: int) -> float:
+        """Seconds of a round's forwards: of both models where they run in turn, else of the slower one."""
+        target, draft = self._target(nodes), steps * self._expansion
+        return max(target, draft) if self._ahead else target + draft
+
+    def _target(self, nodes: int) -> float:
+        """Seconds of a verification. Linear between the numbers of rows that were measured, constant above them."""
+        return float(np.interp(nodes, self._rows, self._times))
+
+    def _grown(self, steps: int) -> int:
+        """Depths below the root that d expansions leave. A draft that grows ahead loses one of them: the token that the
+        target adds to a verified path becomes the new root."""
+        return max(steps - 1, 1) if self._ahead else steps
+
+    def _further(self, depths: list[int], nodes: int, more: int) -> float:
+        """Tokens that so many more depths would add to a round, by a guess. Two things reduce them: the chance that the
+        text goes on falls from depth to depth, and a deeper node stands further back in the proposal, so that a small
+        bs leaves it out. Its place is taken to grow in proportion to its depth."""
+        trees, grown = self._measured.trees, self._grown(self._measured.steps)
+        places = [tree.hits[grown - 1] for tree in trees if len(tree.hits) >= grown]
+        above = sum(depth >= grown - 1 for depth in depths)
+        chance = sum(depth >= grown for depth in depths) / above if above else 0.0
+        tokens, share = 0.0, 1 / len(depths)
+        for extra in range(1, more + 1):
+            chance *= DEEPER
+            share *= chance
+            tokens += share * sum(place * (grown + extra) < nodes * grown for place in places)
+        return tokens
 
 
-class AheadForecast(Forecast):
-    """The same where the draft grows ahead: a round lasts as long as the slower lane, and then the draft's answer.
-
-    Of d expansions a round leaves d - 1 depths below the root, once all of them were accepted and the bonus token too.
-    """
-
-    def __init__(
-        self, seen: Sequence[Seen], steps: int, nodes: int, batches: Collection[int], targets: StepTimes
-    ) -> None:
-        super().__init__(seen, steps, nodes, batches, targets)
-        self._expansion = quartile([s.draft for s in seen]) / steps
-        lanes = max(targets.at(1, nodes), steps * self._expansion)
-        self._rest = max(median(s.seconds for s in seen) - lanes, 0.0)
-
-    def speed(self, steps: int, nodes: int) -> float:
-        seconds = self._rest + max(self._targets.at(1, nodes), steps * self._expansion)
-        return self.tokens(steps, nodes) / seconds if seconds > 0 else 0.0
-
-    def tokens(self, steps: int, nodes: int) -> float:
-        reached = self._reached[nodes]
-        if steps < self._steps:
-            return 1 + sum(reached[: max(steps - 1, 1)])
-        grown = max(self._steps - 1, 1)
-        further = _deeper(reached[:grown], steps - self._steps) if len(reached) >= grown else []
-        return 1 + sum(reached) + sum(further)
-
-
-def _reached(hits: Sequence[tuple[int, ...]], nodes: int) -> list[float]:
-    """By depth, the share of rounds whose text came that far among so many nodes."""
-    lengths = [bisect_left(places, nodes) for places in hits]
-    return [sum(length > depth for length in lengths) / len(lengths) for depth in range(max(lengths))]
-
-
-def _deeper(reached: Sequence[float], depths: int) -> list[float]:
-    """The shares of further depths."""
-    last = reached[-1]
-    chance = last / reached[-2] if len(reached) > 1 else last
-    found = []
-    for _ in range(depths):
-        chance *= DEEPER
-        last *= chance
-        found.append(last)
-    return found
-
-
-def quartile(values: Sequence[float]) -> float:
+def _quartile(values: list[float]) -> float:
     """The lower one."""
     return sorted(values)[len(values) // 4]

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from swiftspec.control.measure import DraftTimes, draft_times
+from swiftspec.control.step_times import DraftTimes, draft_times
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import Call, LeadingDrafter, has_left
 from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal, read_result, to_text, to_words

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.measure import SteppedDrafter, steps_for, verification_time
+from swiftspec.control.step_times import SteppedDrafter, steps_for, verification_time
 from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park

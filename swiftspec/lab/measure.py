@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from swiftspec.assemble.roles import Tree
-from swiftspec.control.measure import GREEDY, TEXT, verification_time
+from swiftspec.control.step_times import GREEDY, TEXT, verification_time
 from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.lab import timeline
 from swiftspec.lab.timeline import Trace

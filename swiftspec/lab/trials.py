@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from swiftspec.config import MODES, EngineConfig
-from swiftspec.control.measure import MOST_STEPS, DraftTimes, steps_for
+from swiftspec.control.step_times import MOST_STEPS, DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,43 +13,43 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.controller import Controller
-from swiftspec.control.forecast import Forecast, Seen
-from swiftspec.control.policy import PROBE, SKIP, WINDOW, Decision, Pace, decide
+from swiftspec.control.controller import SKIP, Controller
+from swiftspec.control.forecast import Forecast
+from swiftspec.control.policy import decide
+from swiftspec.control.record import HOLD, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.observe.emulate import StepTimes
 from swiftspec.params import SamplingParams
 from tests.support.roles import opening
 
 Hits = Callable[[int], tuple[int, ...]]  # round -> nodes that the text goes through
 
 
-def in_turn(pace: Pace, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> Seen:
+def in_turn(m: Measured, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> MeasuredRound:
     """A round of serial decoding: nodes as deep as d and within bs count."""
-    reached = hits(round_)[: pace.steps]
-    tokens = 1 + sum(place < pace.nodes for place in reached)
-    draft, verified = pace.steps * expansion, target(pace.nodes)
-    return Seen(draft + verified + 0.1, tokens, verified, draft, draft, reached)
+    reached = hits(round_)[: m.steps]
+    tokens = 1 + sum(place < m.nodes for place in reached)
+    draft, verified = m.steps * expansion, target(m.nodes)
+    return MeasuredRound(draft + verified + 0.1, verified, draft, tokens, reached)
 
 
-def at_once(pace: Pace, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> Seen:
+def at_once(m: Measured, round_: int, hits: Hits, expansion: float, target: Callable[[int], float]) -> MeasuredRound:
     """A round of a draft that grows ahead: of d expansions d - 1 depths are left below the root."""
-    reached = hits(round_)[: max(pace.steps - 1, 1)]
-    tokens = 1 + sum(place < pace.nodes for place in reached)
-    draft, verified = pace.steps * expansion, target(pace.nodes)
+    reached = hits(round_)[: max(m.steps - 1, 1)]
+    tokens = 1 + sum(place < m.nodes for place in reached)
+    draft, verified = m.steps * expansion, target(m.nodes)
     wait = 0.1 + max(draft - verified, 0.0)
-    return Seen(verified + wait, tokens, verified, draft, wait, reached)
+    return MeasuredRound(verified + wait, verified, draft, tokens, reached)
 
 
-def run(pace: Pace, rounds: int, see: Callable[[Pace, int], Seen]) -> list[tuple[int, int]]:
+def run(measured: Measured, rounds: int, see: Callable[[Measured, int], MeasuredRound]) -> list[tuple[int, int]]:
     """The shapes that the rounds had."""
     shapes = []
     for round_ in range(rounds):
-        shapes.append((pace.steps, pace.nodes))
-        pace.see(see(pace, round_))
-        decision = decide(pace)
-        if decision.speculate and decision[:2] != (pace.steps, pace.nodes):
-            pace.turn(decision)
+        shapes.append((measured.steps, measured.nodes))
+        measured.add(see(measured, round_))
+        decision = decide(measured)
+        if decision.speculate and decision != measured.current:
+            measured.change(decision)
     return shapes
 
 
@@ -85,42 +86,44 @@ def test_in_turn_d_follows_what_is_accepted(
     chances: tuple[float, ...], expansion: float, wanted: tuple[int, int]
 ) -> None:
     assert wanted[0] <= best(chances, expansion, 10.0) <= wanted[1]
-    pace = Pace(3, 16, deepest=16, switches=False)
-    shapes = run(pace, 800, lambda p, r: in_turn(p, r, chain(*chances), expansion, lambda _: 10.0))
+    measured = Measured(EngineConfig("serial", verify_batch=16, adapt_steps=True))
+    shapes = run(measured, 800, lambda m, r: in_turn(m, r, chain(*chances), expansion, lambda _: 10.0))
     late = [d for d, _ in shapes[300:]]
     assert sum(wanted[0] <= d <= wanted[1] for d in late) > 0.85 * len(late)
 
 
 def test_in_turn_bs_shrinks_where_rows_cost_and_nobody_comes_that_far() -> None:
     """The text goes through the first three places at most; rows cost, as plain rounds have shown."""
-    pace = Pace(3, 8, batches=(8, 4, 2))
+    measured = Measured(EngineConfig("serial", adapt_batch=True, self_switch=True))
 
-    def see(pace: Pace, round_: int) -> Seen:
-        return in_turn(pace, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
+    def see(m: Measured, round_: int) -> MeasuredRound:
+        return in_turn(m, round_, chain(0.9, 0.5, 0.3), 0.2, lambda rows: 1.0 + rows)
 
-    shapes = run(pace, SKIP + WINDOW, see)
-    assert set(shapes) == {(3, 8)} and decide(pace) == Decision(0, 1, False), "what a plain round takes is not known"
-    pace.turn(Decision(0, 1, False))
-    for _ in range(SKIP + PROBE):
-        pace.see(Seen(2.1, 1, 2.0))
-    assert decide(pace) == Decision(3, 2, True)
-    pace.turn(decide(pace))
-    assert set(run(pace, 200, see)[50:]) <= {(3, 2), (3, 4)}
+    shapes = run(measured, WINDOW, see)
+    assert set(shapes) == {(3, 8)} and decide(measured) == PLAIN, "what a plain round takes is not known"
+    measured.change(PLAIN)
+    for _ in range(PROBE):
+        measured.add(MeasuredRound(2.1, 2.0, 0.0, 1, ()))
+    assert decide(measured) == Decision(3, 2, True)
+    measured.change(decide(measured))
+    assert set(run(measured, 200, see)[50:]) <= {(3, 2), (3, 4)}
 
 
-def test_a_cut_proposal_is_judged_whole_once_its_text_is_known() -> None:
-    """Node 3 was not verified, but the text goes through it and on through node 4."""
+def test_a_cut_proposal_is_judged_whole() -> None:
+    """Node 3 was not verified, but it is the token that the target added."""
     drafter = FixedDrafter()
-    steered = Controller(drafter, lambda: Pace(4, 3, batches=(8, 3)), clock=lambda: 0.0)
-    steered.open(opening([0], SamplingParams()))
+    measured = Measured(EngineConfig("serial", verify_batch=6, draft_steps=4, adapt_batch=True))
+    measured.nodes = 3
+    controller = Controller(drafter, lambda: measured, clock=lambda: 0.0)
+    controller.open(opening([0], SamplingParams()))
     at = 0
     for round_ in range(SKIP + 2):
-        proposal = steered.propose()
+        proposal = controller.propose()
         assert (proposal.tokens, proposal.parents) == ((0, 11, 12), (-1, 0, 1))
         tokens = (11, 13) if round_ % 2 == 0 else (14,)
-        steered.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
+        controller.observe(VerifyResult(1, round_, at, tuple(range(len(tokens))), tokens))
         at += len(tokens)
-    assert [seen.hits for seen in steered.pace.trees] == [(1, 3, 4), ()]
+    assert [tree.hits for tree in controller.measured.trees] == [(1, 3), ()]
     assert drafter.draft_steps == 4
 
 
@@ -143,11 +146,11 @@ class FixedDrafter:
     def close(self) -> None: ...
 
 
-def ahead(pace: Pace, target: float, expansion: float, extra: int = 0, turn: float = 0.2) -> Seen:
+def ahead(m: Measured, target: float, expansion: float, extra: int = 0, turn: float = 0.2) -> MeasuredRound:
     """A round of asynchronous decoding."""
-    late = max(pace.steps * expansion - target, 0.0)
+    late = max(m.steps * expansion - target, 0.0)
     wait = turn + late + extra * expansion
-    return Seen(target + wait, 2, target, (pace.steps + extra) * expansion, wait, (1,))
+    return MeasuredRound(target + wait, target, (m.steps + extra) * expansion, 2, (1,))
 
 
 @pytest.mark.parametrize(
@@ -157,8 +160,8 @@ def ahead(pace: Pace, target: float, expansion: float, extra: int = 0, turn: flo
 )  # fmt: skip
 def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expansion: float, wanted: int) -> None:
     """Near an edge, 3.97 here, d stays what it is."""
-    pace = Pace(start, 8, deepest=16, ahead=True, switches=False)
-    shapes = run(pace, 100, lambda p, r: ahead(p, target, expansion, extra=2 * (r % 3 == 0)))
+    measured = Measured(EngineConfig("async", draft_steps=start, adapt_steps=True))
+    shapes = run(measured, 100, lambda m, r: ahead(m, target, expansion, extra=2 * (r % 3 == 0)))
     assert {d for d, _ in shapes[-40:]} == {wanted}
     assert len(set(shapes)) <= 3
 
@@ -166,60 +169,53 @@ def test_ahead_d_follows_the_ratio_of_step_times(start: int, target: float, expa
 def test_ahead_the_target_waits_for_what_is_accepted() -> None:
     """Two expansions fit into a verification. Where nearly all is accepted a third is worth the wait, else not."""
     for chances, wanted in (((0.97,) * 6, (3, 4, 5)), ((0.5, 0.2), (2,))):
-        pace = Pace(2, 8, deepest=16, ahead=True, switches=False)
-        shapes = run(pace, 400, lambda p, r, chances=chances: at_once(p, r, chain(*chances), 3.73, lambda _: 10.34))
+        measured = Measured(EngineConfig("async", draft_steps=2, adapt_steps=True))
+        shapes = run(measured, 400, lambda m, r, chances=chances: at_once(m, r, chain(*chances), 3.73, lambda _: 10.34))
         late = [d for d, _ in shapes[200:]]
         assert sum(d in wanted for d in late) > 0.85 * len(late)
 
 
 def test_ahead_bs_shrinks_where_rows_cost_and_d_with_it() -> None:
-    pace = Pace(9, 8, deepest=16, batches=(8, 4, 2), ahead=True, switches=False)
-    pace.plains.append(4.0)
+    measured = Measured(EngineConfig("async", draft_steps=9, adapt_steps=True, adapt_batch=True))
+    measured.plains.append(4.0)
     law = chain(0.5, 0.1)
-    shapes = run(pace, 400, lambda p, r: at_once(p, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
+    shapes = run(measured, 400, lambda m, r: at_once(m, r, law, 1.0, lambda rows: 4 + 6 * (rows - 1) / 7))
     assert {bs for _, bs in shapes[200:]} == {2} and {d for d, _ in shapes[200:]} <= {3, 4, 5}
-
-
-def test_a_shape_that_was_tried_in_vain_gives_way_to_the_one_before_it() -> None:
-    """Not to plain rounds at once: those last a while, and text that is hard for a moment would cost all of them."""
-    pace = Pace(9, 8, deepest=16, batches=(8, 4, 2), ahead=True)
-    pace.plains.append(4.0)
-    pace.turn(Decision(4, 4, True))
-    for _ in range(SKIP + WINDOW):
-        pace.see(Seen(7.0, 1, 6.5, 4.0, 0.2, ()))
-    assert decide(pace) == Decision(9, 8, True)
-    pace.turn(decide(pace))
-    for _ in range(SKIP + WINDOW):
-        pace.see(Seen(10.0, 1, 9.8, 9.0, 0.2, ()))
-    assert decide(pace) == Decision(0, 1, False)
 
 
 SHAPES = st.tuples(st.integers(1, 16), st.sampled_from((8, 4, 2)))
 ROUNDS = st.builds(
-    lambda target, draft, wait, places: Seen(
-        target + draft + wait, 1 + len(places), target, draft, wait, tuple(sorted(places))
+    lambda target, draft, wait, places: MeasuredRound(
+        target + draft + wait, target, draft, 1 + len(places), tuple(sorted(places))
     ),
     st.floats(1e-6, 10), st.floats(0, 10), st.floats(0, 10), st.sets(st.integers(1, 7), max_size=7),
 )  # fmt: skip
 
 
 @given(SHAPES, st.lists(ROUNDS, min_size=1, max_size=60), st.booleans(), st.booleans(), st.booleans(), st.booleans())
-def test_nothing_is_decided_outside_the_allowed_shapes(
-    shape: tuple[int, int], rounds: list[Seen], steps_free: bool, batch_free: bool, ahead: bool, switches: bool
+def test_nothing_is_decided_outside_the_limits(
+    shape: tuple[int, int],
+    rounds: list[MeasuredRound],
+    steps_free: bool,
+    batch_free: bool,
+    ahead: bool,
+    switches: bool,
 ) -> None:
-    pace = Pace(*shape, 16 if steps_free else None, (8, 4, 2) if batch_free else (), ahead, switches)
+    config = EngineConfig("async" if ahead else "serial", draft_steps=shape[0], self_switch=switches)
+    measured = Measured(replace(config, adapt_steps=steps_free, adapt_batch=batch_free))
+    measured.nodes = shape[1]
     for seen in rounds:
-        pace.see(seen)
-        before = deepcopy(pace)
-        decision = decide(pace)
-        assert decide(pace) == decision and pace == before, "it is a function of what was seen"
+        measured.add(seen)
+        before = deepcopy(measured)
+        decision = decide(measured)
+        assert decide(measured) == decision and measured == before, "it is a function of what was measured"
         if not decision.speculate:
-            assert switches and decision == Decision(0, 1, False)
+            assert switches and decision == PLAIN
         else:
             assert decision.steps == shape[0] if not steps_free else 1 <= decision.steps <= 16
             assert decision.nodes == shape[1] if not batch_free else decision.nodes in (8, 4, 2)
-        if decision.speculate != pace.speculating or (decision.speculate and decision[:2] != (pace.steps, pace.nodes)):
-            pace.turn(decision)
+        if decision != measured.current:
+            measured.change(decision)
 
 
 @pytest.mark.parametrize(
@@ -232,32 +228,71 @@ def test_nothing_is_decided_outside_the_allowed_shapes(
 def test_what_does_not_change_is_left_alone(
     tenths: tuple[int, ...], expansion: float, row: float, start: int, batch: int, ahead: bool
 ) -> None:
-    """The shape comes to rest, but for a trial now and then. Not under every law: a forecast that is wrong about three
-    shapes by turns can send them in a circle (docs/log.md)."""
-    pace = Pace(start, 8 >> batch, deepest=8, batches=(8, 4, 2), ahead=ahead, switches=False)
-    pace.plains.append(1.0 + row)
+    """The shape comes to rest, but for a trial now and then."""
+    mode = "async" if ahead else "serial"
+    measured = Measured(EngineConfig(mode, draft_steps=start, adapt_steps=True, adapt_batch=True))
+    measured.nodes = 8 >> batch
+    measured.plains.append(1.0 + row)
     round_of = at_once if ahead else in_turn
 
     def hits(round_: int) -> tuple[int, ...]:
         depth = next((i for i, t in enumerate(tenths) if (7 * round_ + 3 * i) % 10 >= t), 8)
         return tuple(min(2 * place + 1, 7) for place in range(depth))
 
-    shapes = run(pace, 1000, lambda p, r: round_of(p, r, hits, expansion, lambda rows: 1.0 + row * rows))
+    shapes = run(measured, 1000, lambda m, r: round_of(m, r, hits, expansion, lambda rows: 1.0 + row * rows))
     assert sum(a != b for a, b in pairwise(shapes[400:])) <= 10
 
 
+@pytest.mark.parametrize("law", range(0, 600, 10))
+def test_any_law_is_left_alone_in_the_end(law: int) -> None:
+    """The same where the acceptance of each depth and the step times are drawn at random."""
+    draw = random.Random(law)
+    chances, step = [draw.random() for _ in range(8)], draw.choice((1, 2))
+    expansion, row = 10 ** draw.uniform(-1.5, 0.5), 10 ** draw.uniform(-2, 0)
+    measured = Measured(EngineConfig("serial", adapt_steps=True, adapt_batch=True))
+    measured.plains.append(1.0 + row)
+
+    def hits(round_: int) -> tuple[int, ...]:
+        again, depth = random.Random(1000 * round_ + law), 0
+        while depth < 8 and again.random() < chances[depth]:
+            depth += 1
+        return tuple(min(step * place + 1, 7) for place in range(depth))
+
+    shapes = run(measured, 1000, lambda m, r: in_turn(m, r, hits, expansion, lambda rows: 1.0 + row * rows))
+    assert sum(a != b for a, b in pairwise(shapes[400:])) <= 13
+
+
 def test_a_forecast_of_the_shape_at_hand_is_what_was_measured() -> None:
-    pace = Pace(3, 8, deepest=16)
-    for round_ in range(SKIP + WINDOW):
-        pace.see(in_turn(pace, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
-    seen = list(pace.trees)
-    measured = sum(s.tokens for s in seen) / sum(s.seconds for s in seen)
-    assert Forecast(seen, 3, 8, {8}, StepTimes(((1, 8, 10.0),))).speed(3, 8) == pytest.approx(measured)
+    measured = Measured(EngineConfig("serial", adapt_steps=True))
+    for round_ in range(WINDOW):
+        measured.add(in_turn(measured, round_, chain(0.9, 0.6, 0.3), 2.0, lambda _: 10.0))
+    trees = measured.trees
+    rate = sum(tree.tokens for tree in trees) / sum(tree.seconds for tree in trees)
+    assert Forecast(measured).speed(3, 8) == pytest.approx(rate)
 
 
-def test_a_plan_says_what_is_open() -> None:
-    fixed = Pace.of(EngineConfig("serial", draft_steps=5))
-    assert (fixed.steps, fixed.nodes, fixed.deepest, fixed.batches, fixed.switches) == (5, 8, None, (), False)
-    free = Pace.of(EngineConfig("serial", verify_batch=12, adapt_steps=True, adapt_batch=True))
-    assert (free.deepest, free.batches, free.ahead) == (16, (12, 6, 3), False)
-    assert Pace.of(EngineConfig("async", adapt_steps=True, adapt_batch=True)).batches == (8, 4, 2)
+def test_a_larger_d_promises_no_depth_that_bs_has_no_room_for() -> None:
+    measured = Measured(EngineConfig("serial", draft_steps=1, adapt_steps=True, adapt_batch=True))
+    measured.nodes = 2
+    for _ in range(WINDOW):
+        measured.add(MeasuredRound(2.0, 1.0, 1.0, 2, (1,)))
+    forecast = Forecast(measured)
+    assert forecast.tokens(3, 2) == forecast.tokens(1, 2) == 2
+    assert 2 < forecast.tokens(2, 4) < forecast.tokens(3, 4) == forecast.tokens(16, 4) < forecast.tokens(4, 8) < 6
+
+
+def test_what_was_raised_in_vain_is_not_raised_again_soon() -> None:
+    """One depth is always accepted, a second one never: every trial of d = 2 ends after its first judgement."""
+    measured = Measured(EngineConfig("serial", draft_steps=1, adapt_steps=True))
+    steps = [d for d, _ in run(measured, 1000, lambda m, r: in_turn(m, r, chain(1.0), 0.1, lambda _: 1.0))]
+    raised = [at for at, (before, after) in enumerate(pairwise(steps)) if after > before]
+    assert len(raised) > 5 and min(b - a for a, b in pairwise(raised)) >= HOLD
+
+
+@pytest.mark.parametrize(("batch", "wanted"), [(12, {12, 6, 3}), (8, {8, 4, 2}), (3, {3}), (1, {1})])
+def test_bs_is_halved(batch: int, wanted: set[int]) -> None:
+    """Rows cost, and nothing is accepted: bs goes down as far as it may."""
+    measured = Measured(EngineConfig("serial", verify_batch=batch, adapt_batch=True))
+    measured.plains.append(1.0)
+    shapes = run(measured, 200, lambda m, _: MeasuredRound(m.nodes + 1.0, m.nodes, 1.0, 1, ()))
+    assert measured.nodes == min(wanted) and {bs for _, bs in shapes} <= wanted

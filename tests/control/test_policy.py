@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig
-from swiftspec.control.controller import Controller
-from swiftspec.control.policy import PATIENCE, PROBE, REFRESH, SKIP, WINDOW, Decision, Pace, decide
+from swiftspec.control.controller import SKIP, Controller
+from swiftspec.control.policy import EVERY, REFRESH, decide
+from swiftspec.control.record import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured
 from swiftspec.distributed.wire import pack, read_result
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -49,9 +50,10 @@ class FakeDrafter:
 class Room:
     """A switch whose rounds take what `times` says: (seconds of a speculative round, its tokens, of a plain round)."""
 
-    def __init__(self, times: Callable[[int], tuple[float, int, float]], pace: Pace | None = None) -> None:
+    def __init__(self, times: Callable[[int], tuple[float, int, float]], measured: Measured | None = None) -> None:
         self.now, self.times, self.drafter = 0.0, times, FakeDrafter()
-        self.switch = Controller(self.drafter, lambda: pace or Pace(3, 8), clock=lambda: self.now)
+        measured = measured or Measured(EngineConfig(self_switch=True))
+        self.switch = Controller(self.drafter, lambda: measured, clock=lambda: self.now)
         self.switch.open(opening([0], GREEDY))
         self.kinds = ""
 
@@ -75,16 +77,17 @@ class Room:
 
 def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
     room = Room(lambda _: (1.5, 3, 1.0))
-    assert room.run(600) == TRIAL * "s" + GLANCE * "p" + (REFRESH + 2) * "s" + GLANCE * "p" + 56 * "s"
+    trusted = SKIP + REFRESH + EVERY
+    assert room.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
     report = room.switch.report()
     assert (report.break_even, report.speedup, report.plain_rounds) == (1.5, 2.0, 2 * GLANCE)
-    assert report.changes[:2] == ((TRIAL, Decision(0, 1, False)), (TRIAL + GLANCE, Decision(3, 8, True)))
+    assert report.changes[:2] == ((TRIAL, PLAIN), (TRIAL + GLANCE, Decision(3, 8, True)))
     assert room.drafter.grown == 600 - 2 * GLANCE
 
 
 def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() -> None:
     room = Room(lambda _: (4.0, 2, 1.0))
-    waits = [PATIENCE << doublings for doublings in (0, 1, 2, 3, 4, 4)]
+    waits = [GLANCE + (PATIENCE << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
     want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
     assert room.run(len(want)) == want
     assert room.switch.report().speedup == 0.5
@@ -96,9 +99,9 @@ def test_times_that_change_bring_speculation_back() -> None:
     kinds = room.run(500)
     back = kinds.index("s", 200)
     assert kinds[back:] == "s" * (500 - back)
-    assert room.switch.pace.refusals > 0
-    room.switch.pace.turn(Decision(0, 1, False))
-    assert room.switch.pace.refusals == 0
+    assert room.switch.measured.patience > PATIENCE
+    room.switch.measured.change(PLAIN)
+    assert room.switch.measured.patience == PATIENCE
 
 
 def test_a_hiccup_is_no_reason() -> None:
@@ -109,16 +112,20 @@ def test_a_hiccup_is_no_reason() -> None:
 def test_a_request_begins_with_speculation_and_keeps_what_plain_rounds_take() -> None:
     first = Room(lambda _: (4.0, 2, 1.0))
     assert first.run(30)[-1] == "p"
-    second = Room(lambda _: (1.5, 2, 1.0), first.switch.pace)
+    second = Room(lambda _: (1.5, 2, 1.0), first.switch.measured)
     assert second.run(100) == "s" * 100, "no need to look again"
-    third = Room(lambda _: (4.0, 2, 1.0), first.switch.pace)
-    assert third.run(96) == 14 * "s" + PATIENCE * "p" + 18 * "s", "what the second one saw is outweighed"
+    third = Room(lambda _: (4.0, 2, 1.0), first.switch.measured)
+    kinds = third.run(TRIAL + GLANCE + PATIENCE)
+    tried = kinds.index("p")
+    assert tried <= TRIAL, "what the second one saw is outweighed"
+    assert kinds[tried:] == (GLANCE + PATIENCE) * "p" + (TRIAL - tried) * "s"
 
 
 def test_decide_is_a_function_of_what_was_seen() -> None:
-    pace = Pace(5, 6)
-    assert decide(pace) == decide(pace) == Decision(5, 6, True)
-    assert pace == Pace(5, 6)
+    config = EngineConfig(draft_steps=5, verify_batch=6, self_switch=True)
+    measured = Measured(config)
+    assert decide(measured) == decide(measured) == Decision(5, 6, True)
+    assert measured == Measured(config)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +148,7 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
     plain = LLM(pair[0], dtype=torch.float64).generate(PROMPT, sampling).token_ids
     llm = LLM(*pair, EngineConfig(self_switch=True), dtype=torch.float64)
     drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=ahead)
-    switch = Controller(drafter, lambda: Pace.of(llm.config))
+    switch = Controller(drafter, lambda: Measured(llm.config))
     put(llm, switch)
     for chance in (0.5, 0.1):
         with switched_by_dice(chance):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import PolicyReport
-from swiftspec.control.policy import Decision
+from swiftspec.control.record import Decision
 from swiftspec.engine import Stats
 from swiftspec.serve.answer import footer, metrics
 

@@ -186,7 +186,7 @@ def test_more_particles_come_closer(power: float, temperature: float) -> None:
 
 @pytest.mark.slow
 def test_the_bias_falls_as_one_over_n() -> None:
-    """The share of the weight alone; docs/log.md has more figures. Four times the particles, about a quarter."""
+    """The share of the weight alone; docs/log/2026-11-21.md has more figures. A quarter with four times the N."""
     sampling, apart = SamplingParams(temperature=0.7), []
     for particles, runs in ((4, 600), (16, 500)):
         found = sample(PopulationConfig(particles, 1, 0.5, 2.0), sampling, runs, sharpness=1.5)

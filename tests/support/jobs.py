@@ -17,7 +17,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.control import policy
-from swiftspec.control.policy import Decision, Pace
+from swiftspec.control.record import Decision, Measured
 from swiftspec.distributed.groups.shm import SharedParallel
 from swiftspec.distributed.world import join_world
 from swiftspec.errors import UserError
@@ -99,10 +99,10 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
     """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
     decide, draw = policy.decide, random.Random(3)
 
-    def by_dice(pace: Pace) -> Decision:
+    def by_dice(measured: Measured) -> Decision:
         if draw.random() >= (chance or 0):
-            return Decision(pace.steps, pace.nodes, pace.speculating)
-        return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not pace.speculating or draw.random() < 0.3)
+            return measured.current
+        return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
 
     policy.decide = decide if chance is None else by_dice
     try:

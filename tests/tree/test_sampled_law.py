@@ -11,7 +11,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control import policy
 from swiftspec.control.controller import Controller
-from swiftspec.control.policy import Decision, Pace
+from swiftspec.control.record import Decision, Measured
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import drawn
@@ -95,8 +95,8 @@ def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPa
 def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """The self-switch: after a first round the drafter sleeps for one, and wakes to what was said meanwhile."""
     pair = Pair(2, 3, plan_of(mode, 3, 1, 2), PLAIN)
-    pair.around = lambda drafter: Controller(drafter, lambda: Pace.of(pair.plan))
-    monkeypatch.setattr(policy, "decide", lambda pace: Decision(2, 3, pace.count != 1))
+    pair.around = lambda drafter: Controller(drafter, lambda: Measured(pair.plan))
+    monkeypatch.setattr(policy, "decide", lambda measured: Decision(2, 3, not measured.speculating))
     assert pair.enumerate(monkeypatch, 3, 4)[0] < 1e-12
 
 
