@@ -11,7 +11,7 @@ from swiftspec.setting import check_fields, require, setting
 MODES = ("ar", "serial", "async", "smc")
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
-DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turns (docs/log.md)
+DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in turn (docs/decisions.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")
