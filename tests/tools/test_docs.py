@@ -1,6 +1,7 @@
-"""tools/docs.py: the pages that are made from the code say what the code says."""
+"""The pages: those that tools/docs.py makes say what the code says, and the others name files that are there."""
 
 import contextlib
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.runtime.steps import FEATURES
 from tools import docs, paths
+
+FOLDERS = "swiftspec|csrc|tests|bench|tools|docs|profiles"
 
 
 @pytest.mark.parametrize("name", docs.PAGES)
@@ -64,3 +67,34 @@ def test_a_stale_page_is_told_and_written(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_cell_keeps_its_bars() -> None:
     assert docs.table(("a", "b"), [("x|y", "")]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n"
+
+
+def pages() -> list[str]:
+    """All but the log, which names files as they were on its day."""
+    found = [docs.ROOT / "README.md", *docs.ROOT.glob("docs/*.md"), *docs.ROOT.glob("docs/reference/*.md")]
+    return [page.relative_to(docs.ROOT).as_posix() for page in sorted(found)]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_a_page_names_files_that_are_there(name: str) -> None:
+    page = docs.ROOT / name
+    text = page.read_text(encoding="utf-8")
+    linked = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]
+    named = [docs.ROOT / path for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w)", text)]
+    missing = {str(path) for path in linked + named if not path.exists()}
+    assert not missing
+
+
+def test_the_readme_is_short_and_has_its_two_commands() -> None:
+    text = (docs.ROOT / "README.md").read_bytes()
+    assert len(text) <= 8_000
+    assert b"\nmake chat\n" in text and b"\nmake test\n" in text
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (docs.ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(docs.ROOT)
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
