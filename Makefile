@@ -2,7 +2,7 @@
 # the stamp files in .venv make a second run start at once. Needs Python 3.11+, a C++ compiler and a package registry.
 #
 #   make chat ARGS="--temperature 0.8"       flags of `python -m swiftspec.serve`
-#   make test ARGS="tests/test_tree.py -x"   arguments of pytest
+#   make test ARGS="tests/tree -x"         arguments of pytest
 #   make test PYTHON=/path/to/python3.12     another interpreter
 #   make test TORCH="torch==2.12.0"          another torch
 #

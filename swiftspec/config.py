@@ -12,7 +12,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.setting import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
-DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/results.md)
+DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions.md)
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")

@@ -13,9 +13,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from swiftspec.runtime.steps.graph import ROWS
+from swiftspec.sampling.noise import PositionNoise
 from swiftspec.serve.cli import PRECEDENCE, run_flags
 from swiftspec.serve.flags import GROUPS, Flag, Table
 from swiftspec.serve.settings import env_name, flag_name
+from tools import paths
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_HEAD = f"""\
@@ -26,6 +29,56 @@ Every flag but those of a single run is a setting: it can also be given by its e
 that `--config` names, where its key is the flag without the dashes in front, such as `top-p: 0.9`.
 {PRECEDENCE}
 """
+
+PATHS_HEAD = """\
+<!-- Made by `python -m tools.docs`: do not edit. -->
+# Which steps run which request
+
+A *step* is an expansion of the draft tree, a verification of a proposal, or a round of particles. There are several
+kinds of steps. They compute the same; the faster kinds take fewer requests. When a request opens, each of its roles
+(draft, target, population) takes the first kind that its model can use and that takes the request, and keeps it to the
+end. Draft and target may differ. In a group of ranks the leader chooses among the kinds that all ranks have.
+
+A request with several of these features runs on the slowest kind among their rows; no kind takes more than a slower one
+does. Prompts are read in chunks, eagerly, whatever follows. The kinds with graphs were never run on a GPU; the tests
+run them on a CPU, with a stand-in for the capture.
+
+The columns:
+
+- *CPU, native operators*: x86-64 with AVX2 or more, models in bfloat16 or float32, int4 too; one rank or several.
+- *CUDA operators*: an H100 or H200, bfloat16 models, int4 too, with heads of 64 or 128. *GPUs of one machine*: ranks
+  that reach each other's memory.
+- *`--ops unfused`*: torch's own operators on a GPU, which also run what the CUDA operators do not fit.
+- *everything else*: plain torch on a CPU, and groups of GPUs that speak through NCCL.
+"""
+PATHS_NOTES = f"""\
+## What a kind hands on
+
+Some single steps go another way than the request they belong to:
+
+- A graph holds at most {ROWS[-1]} rows. A larger batch runs eagerly.
+- The graph of expansions begins after the root's, whose batch has pending tokens in it. It also needs at least two
+  expansions to do, room for all of them, and a tree of at most {PositionNoise.BLOCK} levels. Other expansions run
+  as graph forwards.
+- In a verification graph a filter takes it that the few likeliest tokens settle it, and marks the rows where they do
+  not. Then the draw is made once more outside of the graph, from the logits that it has left.
+- Where more than w tokens are pending, they go through the draft as a prompt does.
+"""
+
+
+def paths_page() -> str:
+    """Which kind of steps runs which request, and what the kinds are."""
+    parts = [PATHS_HEAD]
+    head = ("request", *(machine.name for machine in paths.MACHINES))
+    for title, step, requests in paths.STEPS:
+        parts += [f"## {title}\n", table(head, paths.rows(step, requests))]
+    about = [(kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py")) for kind in paths.met()]
+    return "\n".join([*parts, "## The kinds\n", table(("kind", "what it is", "file"), about), PATHS_NOTES])
+
+
+def _summary(kind: type) -> str:
+    """The first paragraph of a docstring."""
+    return " ".join(str(kind.__doc__).partition("\n\n")[0].split())
 
 
 def flags_page() -> str:
@@ -64,7 +117,7 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/reference/flags.md": flags_page}
+PAGES: dict[str, Callable[[], str]] = {"docs/reference/flags.md": flags_page, "docs/paths.md": paths_page}
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:

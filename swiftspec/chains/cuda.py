@@ -1,4 +1,4 @@
-"""Chains of draft tokens against the target on a GPU, in one launch (csrc/verify.h; the law is chains/law.py's)."""
+"""Chains of draft tokens against the target on a GPU, in one launch (csrc/cuda/chains; chains/law.py has the law)."""
 
 from __future__ import annotations
 

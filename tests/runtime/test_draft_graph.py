@@ -1,7 +1,7 @@
 """A draft's rounds on the device, against the same rounds with the host in between; on a CPU.
 
-Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/tree.h in Python on the addresses that
-they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
+Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree/tree.h in Python on the
+addresses that they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def at(address: int, dtype: Any, *shape: int) -> NDArray[Any]:
 
 
 class CudaTree:
-    """As csrc/tree.h says."""
+    """As csrc/cuda/tree/tree.h says."""
 
     def __init__(self, *, nodes: int, slots: int, **addresses: int) -> None:
         kinds = {"token": np.int64, "parent": np.int32, "slot": np.int32, "weight": np.float64}

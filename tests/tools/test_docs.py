@@ -1,15 +1,60 @@
-"""tools/docs.py: the pages that are made from the code say what the code says."""
+"""The pages: those that tools/docs.py makes say what the code says, and the others name files that are there."""
 
+import contextlib
+import re
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools import docs
+from swiftspec.errors import UserError
+from swiftspec.runtime.steps import FEATURES
+from tools import docs, paths
+
+FOLDERS = "swiftspec|csrc|tests|bench|tools|docs|profiles"
 
 
 @pytest.mark.parametrize("name", docs.PAGES)
 def test_the_committed_page_is_current(name: str) -> None:
     assert (docs.ROOT / name).read_text(encoding="utf-8") == docs.PAGES[name](), "python -m tools.docs writes it"
+
+
+@pytest.mark.parametrize("machine", paths.MACHINES, ids=lambda machine: machine.name)
+def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: paths.Machine) -> None:
+    """docs/paths.md says so: of a request with several features the slowest row counts."""
+    for offer in (machine.to_expand(), machine.to_verify(), machine.for_rounds()):
+        taken = [frozenset(name for name in FEATURES if kind.takes(frozenset({name}))) for kind in offer]
+        assert all(kind.takes(all_of_them) for kind, all_of_them in zip(offer, taken))
+        assert all(faster <= slower for faster, slower in pairwise(taken))
+        assert taken[-1] == set(FEATURES)
+
+
+@dataclass(frozen=True)
+class Listener(paths.Machine):
+    """Offers steps that take everything and remember what they were asked."""
+
+    heard: set[str] = field(default_factory=set)
+    name: str = "listener"
+
+    def takes(self, wanted: frozenset[str]) -> bool:
+        self.heard.update(wanted)
+        return True
+
+    def offer(self) -> list[Any]:
+        return [self]
+
+    to_expand = to_verify = for_rounds = offer
+
+
+def test_the_page_of_paths_asks_for_every_feature() -> None:
+    listener = Listener(group=True)
+    for _, step, requests in paths.STEPS:
+        for asked in requests:
+            with contextlib.suppress(UserError):
+                step(listener, asked)
+    assert listener.heard == set(FEATURES)
 
 
 def test_a_stale_page_is_told_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,3 +67,34 @@ def test_a_stale_page_is_told_and_written(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_cell_keeps_its_bars() -> None:
     assert docs.table(("a", "b"), [("x|y", "")]) == "| a | b |\n| --- | --- |\n| x\\|y |  |\n"
+
+
+def pages() -> list[str]:
+    """All but the log, which names files as they were on its day."""
+    found = [docs.ROOT / "README.md", *docs.ROOT.glob("docs/*.md"), *docs.ROOT.glob("docs/reference/*.md")]
+    return [page.relative_to(docs.ROOT).as_posix() for page in sorted(found)]
+
+
+@pytest.mark.parametrize("name", pages())
+def test_a_page_names_files_that_are_there(name: str) -> None:
+    page = docs.ROOT / name
+    text = page.read_text(encoding="utf-8")
+    linked = [page.parent / link for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text)]
+    named = [docs.ROOT / path for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*\w)", text)]
+    missing = {str(path) for path in linked + named if not path.exists()}
+    assert not missing
+
+
+def test_the_readme_is_short_and_has_its_two_commands() -> None:
+    text = (docs.ROOT / "README.md").read_bytes()
+    assert len(text) <= 8_000
+    assert b"\nmake chat\n" in text and b"\nmake test\n" in text
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (docs.ROOT / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(docs.ROOT)
+    exec(compile(example, "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()

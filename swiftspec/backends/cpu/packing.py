@@ -1,4 +1,4 @@
-"""Weights as the native operators read them: blocks of 16 outputs, laid out once at load (csrc/host/product.h)."""
+"""Weights as the native operators read them: blocks of 16 outputs, laid out once at load (csrc/host/ops/product.h)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Packed:
 
     native: _C.Weights
     outputs: int
-    data: Tensor  # blocks of 16 outputs; csrc/host/product.h has the layouts
+    data: Tensor  # blocks of 16 outputs; csrc/host/ops/product.h has the layouts
     groups: Tensor | None  # int4: [N / 16, K / g, 2, 16] float32
     bias: Tensor | None  # [N] float32
 

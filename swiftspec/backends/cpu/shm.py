@@ -1,4 +1,4 @@
-"""Ranks of one machine over shared memory, through the native LL protocol (csrc/ll.h): collectives and a mailbox.
+"""Ranks of one machine over shared memory, by the native LL protocol (csrc/common/ll.h): collectives and a mailbox.
 
 One rank makes a name with `new_name`, sends it to the others by whatever they started with, and all open it together;
 opening returns when all are there, and from then on the name is gone and nothing outlives the processes. A rank that
@@ -102,7 +102,7 @@ class Mailbox:
         self, offer: _C.Offer, asks: int, answers: int, note: int, timeout: float
     ) -> tuple[list[int], bool]:
         """As `recv`. A message [asks, *result] is answered at once where it is what the offer is for: [answers, note,
-        *proposal] (csrc/host/answer.h). The second value: whether it was."""
+        *proposal] (csrc/host/decoder/fast_reply.h). The second value: whether it was."""
         return self._mailbox.recv_or_answer(offer, asks, answers, note, timeout, self.timeout)
 
     def close(self) -> None:

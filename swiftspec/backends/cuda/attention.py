@@ -1,4 +1,4 @@
-"""Tree attention on a Hopper GPU: RoPE, KV append and masked attention, one launch a layer (csrc/attention.h).
+"""Tree attention on a Hopper GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
 
 For bfloat16 heads of 64 or 128. A row's result does not depend, to the bit, on the other rows of its batch, on their
 number, or on the slots in which its keys lie. Nothing here waits for the device, so a forward can be captured in a

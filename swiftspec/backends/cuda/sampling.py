@@ -1,4 +1,4 @@
-"""Noise, draws and candidates on a GPU (csrc/sampling.h): from logits to tokens in one read."""
+"""Noise, draws and candidates on a GPU (csrc/cuda/sampling/sampling.h): from logits to tokens in one read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Growth of a draft tree on a GPU, so that d expansions need no host (csrc/tree.h, paper section 3.1)."""
+"""Growth of a draft tree on a GPU, so that d expansions need no host (csrc/cuda/tree/tree.h, paper section 3.1)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 reference.py is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
 Two things differ. Int4 weights of bfloat16 models stay int4 and go through torch's own int4 product, whose scales are
-bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured (runtime/graph.py); for that, every
-row is scored against the whole region of the cache, masked.
+bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured (runtime/steps/graph.py); for that,
+every row is scored against the whole region of the cache, masked.
 """
 
 from __future__ import annotations

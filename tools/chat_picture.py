@@ -1,0 +1,82 @@
+"""Draws docs/chat.svg: a chat with the embedded pair, as a terminal shows it.
+
+    python -m tools.chat_picture
+
+The session is a real one. On one processor its text is always the same; the times are those of the run, and so are the
+rounds that went without the draft. The picture has a background of its own, so it can be read on light pages and on
+dark ones, and it fetches no font.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+from swiftspec.serve.chat import Chat
+from swiftspec.serve.layers import load
+from swiftspec.serve.session import open_session
+from swiftspec.serve.terminal import Phases
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "chat.svg"
+WIDTH = 100  # columns
+COMMAND = 'make chat ARGS="--seed 3 --temperature 0.5 --max-tokens 72"'
+SETTINGS = {"seed": 3, "temperature": 0.5, "max_tokens": 72}
+LINES = ("def read_lines(path):", "/set temperature 0", "def main(argv=None):")
+FRAME = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {terminal_height}" role="img">
+<title>A chat with the embedded pair in a terminal: what the draft guessed right is green and underlined</title>
+<style>text {{ font: {char_height}px ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; white-space: pre }}
+{styles}</style>
+<defs>{lines}</defs>
+<rect width="100%" height="100%" rx="8" fill="#0c0c0c"/>
+<g transform="translate(9, 9)">{backgrounds}
+{matrix}</g>
+</svg>
+"""
+
+
+def typist(console: Console) -> Callable[[], str]:
+    """Types LINES after a prompt, then leaves."""
+    waiting = iter(LINES)
+
+    def ask() -> str:
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        console.print(Text(f">>> {line}"))
+        return line
+
+    return ask
+
+
+def record() -> str:
+    """The session as it comes to the terminal, control sequences and all."""
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system="standard", width=WIDTH, highlight=False)
+    console.print(Text(f"$ {COMMAND}", "dim"))
+    settings = load(SETTINGS)
+    session = open_session(settings, Phases(quiet=True), warm_up=True)
+    Chat(session, settings, console, typist(console)).run()
+    return shown.getvalue().rstrip()
+
+
+def draw(session: str) -> str:
+    """A recorded session as SVG."""
+    console = Console(file=io.StringIO(), record=True, width=WIDTH)
+    console.print(Text.from_ansi(session), "\n")
+    return console.export_svg(code_format=FRAME, theme=MONOKAI, unique_id="chat")
+
+
+def main() -> None:
+    """Records and draws."""
+    PICTURE.write_text(draw(record()), encoding="utf-8")
+    print(f"wrote {PICTURE.name}, {PICTURE.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

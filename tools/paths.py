@@ -1,0 +1,152 @@
+"""Which steps run which request, asked of the code: the roles choose among the steps that each machine offers.
+
+No model is loaded: the steps are made on stand-ins that say what a machine can do, and only asked what they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.messages import Opening
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.steps import Kind, Steps, choose, features, kinds
+from swiftspec.runtime.steps.rounds import Rounds
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.vocab import HEAD
+from swiftspec.smc.population import check_sampling
+from swiftspec.tree.reject import Rejection
+
+REFUSED = "refused"
+RANKS = 2  # of a group, where a machine has one
+DEEP = HEAD * RANKS  # a top-k that the ranks of that group do not exchange
+SERIAL, DRAWN = EngineConfig(), EngineConfig(proposal="sample")
+REJECTED = EngineConfig(verify="reject")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What steps can be made of: the model as one native call, graphs, a tree on the device; a group of ranks, and
+    whether its messages may be part of a graph."""
+
+    name: str
+    fused: bool = False
+    graphs: bool = False
+    tree: bool = False
+    group: bool = False
+    messages: bool = False
+
+    def runner(self) -> Any:
+        """Of either model."""
+        group = SimpleNamespace(captures=lambda x: self.messages) if self.group else None
+        model = SimpleNamespace(group=group, dtype=torch.float32, device=torch.device("cpu"))
+        shard = SimpleNamespace(exchanged=DEEP) if self.group else None
+        return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
+
+    def tools(self) -> kinds.Tools:
+        """Of either model."""
+        tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
+        ops: Any = SimpleNamespace(device_tree=lambda *shape: tree if self.tree else None)
+        fused: Any = SimpleNamespace(tree=lambda *shape: None) if self.fused else None
+        capture: Any = (lambda work: None) if self.graphs else None
+        return kinds.Tools(ops, fused, capture)
+
+    def to_expand(self) -> list[Steps]:
+        return kinds.for_draft(self.runner(), self.tools(), SERIAL)[0]
+
+    def to_verify(self) -> list[Steps]:
+        return kinds.for_target(self.runner(), self.tools())
+
+    def for_rounds(self) -> list[Rounds]:
+        return kinds.for_population(self.runner(), self.tools(), self.tools())
+
+
+MACHINES = (
+    Machine("CPU, native operators", fused=True),
+    Machine("one GPU, CUDA operators", graphs=True, tree=True),
+    Machine("GPUs of one machine, CUDA operators", graphs=True, tree=True, group=True, messages=True),
+    Machine("one GPU, `--ops unfused`", graphs=True),
+    Machine("everything else"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and the settings that it meets."""
+
+    name: str
+    sampling: SamplingParams
+    config: EngineConfig = SERIAL
+
+    @property
+    def opening(self) -> Opening:
+        return Opening(0, (0,), self.sampling, 1)
+
+
+TEMPERATURE = Asked("temperature above 0", SamplingParams())
+GREEDY = Asked("temperature 0", SamplingParams(temperature=0.0))
+BIAS = Asked("logit bias", SamplingParams(logit_bias={0: 1.0}))
+FILTERS = Asked("top-k, top-p or min-p", SamplingParams(top_p=0.9))
+DEEP_FILTERS = Asked(f"top-k of {HEAD} or more for each rank of a group", SamplingParams(top_k=DEEP))
+PENALTIES = Asked("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
+GUIDANCE = Asked("guidance", SamplingParams(guidance_scale=2.0))
+SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE)
+SAMPLE = Asked("`--proposal sample`", SamplingParams(), DRAWN)
+REJECT = Asked("`--verify reject`", SamplingParams(), REJECTED)
+COLD = Asked("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
+
+
+def expands(machine: Machine, asked: Asked) -> Steps:
+    """What grows the draft tree for a request."""
+    asked.config.check_request(asked.sampling)
+    nothing: Any = None
+    children: Any = SimpleNamespace(drawn=asked.config.proposal == "sample")
+    return LocalDrafter(machine.runner(), machine.to_expand(), nothing, children, asked.config).choose(asked.opening)
+
+
+def verifies(machine: Machine, asked: Asked) -> Steps:
+    """What runs the target over a proposal."""
+    asked.config.check_request(asked.sampling)
+    rejection = Rejection if asked.config.verify == "reject" else None
+    return LocalVerifier(machine.runner(), machine.to_verify(), rejection).choose(asked.opening)
+
+
+def rounds(machine: Machine, asked: Asked) -> Kind:
+    """What runs a round of particles."""
+    check_sampling(asked.sampling)
+    return choose(machine.for_rounds(), features(asked.sampling, "population"))
+
+
+Step = Callable[[Machine, Asked], Kind]
+STEPS: tuple[tuple[str, Step, tuple[Asked, ...]], ...] = (
+    ("Expansions of the draft tree", expands, (*SHAPED, SAMPLE, REJECT, COLD)),
+    ("Verifications", verifies, (*SHAPED, SAMPLE, REJECT, COLD)),
+    ("Rounds of particles (mode smc)", rounds, SHAPED),
+)
+
+
+def rows(step: Step, requests: Sequence[Asked]) -> Iterator[list[str]]:
+    """For each request, the name of the steps that run it on each machine."""
+    for asked in requests:
+        yield [asked.name, *(_name(step, machine, asked) for machine in MACHINES)]
+
+
+def _name(step: Step, machine: Machine, asked: Asked) -> str:
+    try:
+        return step(machine, asked).name
+    except UserError:
+        return REFUSED
+
+
+def met() -> list[type]:
+    """The classes of steps that any machine offers, the fastest first."""
+    offers = (machine.to_expand() + machine.to_verify() + machine.for_rounds() for machine in MACHINES)
+    found = dict.fromkeys(type(steps) for offer in offers for steps in offer)
+    return sorted(found, key=lambda kind: ("native", "graph", "graph forwards", "eager").index(kind.name))
