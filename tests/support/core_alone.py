@@ -1,0 +1,105 @@
+"""The core by itself: a pair of random models decodes serially on plain torch. Run as a process of its own.
+
+    python -m tests.support.core_alone FILE...
+
+The files are the core's, as docs/walkthrough.md lists them; every other module of swiftspec is refused. Prints as JSON
+the tokens with a draft and without one, and how many of them were draft tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class Refuse(MetaPathFinder):
+    """Lets nobody import a module of swiftspec but these."""
+
+    def __init__(self, allowed: set[str]) -> None:
+        self.allowed = allowed
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name.partition(".")[0] == "swiftspec" and name not in self.allowed:
+            raise ImportError(f"{name} is not in the core")
+
+
+def module_of(file: str) -> str:
+    """swiftspec/tree/__init__.py -> swiftspec.tree"""
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def main(files: Sequence[str]) -> None:
+    sys.meta_path.insert(0, Refuse({"swiftspec", *map(module_of, files)}))
+    with_draft, accepted = decoded(draft=True)
+    print(json.dumps({"with a draft": with_draft, "alone": decoded(draft=False)[0], "accepted": accepted}))
+
+
+def decoded(draft: bool) -> tuple[list[int], int]:
+    """The tokens after a prompt, and how many of them the draft has guessed."""
+    from swiftspec.engine import Engine, TreeDecoding
+    from swiftspec.params import SamplingParams
+    from swiftspec.runtime.drafter import NoDrafter
+    from swiftspec.runtime.local_drafter import LocalDrafter
+    from swiftspec.runtime.steps.eager import EagerSteps
+    from swiftspec.runtime.verifier import LocalVerifier
+    from swiftspec.tree.children import BestChildren
+    from swiftspec.tree.tree import DraftTree
+
+    target = make_runner(seed=0, noise=0.0)
+    drafter: Any = NoDrafter()
+    if draft:
+        small = make_runner(seed=0, noise=0.05)
+        tree, children = DraftTree(400, 40), BestChildren(4, coupled=True)
+        shape: Any = SimpleNamespace(verify_batch=4, draft_leaves=4, children=4, steps=3, proposal="coupled")
+        shape.calibrated = lambda greedy: 1.0
+        drafter = LocalDrafter(small, [EagerSteps(small)], tree, children, shape)
+    verifier = LocalVerifier(target, [EagerSteps(target)])
+    limits: Any = SimpleNamespace(max_model_len=64, eos_token_ids=(), check=lambda prompt, sampling: None)
+    engine = Engine(TreeDecoding(drafter, verifier), limits)
+    answer = engine.generate([3, 1, 4, 1, 5], SamplingParams(temperature=0.9, seed=7, max_tokens=40))
+    return answer.token_ids, answer.stats.accepted
+
+
+def make_runner(seed: int, noise: float) -> Any:
+    """A model of random tensors under their Hugging Face names, and of `noise` on top of them."""
+    import torch
+
+    from swiftspec.backends import reference
+    from swiftspec.model.checkpoint import FLOATS, Checkpoint
+    from swiftspec.model.config import ModelConfig, RopeConfig
+    from swiftspec.model.transformer import Transformer
+    from swiftspec.runtime.runner import Runner
+
+    class Random:
+        folder = Path("random")
+
+        def __init__(self) -> None:
+            self.dice = torch.Generator().manual_seed(seed)
+            self.more = torch.Generator().manual_seed(seed + 1)
+
+        def __contains__(self, name: str) -> bool:
+            return True
+
+        def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> torch.Tensor:
+            made = torch.randn(shape, generator=self.dice, dtype=torch.float64)
+            made += noise * torch.randn(shape, generator=self.more, dtype=torch.float64)
+            return made / shape[-1] ** 0.5 if len(shape) > 1 else made.abs() + 0.5
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    biases = {"qkv_bias": False, "o_bias": False, "mlp_bias": False, "tie_word_embeddings": False}
+    config = ModelConfig(
+        family="llama", **sizes, intermediate_size=32, rms_norm_eps=1e-6, rope=RopeConfig(10000.0),
+        max_position_embeddings=128, **biases, dtype="float64", quantization={}, eos_token_ids=(),
+    )  # fmt: skip
+    weights = Checkpoint(config, Random()).read()
+    model = Transformer(config, weights, reference, "cpu", torch.float64, 128)
+    return Runner(model, reference, config.vocab_size, context=72, tree_slots=40)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
