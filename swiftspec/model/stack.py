@@ -42,7 +42,7 @@ class Stack:
 
 class NativeRounds(Protocol):
     """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
-    A group's ranks make the same calls; OSError says that one of them is gone. backends/cpu/rounds.py defines it."""
+    A group's ranks make the same calls; OSError says that one of them is gone. csrc/bind/rounds.cpp defines it."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
@@ -66,6 +66,6 @@ class Fused(Protocol):
         """The inner part of a round over a cache of one sequence."""
         ...
 
-    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int, /) -> Any:
-        """The native side of a draft tree on its arrays, which the caller keeps."""
+    def tree(self, arrays: Sequence[NDArray], /) -> Any:
+        """The native side of a draft tree on its arrays."""
         ...

@@ -119,10 +119,10 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
     for _ in range(4):
         drafter.grow()
         reply, result = drafter.reply(), any_result(proposal, data)
-        answer = reply.answer(result.pack())
+        answer = reply.to(result.pack())
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert reply.answer(other.pack()) == []
-        assert reply.answer(result.pack()[:-1]) == reply.answer([]) == []
+            assert reply.to(other.pack()) == []
+        assert reply.to(result.pack()[:-1]) == reply.to([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()

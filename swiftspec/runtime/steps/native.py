@@ -29,7 +29,7 @@ class Handle(Protocol):
     def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
     def walk(self, tokens: Sequence[int], /) -> list[int]: ...
     def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
-    def offer(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
+    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
 
 
 class NativeTree(DraftTree):
@@ -38,7 +38,7 @@ class NativeTree(DraftTree):
     def __init__(self, nodes: int, slots: int, fused: Fused) -> None:
         super().__init__(nodes, slots)
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
-        self.native: Handle = fused.tree(arrays, nodes, slots)
+        self.native: Handle = fused.tree(arrays)
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
         if first > 0:
@@ -126,4 +126,4 @@ class NativeSteps(EagerSteps):
 
     def reply(self, tree: DraftTree, *where: Any) -> Any:
         assert isinstance(tree, NativeTree)
-        return tree.native.offer(*where)
+        return tree.native.fast_reply(*where)
