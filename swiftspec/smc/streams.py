@@ -1,7 +1,7 @@
 """Noise for a population: a stream of its own for every particle and purpose, keyed on the device.
 
-The integers are those of `noise.noise_bits` and csrc/noise.h. There the positions of a row are Python numbers; here
-the clock is a tensor, so a round draws its noise without the host. Letters: N particles, V tokens.
+The integers are those of `noise.noise_bits` and csrc/common/noise.h. There the positions of a row are Python numbers;
+here the clock is a tensor, so a round draws its noise without the host. Letters: N particles, V tokens.
 
 The clock counts draws, K + 1 a round, and never goes back. In plain SMC every particle grows by K + 1 tokens a round,
 and the clock is the absolute position. Where tokens may be rejected particles differ in length, so a row may come to a

@@ -1,4 +1,4 @@
-"""Peer memory among the GPUs of one machine, for groups whose projections sum in their own kernels (csrc/cuda/peers.h).
+"""Peer memory among the GPUs of one machine, for groups whose projections sum in their own kernels (csrc/cuda/peers).
 
 Every rank makes its inbox, a piece of its GPU's memory, and opens the others' by CUDA IPC; one word of pinned memory,
 which all of them see, says why somebody gave up.

@@ -1,4 +1,4 @@
-"""Counter-based noise in plain torch: the integers of csrc/noise.h, on any device, and Gumbel draws made of them."""
+"""Counter-based noise in plain torch: the integers of csrc/common/noise.h, on any device, and Gumbel draws of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WORD = 0xFFFFFFFF
 
 
 def _mix_int(x: int) -> int:
-    """A bijective hash of 32-bit integers (two multiply-xorshift rounds); csrc/noise.h has the same."""
+    """A bijective hash of 32-bit integers (two multiply-xorshift rounds); csrc/common/noise.h has the same."""
     x ^= x >> 16
     x = x * 0x7FEB352D & _WORD
     x ^= x >> 15

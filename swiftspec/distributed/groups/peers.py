@@ -20,9 +20,9 @@ LEAVING = PATIENCE + 5  # seconds that a rank waits for the others, whose kernel
 
 
 class PeerParallel:
-    """A `parallel.Group` whose products of few rows are summed over peer memory (csrc/cuda/channel.h), in rank order
-    and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives. So are short
-    messages gathered.
+    """A `parallel.Group` whose products of few rows are summed over peer memory (csrc/cuda/peers/channel.h), in rank
+    order and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives. So are
+    short messages gathered.
 
     A peer that does not come ends the kernels that wait for it, and with them the process's use of its GPU.
     """

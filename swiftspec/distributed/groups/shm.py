@@ -12,7 +12,7 @@ from swiftspec.errors import RankLost
 
 
 class SharedParallel:
-    """A `parallel.Group` by the LL protocol (csrc/ll.h): sums in rank order, bitwise equal on all ranks.
+    """A `parallel.Group` by the LL protocol (csrc/common/ll.h): sums in rank order, bitwise equal on all ranks.
 
     A peer that has ended raises RankLost within a fraction of a second, a silent one after the timeout.
     """
