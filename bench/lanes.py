@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.models import Options
-from swiftspec.backends.cpu.rounds import HostRounds
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.world import World, join_world
@@ -33,20 +32,20 @@ from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps.native import NativeTree
+from swiftspec.runtime.steps.native import NativeSteps, NativeTree
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree import walk as tree_walk
 from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [
-    (Runner, "_batch"), (Runner, "run"), (HostRounds, "verify"), (HostRounds, "expand"), (SharedChannel, "send"),
+    (Runner, "_batch"), (Runner, "run"), (NativeSteps, "verify"), (NativeSteps, "expand"), (SharedChannel, "send"),
     (SharedChannel, "recv"), (SharedChannel, "recv_or_reply"),
     (KVCache, "commit"), (Sampler, "draw"), (Sampler, "children"), (DraftTree, "best_leaves"),
     (DraftTree, "add_children"), (tree_walk, "walk"),
     *((tree, name) for tree in (DraftTree, NativeTree) for name in ("best_subtree", "walk", "reroot")),
 ]  # fmt: skip
 # what is printed in the place of a function's name; a forward is making its batch and what the model makes of that
-PRINTED = {"_batch": "forward", "run": "forward", "recv_or_reply": "recv_or_answer"}
+PRINTED = {"_batch": "forward", "run": "forward"}
 MODELS = (DEMO / "target", DEMO / "draft")
 Span = tuple[str, float, float]  # name, beginning, end
 

@@ -94,9 +94,7 @@ void move_kv(const MoveArgs& keys, uint8_t* values, Stream stream);
 
 // ---- sampling
 
-// host::noise_bits and host::gumbel_rows, to the bit, of positions on the device.
-void noise_bits(uint64_t seed, uint32_t noise_stream, const int32_t* positions, int64_t rows, int64_t vocab,
-                uint32_t* out, Stream stream);
+// host::gumbel_rows, to the bit, of positions on the device.
 void gumbel_rows(uint64_t seed, uint32_t noise_stream, const int64_t* positions, int64_t rows, uint32_t first,
                  int64_t count, float* out, Stream stream);
 

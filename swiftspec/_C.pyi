@@ -1,362 +1,416 @@
-"""The native kernels (csrc/bindings*.cpp). Tensors are passed by address; sizes are counted in elements."""
+"""SwiftSpec's native operators, as `python -m tools.stubs` reads them from the extension (csrc/bind)."""
 
 from collections.abc import Sequence
+
+import numpy
+import torch
+
+Array = torch.Tensor | numpy.ndarray
 
 build_info: str
 cuda_built: bool
 
-def noise_bits(seed: int, stream: int, positions: int, rows: int, vocab: int, out: int) -> None: ...
-def noise_bits_cuda(
-    seed: int, stream: int, positions: int, rows: int, vocab: int, out: int, cuda_stream: int = 0
-) -> None: ...
-def gumbel(bits: int) -> float: ...
-def gumbel64(bits: int) -> float: ...
-def gumbel_of(bits: int, count: int, out: int) -> None: ...
-def gumbel_rows(seed: int, stream: int, positions: int, rows: int, first: int, count: int, out: int) -> None: ...
-def level() -> str: ...
-def use_level(name: str) -> bool: ...
-def set_threads(count: int) -> None: ...
-def threads() -> int: ...
-def peak(rounds: int, wide: bool) -> int: ...
-
-class Weights:
-    def __init__(self, format: str, data: int, groups: int, bias: int, k: int, n: int, group: int) -> None: ...
-
-def linear(
-    weights: Weights,
-    x: int,
-    norm: int,
-    eps: float,
-    residual: int,
-    out: int,
-    logits: int,
-    swiglu: bool,
-    wide: bool,
-    rows: int,
-) -> None: ...
-def attention(
-    qkv: int,
-    cos: int,
-    sin: int,
-    slots: int,
-    mask: int,
-    keys: int,
-    values: int,
-    out: int,
-    rows: int,
-    heads: int,
-    kv_heads: int,
-    capacity: int,
-    length: int,
-    width: int,
-    dim: int,
-    wide: bool,
-) -> None: ...
-def draw(
-    logits: int,
-    bias: int,
-    noise: int,
-    rows_of_noise: int,
-    noise_rows: int,
-    temperature: float,
-    rows: int,
-    vocab: int,
-    stride: int,
-    tokens: int,
-) -> None: ...
-def children(
-    logits: int,
-    bias: int,
-    noise: int,
-    rows_of_noise: int,
-    noise_rows: int,
-    temperature: float,
-    tau: float,
-    rows: int,
-    vocab: int,
-    stride: int,
-    k: int,
-    tokens: int,
-    values: int,
-) -> None: ...
-def gumbel_keyed(keys: int, rows: int, first: int, count: int, out: int) -> None: ...
-def log_probs(
-    logits: int, bias: int, temperature: float, rows: int, vocab: int, stride: int, tokens: int, out: int
-) -> None: ...
-def move_kv(
-    keys: int,
-    values: int,
-    layer_stride: int,
-    layers: int,
-    kv_heads: int,
-    capacity: int,
-    slot_bytes: int,
-    source: Sequence[int],
-    start: int,
-) -> None: ...
-
-class Group:
-    def __init__(self, name: str, rank: int, size: int, capacity: int, seconds: float, spin: bool) -> None: ...
-    def all_reduce(self, x: int, count: int, element: str, seconds: float) -> None: ...
-    def all_gather(self, x: int, bytes: int, out: int, seconds: float) -> None: ...
-    def leave(self) -> None: ...
-
-class Mailbox:
-    def __init__(self, name: str, side: int, words: int, seconds: float, spin: bool) -> None: ...
-    def send(self, words: Sequence[int], seconds: float) -> None: ...
-    def recv(self, seconds: float, pause: float) -> list[int]: ...
-    def recv_or_answer(
-        self, offer: Offer, asks: int, answers: int, note: int, seconds: float, pause: float
-    ) -> tuple[list[int], bool]: ...
-    def leave(self) -> None: ...
+class Cache:
+    """A cache [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
+    def __init__(self, k: Array, v: Array) -> None: ...
+    def move(self, sequence: int, source: Sequence[int], start: int) -> None:
+        """Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h."""
 
 class Decoder:
+    """All layers as one call; see Stack and Step in host/decoder/decoder.h."""
     def __init__(
         self,
-        wide: bool,
+        embedding: Array,
+        cos: Array,
+        sin: Array,
+        norm: Array,
         eps: float,
-        hidden: int,
+        head: Weights,
+        layers: Sequence[tuple[Array, Weights, Weights, Array, Weights, Weights]],
         heads: int,
         kv_heads: int,
-        dim: int,
-        vocab: int,
-        positions: int,
-        embedding: int,
-        cos: int,
-        sin: int,
-        norm: int,
-        head: Weights,
-        layers: list[tuple[int, Weights, Weights, int, Weights, Weights]],
         group: Group | None,
         timeout: float,
-    ) -> None: ...
+    ) -> None:
+        """A layer: input norm, qkv, o, post norm, gate_up, down. It keeps what it is given alive."""
     def forward(
         self,
-        tokens: int,
-        positions: int,
-        slots: int,
-        rows: int,
-        parts: list[tuple[int, int, int, int, int, int, int]],
-        capacity: int,
-        layer_stride: int,
-        logits: int,
-    ) -> None: ...
+        tokens: Array,
+        positions: Array,
+        slots: Array,
+        sequence: Array,
+        kv_len: Array,
+        mask: Array,
+        cache: Cache,
+        logits: Array | None,
+    ) -> None:
+        """A forward over a batch (model/batch.py) whose rows are in the order of their sequences. Without logits the
+        head is left out."""
 
-class Tree:
-    def __init__(
-        self, token: int, parent: int, slot: int, logprob: int, visible: int, sizes: int, nodes: int, slots: int
-    ) -> None: ...
-    def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int]]: ...
-    def prospects(self, bs: int, w: int, root: int) -> tuple[float, float]: ...
-    def walk(self, tokens: Sequence[int]) -> list[int]: ...
-    def reroot(self, node: int) -> tuple[list[int], list[int]]: ...
-    def offer(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float) -> Offer: ...
+class FastReply:
+    """What a draft is ready to reply; see host/decoder/fast_reply.h."""
+    def to(self, result: Sequence[int]) -> list[int]:
+        """The packed proposal that follows from a packed result; empty where that is for Python to find."""
 
-class Offer:
-    def answer(self, result: Sequence[int]) -> list[int]: ...
+class Group:
+    """Collectives over shared memory; see Group in host/shm/ll_shm.h. Times in seconds."""
+    def __init__(self, name: str, rank: int, size: int, capacity: int, seconds: float, spin: bool) -> None: ...
+    def all_gather(self, x: Array, out: Array, seconds: float) -> None:
+        """Every rank's x, in the order of the ranks."""
+    def all_reduce(self, x: Array, seconds: float) -> None:
+        """Sums x, float32, float64 or bfloat16, in place and in the order of the ranks."""
+    def leave(self) -> None:
+        """What was sent stays readable."""
 
-class Scoring:
-    def __init__(
-        self, rounds: Rounds, vocab: int, temperature: float, bias: int, noisy: bool, seed: int, stream: int
-    ) -> None: ...
+class Mailbox:
+    """Messages of int32 words over shared memory; see Mailbox in host/shm/mailbox.h."""
+    def __init__(self, name: str, side: int, words: int, seconds: float, spin: bool) -> None: ...
+    def leave(self) -> None:
+        """What was sent stays readable."""
+    def recv(self, seconds: float, pause: float) -> list[int]:
+        """The next message; `pause` bounds the waits within it."""
+    def recv_or_reply(
+        self, ready: FastReply, result: int, proposal: int, note: int, seconds: float, pause: float
+    ) -> tuple[list[int], bool]:
+        """As `recv`, but a message [result, ...] is replied to at once where `ready` can: [proposal, note, ...]. The
+        second value: whether it was."""
+    def send(self, words: Sequence[int], seconds: float) -> None:
+        """Waits so long where the mailbox is full."""
 
 class Rounds:
-    def __init__(self, decoder: Decoder) -> None: ...
+    """Expansions and verifications as one call each, of one decoder over the only sequence of a cache; see
+    host/decoder/rounds.h. The ranks of a group make the same calls and exchange the best of theirs; OSError says that
+    one of them is gone."""
+    def __init__(self, decoder: Decoder, cache: Cache) -> None: ...
     def expand(
         self,
         tree: Tree,
-        keys: int,
-        values: int,
-        capacity: int,
-        layer_stride: int,
         prefix: int,
         pending: Sequence[int],
-        w: int,
-        k: int,
+        leaves: int,
+        children: int,
         scoring: Scoring,
         coupled: bool,
         tau: float,
-    ) -> tuple[int, float]: ...
+    ) -> tuple[int, float]:
+        """Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root that
+        is all there is. Returns how many leaves, and the seconds of the forward."""
+    def scoring(
+        self, vocab: int, temperature: float, bias: Array | None, noisy: bool, seed: int, stream: int
+    ) -> Scoring:
+        """`bias` [vocab] float32; if `noisy`, the noise is that of `seed` and `stream`."""
     def verify(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        keys: int,
-        values: int,
-        capacity: int,
-        layer_stride: int,
-        prefix: int,
-        scoring: Scoring,
-    ) -> tuple[list[int], list[int], float]: ...
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Scoring
+    ) -> tuple[list[int], list[int], float]:
+        """The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the
+        seconds of the forward."""
 
-# Where CUDA is built:
+class Scoring:
+    """What makes tokens of one request's logits; `Rounds.scoring` makes it."""
+
+class Tree:
+    """A draft tree on arrays of Python's, which it keeps alive; see host/decoder/tree.h."""
+    def __init__(self, token: Array, parent: Array, slot: Array, logprob: Array, visible: Array, sizes: Array) -> None:
+        """The arrays of `DraftTree` (swiftspec/tree/tree.py)."""
+    def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int]]:
+        """The likeliest nodes from `root` down, their tokens, and their parents by index among them."""
+    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float) -> FastReply:
+        """What this tree is ready to reply to the next result of a request."""
+    def prospects(self, bs: int, w: int, root: int) -> tuple[float, float]:
+        """The summed probabilities, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves."""
+    def reroot(self, node: int) -> tuple[list[int], list[int]]:
+        """Makes a node the root. Returns the tree slots from the old root to its parent, and those that stay."""
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes that spell as many leading tokens as the tree holds, from below the root down."""
+
+class Weights:
+    """A projection of k inputs and n outputs, whose arrays it keeps alive."""
+    def __init__(self, data: Array, groups: Array | None, bias: Array | None, k: int, n: int) -> None:
+        """`data`: blocks of 16 outputs, float32, bfloat16 or, with `groups`, int4; host/ops/product.h has their
+        layouts."""
+
+def attention(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    slots: Array,
+    mask: Array,
+    cache: Cache,
+    layer: int,
+    sequence: int,
+    length: int,
+    out: Array,
+) -> None:
+    """RoPE, KV append and masked attention of one sequence's rows, `length` of whose slots are in use; see
+    AttentionArgs in kernels_host.h."""
+
+def children(
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    noise: Array | None,
+    noise_rows: Array | None,
+    temperature: float,
+    tau: float,
+    tokens: Array,
+    values: Array,
+) -> None:
+    """As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold."""
+
+def draw(
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    noise: Array | None,
+    noise_rows: Array | None,
+    temperature: float,
+    tokens: Array,
+) -> None:
+    """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
+
+def gumbel(bits: int) -> float:
+    """The float32 Gumbel draw of 32 noise bits."""
+
+def gumbel64(bits: int) -> float:
+    """The float64 Gumbel draw of 32 noise bits."""
+
+def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
+    """The same of rows with these keys [rows] int32."""
+
+def gumbel_of(bits: Array, out: Array) -> None:
+    """The Gumbel noise (float32) of bits, as gumbel_rows computes it."""
+
+def gumbel_rows(seed: int, stream: int, positions: Array, first: int, out: Array) -> None:
+    """Gumbel noise [rows, count] float32 of positions [rows] int32, for the tokens from `first` on."""
+
+def level() -> str:
+    """The instructions in use: avx512_bf16, avx512, avx2 or none."""
+
+def linear(
+    weights: Weights, x: Array, norm: Array | None, eps: float, residual: Array | None, out: Array, swiglu: bool
+) -> None:
+    """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. With a float32 `out` a bfloat16 model's outputs
+    are not rounded: logits."""
+
+def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float, tokens: Array, out: Array) -> None:
+    """Each row's log_softmax(scores) at its token."""
+
+def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
+    """Fills out [rows, vocab] with the noise of rows at these positions, all int32."""
+
+def peak(rounds: int, wide: bool) -> int:
+    """Run a loop of products alone; how many floating-point operations it was."""
+
+def set_threads(count: int) -> None:
+    """How many threads share large products, the caller's among them."""
+
+def threads() -> int:
+    """What set_threads was told; 1 at first, and after a fork."""
+
+def use_level(name: str) -> bool:
+    """Use others, for a test; False where they are missing."""
+
+class CudaAttention:
+    """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive."""
+    def __init__(
+        self,
+        *,
+        cos: Array,
+        sin: Array,
+        positions: Array,
+        slots: Array,
+        sequence: Array | None,
+        kv_len: Array,
+        mask: Array,
+        cache: CudaCache,
+        heads: int,
+        owner: Array,
+        tail: Array,
+        count: Array,
+        groups: Array,
+        arrived: Array,
+        part_values: Array,
+        part_sums: Array,
+    ) -> None: ...
+    def attend(self, qkv: Array, layer: int, out: Array, stream: int) -> None:
+        """Once a layer."""
+    def prepare(self, stream: int) -> None:
+        """Once a forward, before the layers."""
+
+class CudaCache:
+    """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive."""
+    def __init__(self, k: Array, v: Array) -> None: ...
+    def move(self, sequence: int, source: Array, start: int, stream: int) -> None:
+        """Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which lies
+        on the GPU."""
 
 class CudaChannel:
+    """One rank's end of a group of GPUs; see cuda/peers/channel.h. Patience in seconds."""
     def __init__(
-        self, rank: int, inboxes: list[int], lines: int, epoch: int, done: int, trouble: int, patience: float
-    ) -> None: ...
-
-class CudaWeights:
-    def __init__(self, data: int, bias: int, k: int, n: int, group: int) -> None: ...
-    def precede(self, tiles: int, bytes: int) -> None: ...
-
-def cuda_tile_bytes(k: int, n: int, group: int) -> int: ...
-def cuda_lines(n: int, rows: int) -> int: ...
-def cuda_inbox_bytes(ranks: int, lines: int) -> int: ...
-def cuda_trouble(word: int) -> tuple[int, int, int, int] | None: ...
+        self, rank: int, inboxes: Sequence[int], lines: int, epoch: Array, done: Array, trouble: Array, patience: float
+    ) -> None:
+        """`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1]
+        int32, `trouble` [1] int64 in pinned memory."""
 
 class CudaInbox:
+    """Zeroed memory of the current GPU that other processes can open."""
     def __init__(self, bytes: int) -> None: ...
+    def handle(self) -> bytes:
+        """What another process opens it by."""
     @property
     def address(self) -> int: ...
-    def handle(self) -> bytes: ...
 
 class CudaPeerInbox:
+    """Another process's inbox, as the current GPU reaches it."""
     def __init__(self, handle: bytes) -> None: ...
     @property
     def address(self) -> int: ...
 
-class CudaWord:
-    def __init__(self, name: str, rank: int, size: int, seconds: float) -> None: ...
-    def view(self) -> memoryview: ...
-
-def cuda_bus_id() -> str: ...
-def cuda_reaches(bus_id: str) -> bool: ...
-def repack_int4_cuda(
-    k: int, n: int, group: int, codes: int, scales: int, zeros: int, out: int, stream: int
-) -> None: ...
-def repack_bf16_cuda(k: int, n: int, matrix: int, out: int, stream: int) -> None: ...
-def linear_cuda(
-    weights: CudaWeights,
-    x: int,
-    norm: int,
-    eps: float,
-    residual: int,
-    out: int,
-    logits: int,
-    swiglu: bool,
-    channel: CudaChannel | None,
-    rows: int,
-    stream: int,
-) -> None: ...
-def linear_cuda_virtual(
-    weights: list[CudaWeights],
-    x: list[int],
-    residual: int,
-    out: list[int],
-    channels: list[CudaChannel],
-    rows: int,
-    delays: int,
-    stream: int,
-) -> None: ...
-def gather_cuda(channel: CudaChannel, mine: int, out: int, count: int, stream: int) -> None: ...
-def gather_cuda_virtual(
-    channels: list[CudaChannel], mine: list[int], out: list[int], count: int, stream: int
-) -> None: ...
-
-# What follows is there where CUDA was built: addresses are the device's, `stream` is a CUDA stream's handle.
-
-class CudaAttention:
+class CudaTree:
+    """A draft tree on a GPU and the rows of its next expansion, which it keeps alive; see TreeState and Expansion in
+    kernels_cuda.h."""
     def __init__(
         self,
         *,
-        cos: int,
-        sin: int,
-        positions: int,
-        slots: int,
-        sequence: int,
-        kv_len: int,
-        mask: int,
-        owner: int,
-        tail: int,
-        count: int,
-        groups: int,
-        arrived: int,
-        part_values: int,
-        part_sums: int,
-        rows: int,
-        width: int,
-        sequences: int,
-        heads: int,
-        kv_heads: int,
-        capacity: int,
-        dim: int,
-        clusters: int,
+        token: Array,
+        parent: Array,
+        slot: Array,
+        weight: Array,
+        visible: Array,
+        used: Array,
+        node: Array,
+        tokens: Array,
+        positions: Array,
+        slots: Array,
+        mask: Array,
+        children: int,
     ) -> None: ...
-    def prepare(self, stream: int) -> None: ...
-    def attend(self, qkv: int, keys: int, values: int, out: int, stream: int) -> None: ...
+    def add(self, tokens: Array, values: Array, stream: int) -> None:
+        """Children [w, children] of these rows: tokens int64, log-probabilities float32."""
+    def leaves(self, prefix: Array, stream: int) -> None:
+        """Hands the likeliest leaves the next tree slots, and makes their rows. `prefix` [1] int64: slots before the
+        tree's."""
 
-def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int: ...
-def attention_lines_cuda(rows: int, heads: int, capacity: int) -> int: ...
-def attention_clusters_cuda(dim: int) -> int: ...
-def gumbel_rows_cuda(
-    seed: int, noise_stream: int, positions: int, rows: int, first: int, count: int, out: int, stream: int
-) -> None: ...
+class CudaWeights:
+    """A projection's tiles on the current GPU, which it keeps alive; see cuda::Weights in cuda/linear/tiling.h."""
+    def __init__(self, data: Array, bias: Array | None, k: int, n: int, group: int) -> None:
+        """group 0 is bf16."""
+    def precede(self, tiles: Array) -> None:
+        """The tiles that L2 is to have when this projection ends."""
+
+class CudaWord:
+    """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
+    def __init__(self, name: str, rank: int, size: int, seconds: float) -> None: ...
+    def view(self) -> memoryview:
+        """To be used no longer than the word."""
+
+def attention_groups_cuda(rows: int, heads: int, kv_heads: int, one_sequence: bool) -> int:
+    """How many groups of rows attention has room for."""
+
+def attention_lines_cuda(rows: int, heads: int, capacity: int) -> int:
+    """How many lines of `part_values` and `part_sums` it needs."""
+
 def children_cuda(
-    logits: int,
-    bias: int,
-    noise: int,
-    rows_of_noise: int,
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    noise: Array | None,
+    noise_rows: Array | None,
     temperature: float,
     tau: float,
-    rows: int,
-    vocab: int,
-    stride: int,
-    k: int,
-    tokens: int,
-    values: int,
+    tokens: Array,
+    values: Array,
     stream: int,
-) -> None: ...
+) -> None:
+    """As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold."""
+
+def cuda_bus_id() -> str:
+    """The PCI bus id of the current GPU."""
+
+def cuda_inbox_bytes(ranks: int, lines: int) -> int:
+    """Bytes that a rank reads in, zero at first."""
+
+def cuda_lines(n: int, rows: int) -> int:
+    """LL lines of a product of n outputs, whatever its inputs."""
+
+def cuda_reaches(bus_id: str) -> bool:
+    """Whether the current GPU reaches that one's memory."""
+
+def cuda_tile_bytes(k: int, n: int, group: int) -> int:
+    """Bytes of a projection's tiles. group 0 is bf16."""
+
+def cuda_trouble(word: int) -> tuple[int, int, int, int] | None:
+    """(rank, source, slot, epoch) of a wait that gave up, or None."""
+
+def draw_cuda(
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    noise: Array | None,
+    noise_rows: Array | None,
+    temperature: float,
+    tokens: Array,
+    stream: int,
+) -> None:
+    """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
+
+def embed_cuda(tokens: Array, table: Array, out: Array, stream: int) -> None:
+    """out[row] = table[tokens[row]]."""
+
+def gather_cuda(channel: CudaChannel, mine: Array, out: Array, stream: int) -> None:
+    """Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h."""
+
+def gather_cuda_virtual(
+    channels: Sequence[CudaChannel], mine: Sequence[Array], out: Sequence[Array], stream: int
+) -> None:
+    """All ranks of a group in one launch, for tests."""
+
+def gumbel_rows_cuda(seed: int, noise_stream: int, positions: Array, first: int, out: Array, stream: int) -> None:
+    """Gumbel noise [rows, count] float32 of positions [rows] int64, for the tokens from `first` on."""
+
+def linear_cuda(
+    weights: CudaWeights,
+    x: Array,
+    norm: Array | None,
+    eps: float,
+    residual: Array | None,
+    out: Array,
+    swiglu: bool,
+    channel: CudaChannel | None,
+    stream: int,
+) -> None:
+    """A projection, up to 32 rows in a launch; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits."""
+
+def linear_cuda_virtual(
+    weights: Sequence[CudaWeights],
+    x: Sequence[Array],
+    residual: Array,
+    out: Sequence[Array],
+    channels: Sequence[CudaChannel],
+    delays: int,
+    stream: int,
+) -> None:
+    """All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h."""
+
+def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
+    """Tiles of a matrix [n, k]."""
+
+def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
+    """Tiles of an int4 matrix; see cuda/linear/repack.h."""
+
+def rms_norm_cuda(x: Array, weight: Array, eps: float, out: Array, stream: int) -> None: ...
 def verify_cuda(
     *,
-    target: int,
-    draft: int,
-    tokens: int,
-    coins: int,
-    keys: int,
-    marks: int,
-    arrived: int,
-    accepted: int,
-    count: int,
-    bonus: int,
-    batch: int,
-    steps: int,
-    vocab: int,
-    target_strides: tuple[int, int],
-    draft_strides: tuple[int, int],
-    wide: bool,
+    target: Array,
+    draft: Array | None,
+    tokens: Array,
+    coins: Array | None,
+    keys: Array | None,
+    marks: Array,
+    arrived: Array,
+    accepted: Array,
+    count: Array,
+    bonus: Array,
     stream: int,
-) -> None: ...
-def move_kv_cuda(
-    keys: int,
-    values: int,
-    layer_stride: int,
-    layers: int,
-    kv_heads: int,
-    capacity: int,
-    slot_bytes: int,
-    source: int,
-    count: int,
-    start: int,
-    stream: int,
-) -> None: ...
-def embed_cuda(tokens: int, table: int, rows: int, row_bytes: int, out: int, stream: int) -> None: ...
-def rms_norm_cuda(x: int, weight: int, eps: float, rows: int, dim: int, out: int, stream: int) -> None: ...
-
-class CudaTree:
-    def __init__(
-        self,
-        *,
-        token: int,
-        parent: int,
-        slot: int,
-        weight: int,
-        visible: int,
-        used: int,
-        nodes: int,
-        slots: int,
-    ) -> None: ...
-    def leaves(
-        self, w: int, prefix: int, node: int, tokens: int, positions: int, places: int, mask: int, stream: int
-    ) -> None: ...
-    def add(self, w: int, node: int, k: int, tokens: int, values: int, stream: int) -> None: ...
+) -> None:
+    """Chains against the target in one launch; see VerifyArgs in kernels_cuda.h."""

@@ -105,7 +105,7 @@ def nothing_ahead(role: Role, on: bool = True) -> Role:
     assert isinstance(model, Transformer)
     for layer in model.stack.layers:
         tiles = layer.o.tiles
-        layer.qkv.native.precede(tiles.data_ptr(), 0 if on else tiles.nbytes)
+        layer.qkv.native.precede(tiles[:0] if on else tiles)
     for steps in role.steps_known:
         if isinstance(steps, GraphForwards):
             steps.graphs.forget(FORWARDS)  # they hold what they were captured with

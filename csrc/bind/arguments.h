@@ -1,4 +1,4 @@
-// What a Python call hands over, checked: sizes in range, addresses that may be read as a type.
+// What a Python call hands over besides arrays, checked.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 #include <limits>
 #include <string>
 
-namespace py = pybind11;
+#include "bind/array.h"
 
 namespace swiftspec::binding {
 
@@ -28,31 +28,5 @@ inline int64_t size_arg(const char* name, int64_t value, int64_t least) {
   }
   return value;
 }
-
-template <typename T>
-T* pointer_arg(const char* name, uintptr_t address, int64_t elements) {
-  if (elements > 0 && address == 0) throw py::value_error(std::string(name) + " is null");
-  if (address % alignof(T) != 0) throw py::value_error(std::string(name) + " is not aligned");
-  return reinterpret_cast<T*>(address);
-}
-
-// An address of float32 elements, or of bfloat16 ones.
-inline void* type_arg(const char* name, uintptr_t address, bool wide, int64_t elements) {
-  return wide ? static_cast<void*>(pointer_arg<float>(name, address, elements))
-              : static_cast<void*>(pointer_arg<uint16_t>(name, address, elements));
-}
-
-// The noise of rows: of the host or, as the addresses, of a GPU.
-struct NoiseArgs {
-  const int32_t* positions;
-  uint32_t* out;
-
-  NoiseArgs(uintptr_t positions_ptr, int64_t rows, int64_t vocab, uintptr_t out_ptr) {
-    size_arg("rows", rows, 0);
-    size_arg("vocab", vocab, 1);
-    positions = pointer_arg<const int32_t>("positions", positions_ptr, rows);
-    out = pointer_arg<uint32_t>("out", out_ptr, rows);
-  }
-};
 
 }  // namespace swiftspec::binding

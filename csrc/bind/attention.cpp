@@ -1,5 +1,5 @@
 // Attention on the CPU.
-#include "bind/arguments.h"
+#include "bind/cache.h"
 #include "bind/module.h"
 #include "kernels_host.h"
 
@@ -7,33 +7,33 @@ namespace swiftspec::binding {
 
 namespace {
 
-void attention(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t slots, uintptr_t mask, uintptr_t keys,
-               uintptr_t values, uintptr_t out, int64_t rows, int64_t heads, int64_t kv_heads, int64_t capacity,
-               int64_t length, int64_t width, int64_t dim, bool wide) {
-  size_arg("rows", rows, 0);
-  size_arg("kv_heads", kv_heads, 1);
-  size_arg("length", length, 1);
-  check(heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "dim must be a multiple of 16 up to 256");
-  check(length <= capacity && width >= 0 && width <= length, "width <= length <= capacity must hold");
-  const host::AttentionArgs args{type_arg("qkv", qkv, wide, rows),
-                                 type_arg("cos", cos, wide, rows),
-                                 type_arg("sin", sin, wide, rows),
-                                 pointer_arg<const int64_t>("slots", slots, rows),
-                                 pointer_arg<const uint8_t>("mask", mask, rows * width),
-                                 type_arg("keys", keys, wide, rows),
-                                 type_arg("values", values, wide, rows),
-                                 type_arg("out", out, wide, rows),
+void attention(const Array& qkv, const Array& cos, const Array& sin, const Array& slots, const Array& mask,
+               const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out) {
+  const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
+  const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
+  const bool wide = qkv.type() == kFloat32;
+  const Type type = model_type(wide);
+  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
+  check(heads >= cache.kv_heads && heads % cache.kv_heads == 0, "heads must be a multiple of kv_heads");
+  check(length >= 1 && length <= cache.capacity && width <= length, "width <= length <= capacity must hold");
+  check(cache.type == type, "the cache is not of the model's type");
+  const int64_t skipped = cache.offset(layer, sequence);
+  const host::AttentionArgs args{qkv.at(type, kCpu, "qkv", {kAny, (heads + 2 * cache.kv_heads) * dim}),
+                                 cos.at(type, kCpu, "cos", {rows, dim}),
+                                 sin.at(type, kCpu, "sin", {rows, dim}),
+                                 slots.at<int64_t>(kCpu, "slots", {rows}),
+                                 mask.at<bool>(kCpu, "mask", {rows, kAny}),
+                                 cache.keys + skipped,
+                                 cache.values + skipped,
+                                 out.at(type, kCpu, "out", {rows, heads * dim}),
                                  rows,
                                  heads,
-                                 kv_heads,
-                                 capacity,
+                                 cache.kv_heads,
+                                 cache.capacity,
                                  length,
                                  width,
                                  dim};
-  for (int64_t row = 0; row < rows; ++row) {
-    check(args.slots[row] >= 0 && args.slots[row] < length, "a slot lies outside the slots in use");
-  }
+  check_inside(args.slots, rows, length, "a slot lies outside the slots in use");
   py::gil_scoped_release unlocked;
   host::attention(args, wide);
 }
@@ -42,9 +42,9 @@ void attention(uintptr_t qkv, uintptr_t cos, uintptr_t sin, uintptr_t slots, uin
 
 void bind_attention(py::module_& m) {
   m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
-        py::arg("keys"), py::arg("values"), py::arg("out"), py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
-        py::arg("capacity"), py::arg("length"), py::arg("width"), py::arg("dim"), py::arg("wide"),
-        "RoPE, KV append and masked attention; see AttentionArgs in kernels_host.h.");
+        py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"),
+        "RoPE, KV append and masked attention of one sequence's rows, `length` of whose slots are in use; see "
+        "AttentionArgs in kernels_host.h.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,9 +1,10 @@
-// Moves of cache slots on the CPU.
+// A cache on the CPU, and moves of its slots.
+#include "bind/cache.h"
+
 #include <pybind11/stl.h>
 
 #include <vector>
 
-#include "bind/arguments.h"
 #include "bind/module.h"
 #include "kernels_host.h"
 
@@ -11,39 +12,31 @@ namespace swiftspec::binding {
 
 namespace {
 
-void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t layers, int64_t kv_heads, int64_t capacity,
-             int64_t slot_bytes, const std::vector<int64_t>& source, int64_t start) {
+void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& source, int64_t start) {
   const auto count = static_cast<int64_t>(source.size());
-  size_arg("layers", layers, 1);
-  size_arg("kv_heads", kv_heads, 1);
-  size_arg("slot_bytes", slot_bytes, 1);
-  check(start >= 0 && count >= 0 && start + count <= capacity, "the slots do not fit the region");
-  MoveArgs args{pointer_arg<uint8_t>("keys", keys, 1),
-                layer_stride,
-                layers,
-                kv_heads,
-                capacity,
-                slot_bytes,
-                source.data(),
-                count,
-                start};
-  auto* region = pointer_arg<uint8_t>("values", values, 1);
+  check(start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
   for (int64_t i = 0; i < count; ++i) {
-    check(args.source[i] >= start + i && args.source[i] < capacity, "a source lies before its place or outside");
-    check(i == 0 || args.source[i] > args.source[i - 1], "sources must ascend");
+    const int64_t from = source[static_cast<size_t>(i)];
+    check(from >= start + i && from < cache.capacity, "a source lies before where it goes, or outside");
+    check(i == 0 || from > source[static_cast<size_t>(i - 1)], "sources must ascend");
   }
+  const int64_t skipped = cache.offset(0, sequence);
+  MoveArgs args{cache.keys + skipped, cache.layer_bytes(), cache.layers, cache.kv_heads, cache.capacity,
+                cache.slot_bytes(),   source.data(),       count,        start};
   py::gil_scoped_release unlocked;
   host::move_kv(args);
-  args.region = region;
+  args.region = cache.values + skipped;
   host::move_kv(args);
 }
 
 }  // namespace
 
 void bind_cache(py::module_& m) {
-  m.def("move_kv", &move_kv, py::arg("keys"), py::arg("values"), py::arg("layer_stride"), py::arg("layers"),
-        py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("start"),
-        "Moves cache slots forward in place; see MoveArgs in kernels_host.h.");
+  py::class_<Cache>(m, "Cache", "A cache [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive.")
+      .def(py::init([](const Array& k, const Array& v) { return Cache(kCpu, k, v); }), py::arg("k"), py::arg("v"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"),
+           "Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h.");
 }
 
 }  // namespace swiftspec::binding

@@ -4,13 +4,13 @@
 namespace swiftspec::binding {
 
 void bind_cuda(py::module_& m) {
+  bind_cuda_peers(m);  // a class stands before those that take it
+  bind_cuda_cache(m);
   bind_cuda_linear(m);
   bind_cuda_attention(m);
-  bind_cuda_cache(m);
   bind_cuda_sampling(m);
   bind_cuda_chains(m);
   bind_cuda_tree(m);
-  bind_cuda_peers(m);
 }
 
 }  // namespace swiftspec::binding

@@ -1,5 +1,4 @@
-// What a Python call hands over to a GPU. Addresses are the device's, so of arrays only sizes and alignment are
-// checked.
+// What a Python call hands over to a GPU.
 #pragma once
 
 #include <cstdint>
@@ -10,16 +9,20 @@
 
 namespace swiftspec::binding {
 
-// An address that may be null where it is `optional`.
-template <class T>
-T* device_arg(const char* name, uintptr_t address, bool optional = false) {
-  return pointer_arg<T>(name, address, optional ? 0 : 1);
+// Where arrays must lie: on the current GPU, or, where a GPU is emulated (tests/simt), on the CPU.
+Place gpu();
+
+// An address whose memory is read so many bytes at a time.
+inline void* aligned(const char* name, void* address, uintptr_t bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0) {
+    throw py::value_error(std::string(name) + " is not aligned to " + std::to_string(bytes) + " bytes");
+  }
+  return address;
 }
 
-// An address whose memory is read 16 bytes at a time.
-inline void* aligned_arg(const char* name, uintptr_t address) {
-  if (address == 0 || address % 16 != 0) throw py::value_error(std::string(name) + " must be aligned to 16 bytes");
-  return reinterpret_cast<void*>(address);
+// Bfloat16 as kernels read it.
+inline void* bfloat16_arg(const char* name, const Array& array, Place place, Shape shape) {
+  return aligned(name, array.at<Bfloat16>(place, name, shape));
 }
 
 inline cuda::Stream stream_arg(uintptr_t address) { return reinterpret_cast<cuda::Stream>(address); }

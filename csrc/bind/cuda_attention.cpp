@@ -1,79 +1,103 @@
 // Attention on a GPU.
+#include <pybind11/stl.h>
+
 #include <cmath>
 
 #include "bind/cuda_arguments.h"
+#include "bind/cuda_cache.h"
 #include "bind/module.h"
 
 namespace swiftspec::binding {
 
 namespace {
 
-cuda::AttentionSetup make_setup(uintptr_t cos, uintptr_t sin, uintptr_t positions, uintptr_t slots, uintptr_t sequence,
-                                uintptr_t kv_len, uintptr_t mask, uintptr_t owner, uintptr_t tail, uintptr_t count,
-                                uintptr_t groups, uintptr_t arrived, uintptr_t part_values, uintptr_t part_sums,
-                                int64_t rows, int64_t width, int64_t sequences, int64_t heads, int64_t kv_heads,
-                                int64_t capacity, int64_t dim, int64_t clusters) {
-  check(dim == 64 || dim == 128, "dim must be 64 or 128");
-  check(kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
+// Attention of one forward, in every layer.
+struct Attention {
+  cuda::AttentionSetup setup;
+  CudaCache cache;
+};
+
+void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t heads, bool sequences_told) {
+  const int64_t kv_heads = cache.kv_heads;
+  check(cache.type == kBfloat16, "the cache must be bfloat16");
+  check(cache.head_dim == 64 || cache.head_dim == 128, "head_dim must be 64 or 128");
+  check(heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check(heads / kv_heads <= 64, "at most 64 heads share keys");
   check(kv_heads < 65536 && rows >= 1 && int32_sized(rows), "no rows, or too many rows or heads");
-  check(width >= 1 && capacity >= 1 && sequences >= 1 && clusters >= 1, "sizes must be above 0");
-  check(int32_sized(rows * width) && int32_sized(sequences * capacity), "the mask or the cache is too large");
-  check(sequences == 1 || sequence != 0, "rows of several sequences need `sequence`");
-  return {aligned_arg("cos", cos),
-          aligned_arg("sin", sin),
-          device_arg<const int64_t>("positions", positions),
-          device_arg<const int64_t>("slots", slots),
-          device_arg<const int64_t>("sequence", sequence, true),
-          device_arg<const int64_t>("kv_len", kv_len),
-          device_arg<const uint8_t>("mask", mask),
-          device_arg<int32_t>("owner", owner),
-          device_arg<int32_t>("tail", tail),
-          device_arg<int32_t>("count", count),
-          device_arg<cuda::RowGroup>("groups", groups),
-          device_arg<uint32_t>("arrived", arrived),
-          device_arg<float>("part_values", part_values),
-          device_arg<float>("part_sums", part_sums),
-          rows,
-          width,
-          sequences,
-          heads,
-          kv_heads,
-          capacity,
-          dim,
-          clusters,
-          1.44269504f / std::sqrt(static_cast<float>(dim))};
+  check(width >= 1 && cache.capacity >= 1 && cache.sequences >= 1, "sizes must be above 0");
+  check(int32_sized(rows * width) && int32_sized(cache.sequences * cache.capacity), "the mask or the cache is too large");
+  check(cache.sequences == 1 || sequences_told, "rows of several sequences need `sequence`");
 }
 
-void prepare(const cuda::AttentionSetup& setup, uintptr_t stream) {
-  cuda::prepare_attention(setup, stream_arg(stream));
+Attention make_attention(const Array& cos, const Array& sin, const Array& positions, const Array& slots,
+                         const MaybeArray& sequence, const Array& kv_len, const Array& mask, const CudaCache& cache,
+                         int64_t heads, const Array& owner, const Array& tail, const Array& count, const Array& groups,
+                         const Array& arrived, const Array& part_values, const Array& part_sums) {
+  const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
+  check_sizes(cache, rows, width, heads, sequence.has_value());
+  const Place here = gpu();
+  const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
+  const int64_t lines = cuda::attention_lines(rows, heads, cache.capacity);
+  const cuda::AttentionSetup setup{
+      bfloat16_arg("cos", cos, here, {kAny, dim}),
+      bfloat16_arg("sin", sin, here, {cos.size(0), dim}),
+      positions.at<int64_t>(here, "positions", {rows}),
+      slots.at<int64_t>(here, "slots", {rows}),
+      at_or_null<int64_t>(sequence, here, "sequence", {rows}),
+      kv_len.at<int64_t>(here, "kv_len", {cache.sequences}),
+      mask.at<bool>(here, "mask", {rows, width}),
+      owner.at<int32_t>(here, "owner", {cache.sequences, cache.capacity}),
+      tail.at<int32_t>(here, "tail", {rows, width}),
+      count.at<int32_t>(here, "count", {rows}),
+      reinterpret_cast<cuda::RowGroup*>(groups.at<int32_t>(here, "groups", {most, 4})),
+      arrived.at<uint32_t>(here, "arrived", {most, kv_heads}),
+      part_values.at<float>(here, "part_values", {lines, dim}),
+      part_sums.at<float>(here, "part_sums", {lines, 2}),
+      rows,
+      width,
+      cache.sequences,
+      heads,
+      kv_heads,
+      cache.capacity,
+      dim,
+      cuda::attention_clusters(dim),
+      1.44269504f / std::sqrt(static_cast<float>(dim))};
+  return {setup, cache};
 }
 
-void attend(const cuda::AttentionSetup& setup, uintptr_t qkv, uintptr_t keys, uintptr_t values, uintptr_t out,
-            uintptr_t stream) {
-  cuda::attention(setup, aligned_arg("qkv", qkv), aligned_arg("keys", keys), aligned_arg("values", values),
-                  aligned_arg("out", out), stream_arg(stream));
+void prepare(const Attention& attention, uintptr_t stream) {
+  cuda::prepare_attention(attention.setup, stream_arg(stream));
+}
+
+void attend(const Attention& attention, const Array& qkv, int64_t layer, const Array& out, uintptr_t stream) {
+  const cuda::AttentionSetup& setup = attention.setup;
+  const CudaCache& cache = attention.cache;
+  const Place here = gpu();
+  const int64_t skipped = cache.offset(layer, 0);
+  const void* from = bfloat16_arg("qkv", qkv, here, {setup.rows, (setup.heads + 2 * setup.kv_heads) * setup.dim});
+  void* to = bfloat16_arg("out", out, here, {setup.rows, setup.heads * setup.dim});
+  cuda::attention(setup, from, cache.keys + skipped, cache.values + skipped, to, stream_arg(stream));
 }
 
 }  // namespace
 
 void bind_cuda_attention(py::module_& m) {
-  py::class_<cuda::AttentionSetup>(m, "CudaAttention",
-                                   "What attention needs on a device; see AttentionSetup in kernels_cuda.h.")
-      .def(py::init(&make_setup), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"), py::arg("slots"),
-           py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("owner"), py::arg("tail"), py::arg("count"),
-           py::arg("groups"), py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), py::arg("rows"),
-           py::arg("width"), py::arg("sequences"), py::arg("heads"), py::arg("kv_heads"), py::arg("capacity"),
-           py::arg("dim"), py::arg("clusters"))
+  using py::keep_alive;
+  py::class_<Attention>(m, "CudaAttention",
+                        "Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive.")
+      .def(py::init(&make_attention), py::kw_only(), py::arg("cos"), py::arg("sin"), py::arg("positions"),
+           py::arg("slots"), py::arg("sequence"), py::arg("kv_len"), py::arg("mask"), py::arg("cache"),
+           py::arg("heads"), py::arg("owner"), py::arg("tail"), py::arg("count"), py::arg("groups"),
+           py::arg("arrived"), py::arg("part_values"), py::arg("part_sums"), keep_alive<1, 2>(), keep_alive<1, 3>(),
+           keep_alive<1, 4>(), keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(),
+           keep_alive<1, 9>(), keep_alive<1, 11>(), keep_alive<1, 12>(), keep_alive<1, 13>(), keep_alive<1, 14>(),
+           keep_alive<1, 15>(), keep_alive<1, 16>(), keep_alive<1, 17>())
       .def("prepare", &prepare, py::arg("stream"), "Once a forward, before the layers.")
-      .def("attend", &attend, py::arg("qkv"), py::arg("keys"), py::arg("values"), py::arg("out"), py::arg("stream"),
-           "Once a layer.");
+      .def("attend", &attend, py::arg("qkv"), py::arg("layer"), py::arg("out"), py::arg("stream"), "Once a layer.");
   m.def("attention_groups_cuda", &cuda::attention_groups, py::arg("rows"), py::arg("heads"), py::arg("kv_heads"),
-        py::arg("one_sequence"), "How many groups of rows a setup has room for.");
+        py::arg("one_sequence"), "How many groups of rows attention has room for.");
   m.def("attention_lines_cuda", &cuda::attention_lines, py::arg("rows"), py::arg("heads"), py::arg("capacity"),
-        "How many lines of `part_values` and `part_sums` a setup needs.");
-  m.def("attention_clusters_cuda", &cuda::attention_clusters, py::arg("dim"),
-        "How many clusters of attention the current device holds at a time.");
+        "How many lines of `part_values` and `part_sums` it needs.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,6 @@
-// Moves of cache slots on a GPU.
+// A cache on a GPU, and moves of its slots.
+#include "bind/cuda_cache.h"
+
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 
@@ -6,23 +8,39 @@ namespace swiftspec::binding {
 
 namespace {
 
-void move_kv(uintptr_t keys, uintptr_t values, int64_t layer_stride, int64_t layers, int64_t kv_heads, int64_t capacity,
-             int64_t slot_bytes, uintptr_t source, int64_t count, int64_t start, uintptr_t stream) {
-  check(layers >= 1 && layers < 65536 && kv_heads >= 1, "between 1 and 65535 layers");
-  check(slot_bytes >= 16 && slot_bytes % 16 == 0 && layer_stride % 16 == 0, "slots must be multiples of 16 bytes");
-  check(count >= 1 && start >= 0 && start + count <= capacity, "the slots do not fit the region");
-  const MoveArgs args{
-      static_cast<uint8_t*>(aligned_arg("keys", keys)), layer_stride, layers, kv_heads, capacity, slot_bytes,
-      device_arg<const int64_t>("source", source),      count,        start};
-  cuda::move_kv(args, static_cast<uint8_t*>(aligned_arg("values", values)), stream_arg(stream));
+CudaCache make_cache(const Array& k, const Array& v) {
+  const CudaCache cache(gpu(), k, v);
+  check(cache.layers >= 1 && cache.layers < 65536 && cache.kv_heads >= 1, "between 1 and 65535 layers");
+  check(cache.slot_bytes() >= 16 && cache.slot_bytes() % 16 == 0, "slots must be multiples of 16 bytes");
+  aligned("k", cache.keys);
+  aligned("v", cache.values);
+  return cache;
+}
+
+void move(const CudaCache& cache, int64_t sequence, const Array& source, int64_t start, uintptr_t stream) {
+  const int64_t count = source.size(0), skipped = cache.offset(0, sequence);
+  check(count >= 1 && start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
+  const MoveArgs args{cache.keys + skipped,
+                      cache.layer_bytes(),
+                      cache.layers,
+                      cache.kv_heads,
+                      cache.capacity,
+                      cache.slot_bytes(),
+                      source.at<int64_t>(gpu(), "source", {kAny}),
+                      count,
+                      start};
+  cuda::move_kv(args, cache.values + skipped, stream_arg(stream));
 }
 
 }  // namespace
 
 void bind_cuda_cache(py::module_& m) {
-  m.def("move_kv_cuda", &move_kv, py::arg("keys"), py::arg("values"), py::arg("layer_stride"), py::arg("layers"),
-        py::arg("kv_heads"), py::arg("capacity"), py::arg("slot_bytes"), py::arg("source"), py::arg("count"),
-        py::arg("start"), py::arg("stream"));
+  py::class_<CudaCache>(m, "CudaCache",
+                        "A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive.")
+      .def(py::init(&make_cache), py::arg("k"), py::arg("v"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"), py::arg("stream"),
+           "Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which "
+           "lies on the GPU.");
 }
 
 }  // namespace swiftspec::binding

@@ -2,10 +2,11 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "bind/arguments.h"
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 #include "bind/waits.h"
@@ -18,6 +19,8 @@ namespace swiftspec::binding {
 namespace {
 
 using cuda::Channel;
+
+constexpr int64_t kWord = 4;  // bytes that a message counts in
 
 // A word of shared memory that every rank's host and GPU see.
 class Word {
@@ -60,17 +63,22 @@ uintptr_t address_of(const T& memory) {
   return reinterpret_cast<uintptr_t>(memory.data());
 }
 
-std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines, uintptr_t epoch,
-                                      uintptr_t done, uintptr_t trouble, double patience) {
+// The inboxes are addresses: what of them is other processes' is no array of this one.
+std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& inboxes, int64_t lines,
+                                      const Array& epoch, const Array& done, const Array& trouble, double patience) {
   const int ranks = static_cast<int>(inboxes.size());
   check(ranks >= 1 && ranks <= cuda::kMaxPeers && rank >= 0 && rank < ranks, "1 to 8 ranks, 0 <= rank < size");
   check(patience > 0 && patience <= 3600, "patience must lie above 0 and be an hour at most");
   size_arg("lines", lines, 1);
   Channel channel{{ranks, 1, lines}, rank, static_cast<uint32_t>(patience * 1000) + 1, {}, nullptr, nullptr, nullptr};
-  for (int r = 0; r < ranks; ++r) channel.inbox[r] = pointer_arg<ll::Line>("inbox", inboxes[r], 1);
-  channel.epoch = pointer_arg<uint64_t>("epoch", epoch, 1);
-  channel.done = pointer_arg<uint32_t>("done", done, 1);
-  channel.trouble = pointer_arg<uint64_t>("trouble", trouble, 1);
+  for (int r = 0; r < ranks; ++r) {
+    check(inboxes[r] != 0, "an inbox is null");
+    channel.inbox[r] = static_cast<ll::Line*>(aligned("an inbox", reinterpret_cast<void*>(inboxes[r])));
+  }
+  channel.trouble = reinterpret_cast<uint64_t*>(trouble.at<int64_t>(kCpu, "trouble", {1}));
+  const Place here = gpu();
+  channel.epoch = reinterpret_cast<uint64_t*>(epoch.at<int64_t>(here, "epoch", {1}));
+  channel.done = done.at<uint32_t>(here, "done", {1});
   return std::make_unique<Channel>(channel);
 }
 
@@ -79,30 +87,37 @@ int64_t inbox_bytes(int ranks, int64_t lines) {
 }
 
 // Who gave up, on whom, in which slot and epoch; nobody: None.
-py::object trouble_of(uint64_t word) {
+std::optional<std::tuple<int, int, int, uint64_t>> trouble_of(uint64_t word) {
   const ll::Trouble t = ll::trouble_of(word);
-  if (t.reason == ll::Reason::kNone) return py::none();
-  return py::make_tuple(int{t.rank}, int{t.source}, int{t.slot}, t.epoch);
+  if (t.reason == ll::Reason::kNone) return std::nullopt;
+  return std::tuple<int, int, int, uint64_t>(t.rank, t.source, t.slot, t.epoch);
 }
 
-cuda::GatherArgs gather_args(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count) {
-  check(count >= 0 && cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
-  return {&channel, pointer_arg<const uint32_t>("mine", mine, count), pointer_arg<uint32_t>("out", out, count), count};
+cuda::GatherArgs gather_args(const Channel& channel, const Array& mine, const Array& out) {
+  const int64_t bytes = mine.bytes(), count = bytes / kWord, ranks = channel.layout.ranks;
+  check(bytes % kWord == 0, "a message is of whole words of 4 bytes");
+  check(cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
+  check(out.count() == ranks * mine.count(), "out must hold every rank's message");
+  const Place here = gpu();
+  const Type type = mine.type();
+  return {&channel, static_cast<const uint32_t*>(aligned("mine", mine.flat(type, here, "mine"), kWord)),
+          static_cast<uint32_t*>(aligned("out", out.flat(type, here, "out"), kWord)), count};
 }
 
-void gather(const Channel& channel, uintptr_t mine, uintptr_t out, int64_t count, uintptr_t stream) {
-  cuda::gather(gather_args(channel, mine, out, count), stream_arg(stream));
+void gather(const Channel& channel, const Array& mine, const Array& out, uintptr_t stream) {
+  cuda::gather(gather_args(channel, mine, out), stream_arg(stream));
 }
 
-void gather_virtual(const std::vector<const Channel*>& channels, const std::vector<uintptr_t>& mine,
-                    const std::vector<uintptr_t>& out, int64_t count, uintptr_t stream) {
+void gather_virtual(const std::vector<const Channel*>& channels, const std::vector<Array>& mine,
+                    const std::vector<Array>& out, uintptr_t stream) {
   const size_t ranks = channels.size();
-  check(ranks >= 1 && ranks <= cuda::kMaxPeers && mine.size() == ranks && out.size() == ranks && count >= 1,
+  check(ranks >= 1 && ranks <= cuda::kMaxPeers && mine.size() == ranks && out.size() == ranks,
         "one of each for 1 to 8 ranks");
   std::vector<cuda::GatherArgs> args;
   for (size_t r = 0; r < ranks; ++r) {
     check(channels[r] != nullptr, "a rank without channel");
-    args.push_back(gather_args(*channels[r], mine[r], out[r], count));
+    args.push_back(gather_args(*channels[r], mine[r], out[r]));
+    check(args[r].count >= 1 && args[r].count == args[0].count, "messages of different lengths, or of none");
   }
   cuda::gather_virtual(args.data(), static_cast<int>(ranks), stream_arg(stream));
 }
@@ -113,7 +128,7 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<cuda::Inbox>(m, "CudaInbox", "Zeroed memory of the current GPU that other processes can open.")
       .def(py::init(&make_inbox), py::arg("bytes"))
       .def_property_readonly("address", &address_of<cuda::Inbox>)
-      .def("handle", [](const cuda::Inbox& inbox) { return handle_of(inbox); });
+      .def("handle", &handle_of, "What another process opens it by.");
   py::class_<cuda::PeerInbox>(m, "CudaPeerInbox", "Another process's inbox, as the current GPU reaches it.")
       .def(py::init([](const py::bytes& handle) { return open_inbox(handle); }), py::arg("handle"))
       .def_property_readonly("address", &address_of<cuda::PeerInbox>);
@@ -125,14 +140,17 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<Channel>(m, "CudaChannel",
                       "One rank's end of a group of GPUs; see cuda/peers/channel.h. Patience in seconds.")
       .def(py::init(&make_channel), py::arg("rank"), py::arg("inboxes"), py::arg("lines"), py::arg("epoch"),
-           py::arg("done"), py::arg("trouble"), py::arg("patience"));
+           py::arg("done"), py::arg("trouble"), py::arg("patience"), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
+           py::keep_alive<1, 7>(),
+           "`inboxes`: the addresses at which this rank sees every rank's. On the GPU `epoch` [1] int64 and `done` [1] "
+           "int32, `trouble` [1] int64 in pinned memory.");
   m.def("cuda_inbox_bytes", &inbox_bytes, py::arg("ranks"), py::arg("lines"),
         "Bytes that a rank reads in, zero at first.");
   m.def("cuda_trouble", &trouble_of, py::arg("word"), "(rank, source, slot, epoch) of a wait that gave up, or None.");
-  m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("count"),
-        py::arg("stream"), "See cuda::GatherArgs in kernels_cuda.h.");
-  m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("count"),
-        py::arg("stream"), "All ranks of a group in one launch, for tests.");
+  m.def("gather_cuda", &gather, py::arg("channel"), py::arg("mine"), py::arg("out"), py::arg("stream"),
+        "Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h.");
+  m.def("gather_cuda_virtual", &gather_virtual, py::arg("channels"), py::arg("mine"), py::arg("out"), py::arg("stream"),
+        "All ranks of a group in one launch, for tests.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,6 @@
-// A draft tree on a GPU.
+// A draft tree on a GPU, and the rows that its expansions make.
+#include <memory>
+
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 
@@ -6,47 +8,63 @@ namespace swiftspec::binding {
 
 namespace {
 
-cuda::TreeState tree_state(uintptr_t token, uintptr_t parent, uintptr_t slot, uintptr_t weight, uintptr_t visible,
-                           uintptr_t used, int64_t nodes, int64_t slots) {
-  check(nodes >= 1 && slots >= 1 && int32_sized(nodes) && int32_sized(slots), "nodes and slots must be above 0");
-  return {device_arg<int64_t>("token", token),
-          device_arg<int32_t>("parent", parent),
-          device_arg<int32_t>("slot", slot),
-          device_arg<double>("weight", weight),
-          device_arg<uint8_t>("visible", visible),
-          device_arg<int32_t>("used", used),
-          static_cast<int32_t>(nodes),
-          static_cast<int32_t>(slots)};
+struct Growing {
+  cuda::TreeState tree;
+  cuda::Expansion rows;
+  int32_t w, children;
+};
+
+std::unique_ptr<Growing> make_tree(const Array& token, const Array& parent, const Array& slot, const Array& weight,
+                                   const Array& visible, const Array& used, const Array& node, const Array& tokens,
+                                   const Array& positions, const Array& slots, const Array& mask, int64_t children) {
+  const int64_t nodes = token.size(0), room = visible.size(1), w = node.size(0);
+  check(nodes >= 1 && room >= 1 && int32_sized(nodes) && int32_sized(room), "nodes and slots must be above 0");
+  check(w >= 1 && w <= 64 && w <= room, "w must lie in 1..64 and within the slots");
+  check(children >= 1 && w * children < nodes, "w times the children must lie below the nodes");
+  const Place here = gpu();
+  const cuda::TreeState tree{token.at<int64_t>(here, "token", {nodes}),
+                             parent.at<int32_t>(here, "parent", {nodes}),
+                             slot.at<int32_t>(here, "slot", {nodes}),
+                             weight.at<double>(here, "weight", {nodes}),
+                             visible.at<bool>(here, "visible", {room, room}),
+                             used.at<int32_t>(here, "used", {2}),
+                             static_cast<int32_t>(nodes),
+                             static_cast<int32_t>(room)};
+  const cuda::Expansion rows{node.at<int32_t>(here, "node", {w}), tokens.at<int64_t>(here, "tokens", {w}),
+                             positions.at<int64_t>(here, "positions", {w}), slots.at<int64_t>(here, "slots", {w}),
+                             mask.at<bool>(here, "mask", {w, room})};
+  return std::make_unique<Growing>(Growing{tree, rows, static_cast<int32_t>(w), static_cast<int32_t>(children)});
 }
 
-void tree_leaves(const cuda::TreeState& tree, int64_t w, uintptr_t prefix, uintptr_t node, uintptr_t tokens,
-                 uintptr_t positions, uintptr_t slots, uintptr_t mask, uintptr_t stream) {
-  check(w >= 1 && w <= 64 && w <= tree.slots, "w must lie in 1..64 and within the slots");
-  const cuda::Expansion out{device_arg<int32_t>("node", node), device_arg<int64_t>("tokens", tokens),
-                            device_arg<int64_t>("positions", positions), device_arg<int64_t>("places", slots),
-                            device_arg<uint8_t>("mask", mask)};
-  cuda::tree_leaves(tree, static_cast<int32_t>(w), device_arg<const int64_t>("prefix", prefix), out,
+void leaves(const Growing& growing, const Array& prefix, uintptr_t stream) {
+  cuda::tree_leaves(growing.tree, growing.w, prefix.at<int64_t>(gpu(), "prefix", {1}), growing.rows,
                     stream_arg(stream));
 }
 
-void tree_add(const cuda::TreeState& tree, int64_t w, uintptr_t node, int64_t k, uintptr_t tokens, uintptr_t values,
-              uintptr_t stream) {
-  check(w >= 1 && w <= 64 && k >= 1 && w * k < tree.nodes, "w must lie in 1..64, and w k below the nodes");
-  cuda::tree_add(tree, static_cast<int32_t>(w), device_arg<const int32_t>("node", node), static_cast<int32_t>(k),
-                 device_arg<const int64_t>("tokens", tokens), device_arg<const float>("values", values),
-                 stream_arg(stream));
+void add(const Growing& growing, const Array& tokens, const Array& values, uintptr_t stream) {
+  const Place here = gpu();
+  const Shape shape{growing.w, growing.children};
+  cuda::tree_add(growing.tree, growing.w, growing.rows.node, growing.children, tokens.at<int64_t>(here, "tokens", shape),
+                 values.at<float>(here, "values", shape), stream_arg(stream));
 }
 
 }  // namespace
 
 void bind_cuda_tree(py::module_& m) {
-  py::class_<cuda::TreeState>(m, "CudaTree", "A draft tree on a device; see TreeState in kernels_cuda.h.")
-      .def(py::init(&tree_state), py::kw_only(), py::arg("token"), py::arg("parent"), py::arg("slot"),
-           py::arg("weight"), py::arg("visible"), py::arg("used"), py::arg("nodes"), py::arg("slots"))
-      .def("leaves", &tree_leaves, py::arg("w"), py::arg("prefix"), py::arg("node"), py::arg("tokens"),
-           py::arg("positions"), py::arg("places"), py::arg("mask"), py::arg("stream"))
-      .def("add", &tree_add, py::arg("w"), py::arg("node"), py::arg("k"), py::arg("tokens"), py::arg("values"),
-           py::arg("stream"));
+  using py::keep_alive;
+  py::class_<Growing>(m, "CudaTree",
+                      "A draft tree on a GPU and the rows of its next expansion, which it keeps alive; see TreeState "
+                      "and Expansion in kernels_cuda.h.")
+      .def(py::init(&make_tree), py::kw_only(), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("weight"),
+           py::arg("visible"), py::arg("used"), py::arg("node"), py::arg("tokens"), py::arg("positions"),
+           py::arg("slots"), py::arg("mask"), py::arg("children"), keep_alive<1, 2>(), keep_alive<1, 3>(), keep_alive<1, 4>(),
+           keep_alive<1, 5>(), keep_alive<1, 6>(), keep_alive<1, 7>(), keep_alive<1, 8>(), keep_alive<1, 9>(),
+           keep_alive<1, 10>(), keep_alive<1, 11>(), keep_alive<1, 12>())
+      .def("leaves", &leaves, py::arg("prefix"), py::arg("stream"),
+           "Hands the likeliest leaves the next tree slots, and makes their rows. `prefix` [1] int64: slots before "
+           "the tree's.")
+      .def("add", &add, py::arg("tokens"), py::arg("values"), py::arg("stream"),
+           "Children [w, children] of these rows: tokens int64, log-probabilities float32.");
 }
 
 }  // namespace swiftspec::binding

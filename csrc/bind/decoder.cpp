@@ -1,14 +1,17 @@
-// The whole decoder for Python. Who holds one keeps the tensors, weights and group behind it alive.
+// The whole decoder for Python.
 #include "host/decoder/decoder.h"
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <list>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
 
-#include "bind/arguments.h"
+#include "bind/cache.h"
 #include "bind/module.h"
 
 namespace swiftspec::binding {
@@ -17,9 +20,8 @@ namespace {
 
 using host::Weights;
 // input norm, qkv, o, post norm, gate_up, down
-using LayerArgs = std::tuple<uintptr_t, const Weights*, const Weights*, uintptr_t, const Weights*, const Weights*>;
-// first row, rows, mask, width, length, keys, values
-using PartArgs = std::tuple<int64_t, int64_t, uintptr_t, int64_t, int64_t, uintptr_t, uintptr_t>;
+using LayerArgs = std::tuple<Array, const Weights*, const Weights*, Array, const Weights*, const Weights*>;
+using Copies = std::list<std::vector<uint8_t>>;
 
 bool has_shape(const Weights* weights, int64_t n, int64_t k, bool wide) {
   return weights != nullptr && weights->n == n && weights->k == k && (wide || weights->format != host::Format::f32);
@@ -31,19 +33,21 @@ host::Layer layer_of(const LayerArgs& args, const host::Stack& s) {
             has_shape(o, s.hidden, s.heads * s.dim, s.wide) && gate_up != nullptr && gate_up->n % 2 == 0 &&
             has_shape(gate_up, gate_up->n, s.hidden, s.wide) && has_shape(down, s.hidden, gate_up->n / 2, s.wide),
         "a layer's projections do not fit each other");
-  return {type_arg("input_norm", input_norm, s.wide, 1), qkv,     o,
-          type_arg("post_norm", post_norm, s.wide, 1),   gate_up, down};
+  const Type type = model_type(s.wide);
+  return {input_norm.at(type, kCpu, "input_norm", {s.hidden}), qkv,     o,
+          post_norm.at(type, kCpu, "post_norm", {s.hidden}),   gate_up, down};
 }
 
-std::unique_ptr<host::Decoder> make_decoder(bool wide, float eps, int64_t hidden, int64_t heads, int64_t kv_heads,
-                                            int64_t dim, int64_t vocab, int64_t positions, uintptr_t embedding,
-                                            uintptr_t cos, uintptr_t sin, uintptr_t norm, const Weights& head,
-                                            const std::vector<LayerArgs>& layers, host::Group* group, double timeout) {
-  size_arg("hidden", hidden, 1);
-  size_arg("vocab", vocab, 1);
-  size_arg("positions", positions, 1);
+std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array& cos, const Array& sin,
+                                            const Array& norm, float eps, const Weights& head,
+                                            const std::vector<LayerArgs>& layers, int64_t heads, int64_t kv_heads,
+                                            std::optional<host::Group*> group, double timeout) {
+  const bool wide = embedding.type() == kFloat32;
+  const Type type = model_type(wide);
+  const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = cos.size(0), dim = cos.size(1);
   check(kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
-  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "dim must be a multiple of 16 up to 256");
+  check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
+  check(has_shape(&head, head.n, hidden, wide), "the head does not fit the hidden size");
   const host::Stack stack{wide,
                           eps,
                           hidden,
@@ -52,50 +56,71 @@ std::unique_ptr<host::Decoder> make_decoder(bool wide, float eps, int64_t hidden
                           dim,
                           vocab,
                           positions,
-                          type_arg("embedding", embedding, wide, vocab),
-                          type_arg("cos", cos, wide, positions),
-                          type_arg("sin", sin, wide, positions),
-                          type_arg("norm", norm, wide, hidden),
+                          embedding.at(type, kCpu, "embedding", {kAny, kAny}),
+                          cos.at(type, kCpu, "cos", {kAny, kAny}),
+                          sin.at(type, kCpu, "sin", {positions, dim}),
+                          norm.at(type, kCpu, "norm", {hidden}),
                           &head,
-                          group,
+                          group.value_or(nullptr),
                           timeout};
-  check(has_shape(&head, head.n, hidden, wide), "the head does not fit the hidden size");
   std::vector<host::Layer> made;
   for (const LayerArgs& layer : layers) made.push_back(layer_of(layer, stack));
   return std::make_unique<host::Decoder>(stack, std::move(made));
 }
 
-host::Part part_of(const PartArgs& args, const host::Step& step, bool wide) {
-  const auto& [first, rows, mask, width, length, keys, values] = args;
-  check(first >= 0 && rows >= 0 && first + rows <= step.rows, "a sequence's rows lie outside the batch");
-  check(length >= 1 && length <= step.capacity && width >= 0 && width <= length,
-        "width <= length <= capacity must hold");
-  check_inside(step.slots + first, rows, length, "a slot lies outside the slots in use");
-  return {first,
-          rows,
-          pointer_arg<const uint8_t>("mask", mask, rows * width),
-          width,
-          length,
-          type_arg("keys", keys, wide, 1),
-          type_arg("values", values, wide, 1)};
+// The last `width` columns of some rows of a mask, as kernels read them: in place if they can, else copied.
+const uint8_t* window(const Array& mask, int64_t first, int64_t rows, int64_t width, Copies& copies) {
+  const auto* from = mask.data<const uint8_t>() + first * mask.stride(0);
+  if (width == mask.size(1) && mask.contiguous()) return from;
+  from += (mask.size(1) - width) * mask.stride(1);
+  std::vector<uint8_t>& copy = copies.emplace_back(static_cast<size_t>(rows * width));
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t i = 0; i < width; ++i) {
+      copy[static_cast<size_t>(row * width + i)] = from[row * mask.stride(0) + i * mask.stride(1)];
+    }
+  }
+  return copy.data();
 }
 
-void forward(host::Decoder& decoder, uintptr_t tokens, uintptr_t positions, uintptr_t slots, int64_t rows,
-             const std::vector<PartArgs>& parts, int64_t capacity, int64_t layer_stride, uintptr_t logits) {
-  size_arg("rows", rows, 1);
+// The rows of each sequence, which must follow each other.
+void add_parts(host::Step& step, const int64_t* sequence, const Array& kv_len, const Array& mask, const Cache& cache,
+               Copies& copies) {
+  const auto* lengths = kv_len.at<int64_t>(kCpu, "kv_len", {cache.sequences});
+  for (int64_t first = 0, next = 0; first < step.rows; first = next) {
+    const int64_t mine = sequence[first];
+    check(first == 0 || mine > sequence[first - 1], "the rows of a sequence do not follow each other");
+    while (next < step.rows && sequence[next] == mine) ++next;
+    const int64_t rows = next - first, skipped = cache.offset(0, mine), length = lengths[mine];
+    check(length >= 1 && length <= step.capacity, "a sequence has more slots in use than its region");
+    check_inside(step.slots + first, rows, length, "a slot lies outside the slots in use");
+    const int64_t width = std::min(mask.size(1), length);
+    step.parts.push_back({first, rows, window(mask, first, rows, width, copies), width, length, cache.keys + skipped,
+                          cache.values + skipped});
+  }
+}
+
+void forward(host::Decoder& decoder, const Array& tokens, const Array& positions, const Array& slots,
+             const Array& sequence, const Array& kv_len, const Array& mask, const Cache& cache,
+             const MaybeArray& logits) {
   const host::Stack& stack = decoder.stack();
-  host::Step step{pointer_arg<const int64_t>("tokens", tokens, rows),
-                  pointer_arg<const int64_t>("positions", positions, rows),
-                  pointer_arg<const int64_t>("slots", slots, rows),
+  const int64_t rows = size_arg("rows", tokens.size(0), 1);
+  check(cache.type == model_type(stack.wide) && cache.layers == decoder.layers() && cache.kv_heads == stack.kv_heads &&
+            cache.head_dim == stack.dim,
+        "the cache does not fit the model");
+  host::Step step{tokens.at<int64_t>(kCpu, "tokens", {kAny}),
+                  positions.at<int64_t>(kCpu, "positions", {rows}),
+                  slots.at<int64_t>(kCpu, "slots", {rows}),
                   rows,
                   {},
-                  capacity,
-                  layer_stride,
+                  cache.capacity,
+                  cache.layer_bytes(),
                   0,
-                  pointer_arg<float>("logits", logits, 0)};
+                  at_or_null<float>(logits, kCpu, "logits", {rows, stack.head->n})};
   check_inside(step.tokens, rows, stack.vocab, "a token lies outside the vocabulary");
   check_inside(step.positions, rows, stack.positions, "a position lies outside the context");
-  for (const PartArgs& part : parts) step.parts.push_back(part_of(part, step, stack.wide));
+  check(mask.type() == kBool && mask.rank() == 2 && mask.size(0) == rows, "the mask must be bool [rows, width]");
+  Copies copies;
+  add_parts(step, sequence.at<int64_t>(kCpu, "sequence", {rows}), kv_len, mask, cache, copies);
   py::gil_scoped_release unlocked;
   decoder.forward(step);
 }
@@ -104,12 +129,15 @@ void forward(host::Decoder& decoder, uintptr_t tokens, uintptr_t positions, uint
 
 void bind_decoder(py::module_& m) {
   py::class_<host::Decoder>(m, "Decoder", "All layers as one call; see Stack and Step in host/decoder/decoder.h.")
-      .def(py::init(&make_decoder), py::arg("wide"), py::arg("eps"), py::arg("hidden"), py::arg("heads"),
-           py::arg("kv_heads"), py::arg("dim"), py::arg("vocab"), py::arg("positions"), py::arg("embedding"),
-           py::arg("cos"), py::arg("sin"), py::arg("norm"), py::arg("head"), py::arg("layers"), py::arg("group"),
-           py::arg("timeout"))
-      .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("rows"),
-           py::arg("parts"), py::arg("capacity"), py::arg("layer_stride"), py::arg("logits"));
+      .def(py::init(&make_decoder), py::arg("embedding"), py::arg("cos"), py::arg("sin"), py::arg("norm"),
+           py::arg("eps"), py::arg("head"), py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"),
+           py::arg("timeout"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 11>(),
+           "A layer: input norm, qkv, o, post norm, gate_up, down. It keeps what it is given alive.")
+      .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
+           py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
+           "A forward over a batch (model/batch.py) whose rows are in the order of their sequences. Without logits "
+           "the head is left out.");
 }
 
 }  // namespace swiftspec::binding

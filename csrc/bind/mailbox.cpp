@@ -30,18 +30,18 @@ std::vector<int32_t> recv(host::Mailbox& mailbox, double seconds, double pause) 
   return words;
 }
 
-// As `recv`, but a result, a message of the kind `asks`, is replied to where `offer` can: by a message of the kind
-// `answers`, the word `note` and the proposal. The second value: whether it was.
-std::pair<host::Words, bool> recv_or_answer(host::Mailbox& mailbox, const host::FastReply& offer, int32_t asks,
-                                            int32_t answers, int32_t note, double seconds, double pause) {
+// As `recv`, but a message of the kind `result` is replied to where `ready` can: by a message of the kind `proposal`,
+// the word `note` and the proposal itself. The second value: whether it was.
+std::pair<host::Words, bool> recv_or_reply(host::Mailbox& mailbox, const host::FastReply& ready, int32_t result,
+                                           int32_t proposal, int32_t note, double seconds, double pause) {
   py::gil_scoped_release unlocked;
   host::Words words(static_cast<size_t>(mailbox.wait(seconds)));
   mailbox.take(words.data(), static_cast<int64_t>(words.size()), pause);
-  if (words.empty() || words[0] != asks) return {std::move(words), false};
-  host::Words proposal = host::fast_reply(offer, {words.begin() + 1, words.end()});
-  if (proposal.empty()) return {std::move(words), false};
-  proposal.insert(proposal.begin(), {answers, note});
-  mailbox.send(proposal.data(), static_cast<int64_t>(proposal.size()), pause);
+  if (words.empty() || words[0] != result) return {std::move(words), false};
+  host::Words reply = host::fast_reply(ready, {words.begin() + 1, words.end()});
+  if (reply.empty()) return {std::move(words), false};
+  reply.insert(reply.begin(), {proposal, note});
+  mailbox.send(reply.data(), static_cast<int64_t>(reply.size()), pause);
   return {std::move(words), true};
 }
 
@@ -60,11 +60,14 @@ void bind_mailbox(py::module_& m) {
                             "Messages of int32 words over shared memory; see Mailbox in host/shm/mailbox.h.")
       .def(py::init(&make_mailbox), py::arg("name"), py::arg("side"), py::arg("words"), py::arg("seconds"),
            py::arg("spin"))
-      .def("send", &send, py::arg("words"), py::arg("seconds"))
-      .def("recv", &recv, py::arg("seconds"), py::arg("pause"))
-      .def("recv_or_answer", &recv_or_answer, py::arg("offer"), py::arg("asks"), py::arg("answers"), py::arg("note"),
-           py::arg("seconds"), py::arg("pause"))
-      .def("leave", &host::Mailbox::leave);
+      .def("send", &send, py::arg("words"), py::arg("seconds"), "Waits so long where the mailbox is full.")
+      .def("recv", &recv, py::arg("seconds"), py::arg("pause"),
+           "The next message; `pause` bounds the waits within it.")
+      .def("recv_or_reply", &recv_or_reply, py::arg("ready"), py::arg("result"), py::arg("proposal"), py::arg("note"),
+           py::arg("seconds"), py::arg("pause"),
+           "As `recv`, but a message [result, ...] is replied to at once where `ready` can: [proposal, note, ...]. The "
+           "second value: whether it was.")
+      .def("leave", &host::Mailbox::leave, "What was sent stays readable.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,5 +1,5 @@
-// swiftspec._C, the operators for Python. Nothing but this folder knows it. Tensors arrive as addresses and sizes; what
-// can be checked of them is checked here.
+// swiftspec._C, the operators for Python. Nothing but this folder knows it. Arrays arrive as they are (bind/array.h)
+// and are checked here.
 #include "bind/module.h"
 
 #include "bind/arguments.h"
@@ -33,7 +33,7 @@ void bind_cpu(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   using namespace swiftspec::binding;
-  m.doc() = "SwiftSpec's native kernels: addresses and sizes in, nothing out.";
+  m.doc() = "SwiftSpec's native operators. Arrays are checked: ValueError names the one that is wrong.";
   m.attr("build_info") = SWIFTSPEC_BUILD_INFO;
 #ifdef SWIFTSPEC_WITH_CUDA
   m.attr("cuda_built") = true;
@@ -42,13 +42,13 @@ PYBIND11_MODULE(_C, m) {
 #endif
   bind_cpu(m);
   bind_linear(m);
-  bind_attention(m);
   bind_cache(m);
+  bind_attention(m);
   bind_sampling(m);
   bind_shm(m);
+  bind_tree(m);
   bind_mailbox(m);
   bind_decoder(m);
-  bind_tree(m);
   bind_rounds(m);
 #ifdef SWIFTSPEC_WITH_CUDA
   bind_cuda(m);

@@ -1,4 +1,6 @@
 // Noise on the CPU, and from logits to tokens.
+#include <pybind11/stl.h>
+
 #include "bind/arguments.h"
 #include "bind/module.h"
 #include "common/noise.h"
@@ -8,80 +10,81 @@ namespace swiftspec::binding {
 
 namespace {
 
-void noise_bits(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, int64_t vocab, uintptr_t out) {
-  const NoiseArgs args(positions, rows, vocab, out);
+void noise_bits(uint64_t seed, uint32_t stream, const Array& positions, const Array& out) {
+  const int64_t rows = positions.size(0), vocab = out.size(1);
+  const auto* from = positions.at<int32_t>(kCpu, "positions", {kAny});
+  auto* to = out.at<uint32_t>(kCpu, "out", {rows, kAny});
   py::gil_scoped_release unlocked;
-  host::noise_bits(seed, stream, args.positions, rows, vocab, args.out);
+  host::noise_bits(seed, stream, from, rows, vocab, to);
 }
 
-void gumbel_rows(uint64_t seed, uint32_t stream, uintptr_t positions, int64_t rows, uint32_t first, int64_t count,
-                 uintptr_t out) {
-  const NoiseArgs args(positions, rows, count, out);
+void gumbel_rows(uint64_t seed, uint32_t stream, const Array& positions, uint32_t first, const Array& out) {
+  const int64_t rows = positions.size(0), count = out.size(1);
+  const auto* from = positions.at<int32_t>(kCpu, "positions", {kAny});
+  auto* to = out.at<float>(kCpu, "out", {rows, kAny});
   py::gil_scoped_release unlocked;
-  auto* noise = reinterpret_cast<float*>(args.out);
-  host::gumbel_rows(seed, stream, args.positions, rows, first, count, noise);
+  host::gumbel_rows(seed, stream, from, rows, first, count, to);
 }
 
-void gumbel_of(uintptr_t bits, int64_t count, uintptr_t out) {
-  size_arg("count", count, 0);
-  host::gumbel(pointer_arg<const uint32_t>("bits", bits, count), count, pointer_arg<float>("out", out, count));
+void gumbel_of(const Array& bits, const Array& out) {
+  const auto* from = bits.at<uint32_t>(kCpu, "bits", {kAny});
+  host::gumbel(from, bits.size(0), out.at<float>(kCpu, "out", {bits.size(0)}));
 }
 
-void gumbel_keyed(uintptr_t keys, int64_t rows, uint32_t first, int64_t count, uintptr_t out) {
-  size_arg("rows", rows, 0);
-  size_arg("count", count, 1);
-  const auto* of = pointer_arg<const uint32_t>("keys", keys, rows);
-  auto* noise = pointer_arg<float>("out", out, rows);
+void gumbel_keyed(const Array& keys, uint32_t first, const Array& out) {
+  const int64_t rows = keys.size(0), count = out.size(1);
+  const auto* from = keys.at<uint32_t>(kCpu, "keys", {kAny});
+  auto* to = out.at<float>(kCpu, "out", {rows, kAny});
   py::gil_scoped_release unlocked;
-  host::gumbel_keyed(of, rows, first, count, noise);
+  host::gumbel_keyed(from, rows, first, count, to);
 }
 
-ScoreArgs score_args(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_of_noise, int64_t noise_rows,
-                     float temperature, float tau, int64_t rows, int64_t vocab, int64_t stride) {
-  size_arg("rows", rows, 0);
-  size_arg("vocab", vocab, 1);
-  size_arg("stride", stride, vocab);
+ScoreArgs score_args(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
+                     const MaybeArray& noise_rows, float temperature, float tau) {
+  const int64_t rows = logits.size(0), columns = logits.size(1);
   check(temperature > 0 && tau > 0, "temperature and tau must be above 0");
-  const ScoreArgs args{pointer_arg<const float>("logits", logits, rows),
-                       pointer_arg<const float>("bias", bias, 0),
-                       pointer_arg<const float>("noise", noise, noise_rows),
-                       pointer_arg<const int64_t>("rows_of_noise", rows_of_noise, noise == 0 ? 0 : rows),
+  check(vocab >= 1 && vocab <= columns, "logits have fewer columns than the vocabulary");
+  check(noise.has_value() == noise_rows.has_value(), "noise and noise_rows come together");
+  const auto* from = static_cast<float*>(logits.rows_at(kFloat32, kCpu, "logits", {kAny, kAny}));
+  const ScoreArgs args{from,
+                       at_or_null<float>(bias, kCpu, "bias", {vocab}),
+                       at_or_null<float>(noise, kCpu, "noise", {kAny, vocab}),
+                       at_or_null<int64_t>(noise_rows, kCpu, "noise_rows", {rows}),
                        temperature,
                        tau,
                        rows,
                        vocab,
-                       stride};
-  for (int64_t row = 0; noise != 0 && row < rows; ++row) {
-    check(args.rows_of_noise[row] >= 0 && args.rows_of_noise[row] < noise_rows, "a row of noise that is not there");
-  }
+                       rows > 1 ? logits.stride(0) : columns};
+  check(args.stride >= vocab, "the rows of logits overlap");
+  if (noise) check_inside(args.rows_of_noise, rows, noise->size(0), "a row of noise that is not there");
   return args;
 }
 
-void draw(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_of_noise, int64_t noise_rows,
-          float temperature, int64_t rows, int64_t vocab, int64_t stride, uintptr_t tokens) {
-  const auto args = score_args(logits, bias, noise, rows_of_noise, noise_rows, temperature, 1.0f, rows, vocab, stride);
-  int64_t* out = pointer_arg<int64_t>("tokens", tokens, rows);
+void draw(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
+          const MaybeArray& noise_rows, float temperature, const Array& tokens) {
+  const ScoreArgs args = score_args(logits, vocab, bias, noise, noise_rows, temperature, 1.0f);
+  auto* out = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
   py::gil_scoped_release unlocked;
   host::draw(args, out, nullptr);
 }
 
-void children(uintptr_t logits, uintptr_t bias, uintptr_t noise, uintptr_t rows_of_noise, int64_t noise_rows,
-              float temperature, float tau, int64_t rows, int64_t vocab, int64_t stride, int64_t k, uintptr_t tokens,
-              uintptr_t values) {
-  const auto args = score_args(logits, bias, noise, rows_of_noise, noise_rows, temperature, tau, rows, vocab, stride);
-  check(k >= 1 && k <= vocab, "k must lie in 1..vocab");
-  int64_t* ids = pointer_arg<int64_t>("tokens", tokens, rows);
-  float* out = pointer_arg<float>("values", values, rows);
+void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const MaybeArray& noise,
+              const MaybeArray& noise_rows, float temperature, float tau, const Array& tokens, const Array& values) {
+  const ScoreArgs args = score_args(logits, vocab, bias, noise, noise_rows, temperature, tau);
+  const int64_t k = tokens.size(1);
+  check(k >= 1 && k <= vocab, "as many children as a vocabulary has, and at least one");
+  auto* ids = tokens.at<int64_t>(kCpu, "tokens", {args.rows, kAny});
+  auto* out = values.at<float>(kCpu, "values", {args.rows, k});
   py::gil_scoped_release unlocked;
   host::children(args, k, ids, out, nullptr);
 }
 
-void log_probs(uintptr_t logits, uintptr_t bias, float temperature, int64_t rows, int64_t vocab, int64_t stride,
-               uintptr_t tokens, uintptr_t out) {
-  const auto args = score_args(logits, bias, 0, 0, 0, temperature, 1.0f, rows, vocab, stride);
-  const auto* of = pointer_arg<const int64_t>("tokens", tokens, rows);
-  check_inside(of, rows, vocab, "a token lies outside the vocabulary");
-  auto* values = pointer_arg<float>("out", out, rows);
+void log_probs(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, const Array& tokens,
+               const Array& out) {
+  const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
+  const auto* of = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
+  check_inside(of, args.rows, vocab, "a token lies outside the vocabulary");
+  auto* values = out.at<float>(kCpu, "out", {args.rows});
   py::gil_scoped_release unlocked;
   host::log_probs(args, of, values);
 }
@@ -89,28 +92,25 @@ void log_probs(uintptr_t logits, uintptr_t bias, float temperature, int64_t rows
 }  // namespace
 
 void bind_sampling(py::module_& m) {
-  m.def("noise_bits", &noise_bits, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("rows"),
-        py::arg("vocab"), py::arg("out"),
-        "Fill out[rows, vocab] (uint32, host) with the noise of the rows at positions[rows] (int32, host).");
+  m.def("noise_bits", &noise_bits, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("out"),
+        "Fills out [rows, vocab] with the noise of rows at these positions, all int32.");
   m.def("gumbel", &noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
   m.def("gumbel64", &noise::gumbel64, py::arg("bits"), "The float64 Gumbel draw of 32 noise bits.");
-  m.def("gumbel_of", &gumbel_of, py::arg("bits"), py::arg("count"), py::arg("out"),
-        "The Gumbel noise (float32) of bits[count] (uint32), as gumbel_rows computes it.");
-  m.def("gumbel_rows", &gumbel_rows, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("rows"),
-        py::arg("first"), py::arg("count"), py::arg("out"),
-        "noise_bits of `count` tokens from `first` on, as Gumbel noise (float32).");
-  m.def("gumbel_keyed", &gumbel_keyed, py::arg("keys"), py::arg("rows"), py::arg("first"), py::arg("count"),
-        py::arg("out"), "gumbel_rows of rows with these keys (uint32).");
-  m.def("draw", &draw, py::arg("logits"), py::arg("bias"), py::arg("noise"), py::arg("rows_of_noise"),
-        py::arg("noise_rows"), py::arg("temperature"), py::arg("rows"), py::arg("vocab"), py::arg("stride"),
-        py::arg("tokens"), "The token of each row's highest score; see ScoreArgs in kernels_host.h.");
-  m.def("children", &children, py::arg("logits"), py::arg("bias"), py::arg("noise"), py::arg("rows_of_noise"),
-        py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("rows"), py::arg("vocab"),
-        py::arg("stride"), py::arg("k"), py::arg("tokens"), py::arg("values"),
-        "The k largest of each row's log_softmax(scores); see ScoreArgs in kernels_host.h.");
-  m.def("log_probs", &log_probs, py::arg("logits"), py::arg("bias"), py::arg("temperature"), py::arg("rows"),
-        py::arg("vocab"), py::arg("stride"), py::arg("tokens"), py::arg("out"),
-        "Each row's log_softmax(scores) at its token; see ScoreArgs in kernels_host.h.");
+  m.def("gumbel_of", &gumbel_of, py::arg("bits"), py::arg("out"),
+        "The Gumbel noise (float32) of bits, as gumbel_rows computes it.");
+  m.def("gumbel_rows", &gumbel_rows, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("first"),
+        py::arg("out"),
+        "Gumbel noise [rows, count] float32 of positions [rows] int32, for the tokens from `first` on.");
+  m.def("gumbel_keyed", &gumbel_keyed, py::arg("keys"), py::arg("first"), py::arg("out"),
+        "The same of rows with these keys [rows] int32.");
+  m.def("draw", &draw, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"), py::arg("noise_rows"),
+        py::arg("temperature"), py::arg("tokens"),
+        "The token of each row's highest score; see ScoreArgs in common/arguments.h.");
+  m.def("children", &children, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
+        py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("tokens"), py::arg("values"),
+        "As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold.");
+  m.def("log_probs", &log_probs, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
+        py::arg("tokens"), py::arg("out"), "Each row's log_softmax(scores) at its token.");
 }
 
 }  // namespace swiftspec::binding

@@ -14,24 +14,22 @@ namespace swiftspec::binding {
 
 namespace {
 
-void all_reduce(host::Group& group, uintptr_t x, int64_t count, const std::string& element, double seconds) {
-  size_arg("count", count, 0);
-  const bool wide = element == "float64";
-  check(wide || element == "float32" || element == "bfloat16", "element must be float32, float64 or bfloat16");
-  auto* values = pointer_arg<uint8_t>("x", x, count);
-  const auto kind = wide                   ? host::Element::kFloat64
-                    : element == "float32" ? host::Element::kFloat32
-                                           : host::Element::kBfloat16;
+void all_reduce(host::Group& group, const Array& x, double seconds) {
+  const bool single = x.type() == kFloat32, wide = x.type() == kFloat64;
+  const Type type = single ? kFloat32 : wide ? kFloat64 : kBfloat16;
+  check(x.rank() < 0 || x.type() == type, "a sum is of float32, float64 or bfloat16");
+  void* values = x.flat(type, kCpu, "x");
+  const auto kind = single ? host::Element::kFloat32 : wide ? host::Element::kFloat64 : host::Element::kBfloat16;
   py::gil_scoped_release unlocked;
-  group.all_reduce(values, count, kind, seconds);
+  group.all_reduce(values, x.count(), kind, seconds);
 }
 
-void all_gather(host::Group& group, uintptr_t x, int64_t bytes, uintptr_t out, double seconds) {
-  size_arg("bytes", bytes, 0);
-  const auto* mine = pointer_arg<const uint8_t>("x", x, bytes);
-  auto* all = pointer_arg<uint8_t>("out", out, bytes);
+void all_gather(host::Group& group, const Array& x, const Array& out, double seconds) {
+  const void* mine = x.flat(x.type(), kCpu, "x");
+  void* all = out.flat(x.type(), kCpu, "out");
+  check(out.count() == group.size() * x.count(), "out must hold every rank's x");
   py::gil_scoped_release unlocked;
-  group.all_gather(mine, bytes, all, seconds);
+  group.all_gather(mine, x.bytes(), all, seconds);
 }
 
 std::unique_ptr<host::Group> make_group(const std::string& name, int rank, int size, int64_t capacity, double seconds,
@@ -64,9 +62,11 @@ void bind_shm(py::module_& m) {
                           "Collectives over shared memory; see Group in host/shm/ll_shm.h. Times in seconds.")
       .def(py::init(&make_group), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("capacity"),
            py::arg("seconds"), py::arg("spin"))
-      .def("all_reduce", &all_reduce, py::arg("x"), py::arg("count"), py::arg("element"), py::arg("seconds"))
-      .def("all_gather", &all_gather, py::arg("x"), py::arg("bytes"), py::arg("out"), py::arg("seconds"))
-      .def("leave", &host::Group::leave);
+      .def("all_reduce", &all_reduce, py::arg("x"), py::arg("seconds"),
+           "Sums x, float32, float64 or bfloat16, in place and in the order of the ranks.")
+      .def("all_gather", &all_gather, py::arg("x"), py::arg("out"), py::arg("seconds"),
+           "Every rank's x, in the order of the ranks.")
+      .def("leave", &host::Group::leave, "What was sent stays readable.");
 }
 
 }  // namespace swiftspec::binding

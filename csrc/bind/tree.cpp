@@ -1,4 +1,4 @@
-// The draft tree, and what a draft is ready to reply from it. Who holds one of these keeps what it was given alive.
+// The draft tree, and what a draft is ready to reply from it.
 #include "host/decoder/tree.h"
 
 #include <pybind11/stl.h>
@@ -18,14 +18,15 @@ namespace {
 using host::Nodes;
 using host::Tree;
 
-std::unique_ptr<Tree> make_tree(uintptr_t token, uintptr_t parent, uintptr_t slot, uintptr_t logprob, uintptr_t visible,
-                                uintptr_t sizes, int64_t nodes, int64_t slots) {
-  size_arg("nodes", nodes, 1);
-  size_arg("slots", slots, 1);
-  return std::make_unique<Tree>(
-      Tree{pointer_arg<int64_t>("token", token, nodes), pointer_arg<int64_t>("parent", parent, nodes),
-           pointer_arg<int64_t>("slot", slot, nodes), pointer_arg<double>("logprob", logprob, nodes),
-           pointer_arg<uint8_t>("visible", visible, slots), pointer_arg<int64_t>("sizes", sizes, 2), nodes, slots});
+std::unique_ptr<Tree> make_tree(const Array& token, const Array& parent, const Array& slot, const Array& logprob,
+                                const Array& visible, const Array& sizes) {
+  const int64_t nodes = size_arg("nodes", token.size(0), 1), slots = size_arg("slots", visible.size(1), 1);
+  return std::make_unique<Tree>(Tree{token.at<int64_t>(kCpu, "token", {kAny}),
+                                     parent.at<int64_t>(kCpu, "parent", {nodes}),
+                                     slot.at<int64_t>(kCpu, "slot", {nodes}),
+                                     logprob.at<double>(kCpu, "logprob", {nodes}),
+                                     visible.at<bool>(kCpu, "visible", {slots + 1, slots}),
+                                     sizes.at<int64_t>(kCpu, "sizes", {2}), nodes, slots});
 }
 
 void check_node(const Tree& tree, int64_t node) {
@@ -54,7 +55,7 @@ std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
   return {std::move(path), std::move(kept)};
 }
 
-host::FastReply offer(const Tree& tree, int32_t request, int32_t prefix_len, int64_t bs, int64_t w, int64_t steps,
+host::FastReply fast_reply(const Tree& tree, int32_t request, int32_t prefix_len, int64_t bs, int64_t w, int64_t steps,
                       double worth) {
   size_arg("bs", bs, 1);
   size_arg("w", w, 1);
@@ -65,17 +66,25 @@ host::FastReply offer(const Tree& tree, int32_t request, int32_t prefix_len, int
 }  // namespace
 
 void bind_tree(py::module_& m) {
-  py::class_<Tree>(m, "Tree", "A draft tree on arrays that Python holds; see host/decoder/tree.h.")
+  py::class_<host::FastReply>(m, "FastReply", "What a draft is ready to reply; see host/decoder/fast_reply.h.")
+      .def("to", &host::fast_reply, py::arg("result"),
+           "The packed proposal that follows from a packed result; empty where that is for Python to find.");
+  py::class_<Tree>(m, "Tree", "A draft tree on arrays of Python's, which it keeps alive; see host/decoder/tree.h.")
       .def(py::init(&make_tree), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("logprob"),
-           py::arg("visible"), py::arg("sizes"), py::arg("nodes"), py::arg("slots"))
-      .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"))
-      .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"))
-      .def("walk", &Tree::walk, py::arg("tokens"))
-      .def("reroot", &reroot, py::arg("node"))
-      .def("offer", &offer, py::arg("request"), py::arg("prefix_len"), py::arg("bs"), py::arg("w"), py::arg("steps"),
-           py::arg("worth"), py::keep_alive<0, 1>());
-  py::class_<host::FastReply>(m, "Offer", "What a draft is ready to reply; see host/decoder/fast_reply.h.")
-      .def("answer", &host::fast_reply, py::arg("result"));
+           py::arg("visible"), py::arg("sizes"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
+           "The arrays of `DraftTree` (swiftspec/tree/tree.py).")
+      .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"),
+           "The likeliest nodes from `root` down, their tokens, and their parents by index among them.")
+      .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"),
+           "The summed probabilities, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves.")
+      .def("walk", &Tree::walk, py::arg("tokens"),
+           "The nodes that spell as many leading tokens as the tree holds, from below the root down.")
+      .def("reroot", &reroot, py::arg("node"),
+           "Makes a node the root. Returns the tree slots from the old root to its parent, and those that stay.")
+      .def("fast_reply", &fast_reply, py::arg("request"), py::arg("prefix_len"), py::arg("bs"), py::arg("w"),
+           py::arg("steps"), py::arg("worth"), py::keep_alive<0, 1>(),
+           "What this tree is ready to reply to the next result of a request.");
 }
 
 }  // namespace swiftspec::binding

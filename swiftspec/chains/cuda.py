@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.checks import current_stream
 
 MARK_WORDS = 4  # of a position
 
@@ -44,35 +44,20 @@ class ChainVerifier:
     def _launch(
         self, target: Tensor, tokens: Tensor, keys: Tensor | None, draft: Tensor | None, coins: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        batch, steps, device, vocab = self.batch, self.steps, self._marks.device, target.shape[-1]
+        batch, steps, device = self.batch, self.steps, self._marks.device
         accepted = torch.empty(batch, steps, dtype=torch.bool, device=device)
         count, bonus = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
-        kind = torch.bfloat16 if target.dtype == torch.bfloat16 else torch.float32
         _C.verify_cuda(
-            target=_logits("target", target, kind, (batch, steps + 1, vocab), device),
-            draft=0 if draft is None else _logits("draft", draft, kind, (batch, steps, vocab), device),
-            tokens=check("tokens", tokens, torch.int64, (batch, steps), device),
-            coins=0 if coins is None else check("coins", coins, torch.float32, (batch, steps), device),
-            keys=0 if keys is None else check("keys", keys, torch.int32, (batch, steps + 1), device),
-            marks=self._marks.data_ptr(),
-            arrived=self._arrived.data_ptr(),
-            accepted=accepted.data_ptr(),
-            count=count.data_ptr(),
-            bonus=bonus.data_ptr(),
-            batch=batch,
-            steps=steps,
-            vocab=vocab,
-            target_strides=(target.stride(0), target.stride(1)),
-            draft_strides=(0, 0) if draft is None else (draft.stride(0), draft.stride(1)),
-            wide=kind == torch.float32,
+            target=target,
+            draft=draft,
+            tokens=tokens,
+            coins=coins,
+            keys=keys,
+            marks=self._marks,
+            arrived=self._arrived,
+            accepted=accepted,
+            count=count,
+            bonus=bonus,
             stream=current_stream(),
         )
         return accepted, count, bonus
-
-
-def _logits(name: str, logits: Tensor, dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device) -> int:
-    """The address of logits whose rows may be padded."""
-    if logits.dtype != dtype or logits.shape != shape or logits.device != device or logits.stride(-1) != 1:
-        what = f"{logits.dtype} {list(logits.shape)} on {logits.device}, stride {logits.stride(-1)}"
-        raise ValueError(f"{name} must be {dtype} {list(shape)} on {device}, stride 1 within a row, not {what}")
-    return logits.data_ptr()

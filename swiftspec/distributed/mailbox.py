@@ -36,7 +36,7 @@ class SharedChannel:
     def recv_or_reply(self, reply: Any, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
         """As `recv`, and replies to a message of the kind `asks` at once where the reply is for it."""
         try:
-            (kind, *words), answered = self._mailbox.recv_or_answer(reply, asks, answers, note, FOR_EVER)
+            (kind, *words), answered = self._mailbox.recv_or_reply(reply, asks, answers, note, FOR_EVER)
         except OSError as error:
             raise ConnectionError(f"{self.peer} is gone ({error})") from None
         return kind, words, answered

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,22 +11,12 @@ from swiftspec import _C
 from swiftspec.assemble.models import operators
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
-from swiftspec.backends.cuda.checks import check
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 
 SHAPE = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
 CONFIG = {**SHAPE, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 8}
 CPU = torch.device("cpu")
-
-
-def test_tensors_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"x must be torch.float32 \[2\], not torch.int64 \[2\]"):
-        check("x", torch.tensor([1, 2]), torch.float32, (2,), CPU)
-    with pytest.raises(ValueError, match=r"x must be torch.float32 \[3\], not torch.float32 \[2\]"):
-        check("x", torch.ones(2), torch.float32, (3,), CPU)
-    with pytest.raises(ValueError, match="x lies on cpu, the CUDA operators want it on a GPU"):
-        check("x", torch.ones(2), torch.float32, (2,), CPU)
 
 
 def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
@@ -38,24 +30,35 @@ def test_who_asks_for_them_where_they_cannot_run_is_told_why() -> None:
 
 @pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("function", "change", "message"),
     [
-        ({"dim": 96}, "64 or 128"),
-        ({"heads": 3}, "multiple of kv_heads"),
-        ({"heads": 130}, "at most 64 heads"),
-        ({"rows": 0}, "no rows"),
-        ({"width": 0}, "above 0"),
-        ({"sequences": 2}, "need `sequence`"),
-        ({"width": 2**31}, "too large"),
-        ({"cos": 8}, "cos must be aligned"),
-        ({"mask": 0}, "mask is null"),
-        ({"slots": 4}, "slots is not aligned"),
-    ],
+        (_C.embed_cuda, {}, r"table: expected bfloat16\[\*, \*\] on .*, got bfloat16\[8, 16\] on cpu$"),
+        (_C.embed_cuda, {"table": torch.zeros(8, 12)}, "multiples of 16 bytes"),
+        (_C.embed_cuda, {"table": torch.zeros(8, 16)}, r"table: .*, got float32\[8, 16\] on cpu$"),
+        (_C.draw_cuda, {}, r"logits: expected float32\[\*, \*\] on .*, got float32\[2, 8\] on cpu$"),
+        (_C.draw_cuda, {"vocab": 9}, "at least `vocab`"),
+        (_C.draw_cuda, {"temperature": 0.0}, "above 0"),
+        (_C.draw_cuda, {"noise": torch.zeros(1, 8)}, "come together"),
+        (_C.CudaCache, {}, "k: expected"),
+        (_C.CudaTree, {}, "token: expected"),
+        (_C.CudaTree, {"node": torch.zeros(65)}, "1..64"),
+        (_C.CudaTree, {"children": 5}, "below the nodes"),
+    ]
+    if _C.cuda_built
+    else [],
 )
-def test_nonsense_is_refused_before_it_reaches_the_device(change: dict[str, int], message: str) -> None:
-    arrays = ("cos", "sin", "positions", "slots", "kv_len", "mask", "owner", "tail", "count", "groups", "arrived")
-    good = dict.fromkeys((*arrays, "part_values", "part_sums"), 64) | {"sequence": 0}
-    good |= {"rows": 2, "width": 8, "sequences": 1, "heads": 4, "kv_heads": 2, "capacity": 16, "dim": 64, "clusters": 1}
-    _C.CudaAttention(**good)
+def test_nonsense_is_refused_before_it_reaches_the_device(function: Any, change: dict[str, Any], message: str) -> None:
+    """Arrays of the CPU among it."""
+    tokens, slots = torch.zeros(2, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.bool)
+    table, node = torch.zeros(8, 16, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    arrays = ("parent", "slot", "weight", "used", "positions", "slots", "mask")
+    good: dict[Any, dict[str, Any]] = {
+        _C.embed_cuda: {"tokens": tokens, "table": table, "out": table[:2], "stream": 0},
+        _C.draw_cuda: {"logits": torch.zeros(2, 8), "vocab": 8, "bias": None, "noise": None, "noise_rows": None,
+                       "temperature": 1.0, "tokens": tokens, "stream": 0},
+        _C.CudaCache: dict.fromkeys(("k", "v"), torch.zeros(2, 1, 2, 4, 64, dtype=torch.bfloat16)),
+        _C.CudaTree: dict.fromkeys(arrays, tokens) | {"token": torch.zeros(9), "visible": slots, "node": node,
+                                                      "tokens": tokens, "children": 2},
+    }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        _C.CudaAttention(**(good | change))
+        function(**(good[function] | change))

@@ -52,14 +52,14 @@ def test_other_gpus_and_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_each_qkv_names_the_tiles_of_its_o() -> None:
-    named: list[tuple[int, int]] = []
-    native = SimpleNamespace(precede=lambda address, count: named.append((address, count)))
+    named: list[torch.Tensor] = []
+    native = SimpleNamespace(precede=named.append)
     layers = [
         SimpleNamespace(qkv=SimpleNamespace(native=native), o=SimpleNamespace(tiles=torch.ones(n))) for n in (2, 3)
     ]
     stack: Any = SimpleNamespace(layers=layers)
     assert cuda.fuse(stack) is None
-    assert named == [(layer.o.tiles.data_ptr(), layer.o.tiles.nbytes) for layer in layers]
+    assert all(tiles is layer.o.tiles for tiles, layer in zip(named, layers, strict=True))
 
 
 @needs_cuda
@@ -81,21 +81,25 @@ def test_sizes_of_tiles() -> None:
 
 
 @needs_cuda
-def test_channels_are_checked() -> None:
-    good = {"rank": 0, "inboxes": [64, 128], "lines": 4, "epoch": 8, "done": 8, "trouble": 8, "patience": 1.0}
-    _C.CudaChannel(**good)
-    wrong = [{"rank": 2}, {"inboxes": [64] * 9}, {"inboxes": [8, 16]}, {"lines": 0}, {"epoch": 0}, {"patience": 0.0}]
-    for change in wrong:
-        with pytest.raises(ValueError):
-            _C.CudaChannel(**(good | change))
-
-
-@needs_cuda
-def test_messages_are_checked() -> None:
-    channel = _C.CudaChannel(rank=0, inboxes=[64, 128], lines=4, epoch=8, done=8, trouble=8, patience=1.0)
-    for mine, out, count in ((0, 64, 1), (64, 0, 1), (64, 66, 1), (64, 64, 9), (64, 64, -1)):
-        with pytest.raises(ValueError):
-            _C.gather_cuda(channel, mine, out, count, 0)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 2}, "rank < size"),
+        ({"inboxes": [64] * 9}, "1 to 8 ranks"),
+        ({"inboxes": [8, 16]}, "an inbox is not aligned"),
+        ({"inboxes": [0, 16]}, "an inbox is null"),
+        ({"lines": 0}, "lines must be"),
+        ({"patience": 0.0}, "patience"),
+        ({"trouble": torch.zeros(2, dtype=torch.int64)}, r"trouble: expected int64\[1\] on cpu, got int64\[2\]"),
+        ({"epoch": torch.zeros(1)}, r"epoch: expected int64\[1\] on .*, got float32\[1\]"),
+    ],
+)
+def test_channels_are_checked(change: dict[str, Any], message: str) -> None:
+    word = torch.zeros(1, dtype=torch.int64)
+    good = {"rank": 0, "inboxes": [64, 128], "lines": 4, "epoch": word, "done": word.int(), "trouble": word,
+            "patience": 1.0}  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        _C.CudaChannel(**(good | change))
 
 
 @needs_cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ U32 = 2**32 - 1
 
 def gumbel_of(bits: np.ndarray) -> np.ndarray:
     bits, out = np.ascontiguousarray(bits), np.empty(len(bits), dtype=np.float32)
-    _C.gumbel_of(bits.ctypes.data, len(bits), out.ctypes.data)
+    _C.gumbel_of(bits, out)
     return out
 
 
@@ -142,18 +143,28 @@ def test_log_top_k_without_candidates(level: str) -> None:
 
 
 def test_nonsense_is_refused() -> None:
-    logits = torch.zeros(2, 6)
-    good = {"bias": 0, "noise": 0, "rows_of_noise": 0, "noise_rows": 0, "temperature": 1.0, "rows": 2, "vocab": 6}
-    good |= {"logits": logits.data_ptr(), "stride": 6, "tokens": torch.zeros(2, dtype=torch.int64).data_ptr()}
-    rows = torch.tensor([0, 1])
-    noisy = {"noise": logits.data_ptr(), "rows_of_noise": rows.data_ptr(), "noise_rows": 1}
-    for bad in ({"temperature": 0.0}, {"vocab": 0}, {"stride": 5}, {"logits": 0}, {"rows": -1}, noisy):
-        with pytest.raises(ValueError, match=r"must|null|not there"):
-            _C.draw(**(good | bad))  # pyright: ignore[reportArgumentType]
+    logits, noise = torch.zeros(2, 6), torch.zeros(1, 6)
+    good: dict[str, Any] = {"logits": logits, "vocab": 6, "bias": None, "noise": None, "noise_rows": None}
+    good |= {"temperature": 1.0, "tokens": torch.zeros(2, dtype=torch.int64)}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 0.0}, "above 0"),
+        ({"vocab": 0}, "fewer columns"),
+        ({"vocab": 7}, "fewer columns"),
+        ({"logits": torch.zeros(6, 2).t()}, "rows not contiguous"),
+        ({"logits": torch.zeros(6).expand(2, 6)}, "overlap"),
+        ({"logits": logits.double()}, r"expected float32\[\*, \*\] on cpu, got float64\[2, 6\]"),
+        ({"logits": torch.zeros(3, 6)}, r"tokens: expected int64\[3\] on cpu, got int64\[2\]"),
+        ({"bias": torch.zeros(5)}, r"bias: expected float32\[6\]"),
+        ({"noise": noise}, "come together"),
+        ({"noise": noise, "noise_rows": torch.tensor([0, 1])}, "not there"),
+    ]
+    for bad, message in cases:
+        with pytest.raises(ValueError, match=message):
+            _C.draw(**(good | bad))
     for k in (0, 7):
-        with pytest.raises(ValueError, match="k must"):
-            arguments = {**good, "tau": 1.0, "k": k, "values": logits.data_ptr()}
-            _C.children(**arguments)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match="as many children"):
+            tokens, values = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, k)
+            _C.children(**(good | {"tau": 1.0, "tokens": tokens, "values": values}))
 
 
 def test_keyed_noise_is_that_of_the_rows_with_these_keys(level: str) -> None:

@@ -205,7 +205,7 @@ def test_what_is_asked_for_ahead_changes_nothing() -> None:
         then = ops.pack(weight(k, n, group), torch.bfloat16, DEVICE)
         rows = rows_of(8, k)
         want = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
-        first.native.precede(then.tiles.data_ptr(), then.tiles.nbytes)
+        first.native.precede(then.tiles)
         got = ops.norm_linear(x, norm, first), ops.linear_residual(rows, then, zero[:, :n].contiguous())
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 

@@ -37,8 +37,7 @@ class Ranks:
     def sum(self, x: list[Tensor], residual: Tensor, delays: int) -> list[Tensor]:
         out = [torch.full_like(residual, float("nan")) for _ in x]
         _C.linear_cuda_virtual(
-            [p.native for p in self.packed], [rows.data_ptr() for rows in x], residual.data_ptr(),
-            [rows.data_ptr() for rows in out], [end.native for end in self.ends], len(residual), delays,
+            [p.native for p in self.packed], x, residual, out, [end.native for end in self.ends], delays,
             torch.cuda.current_stream().cuda_stream,
         )  # fmt: skip
         return out
@@ -96,14 +95,14 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
             end.epoch.fill_(start)
         for count in (1, 2, 7, 600, 16 * N, 136):
             mine = [words(count, r) for r in range(size)]
-            out = [torch.full((size, count + 1), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
+            out = [torch.full((size * (count + 1),), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
             _C.gather_cuda_virtual(
-                [end.native for end in ranks.ends], [m.data_ptr() for m in mine], [o.data_ptr() for o in out], count,
+                [end.native for end in ranks.ends], mine, [o[: size * count] for o in out],
                 torch.cuda.current_stream().cuda_stream,
             )  # fmt: skip
             for found in out:
-                assert torch.equal(found.flatten()[: size * count].view(size, count), torch.stack(mine))
-                assert (found.flatten()[size * count :] == -1).all(), "nothing is written behind the messages"
+                assert torch.equal(found[: size * count].view(size, count), torch.stack(mine))
+                assert (found[size * count :] == -1).all(), "nothing is written behind the messages"
             x, residual = [rows_of(3, K, r) for r in range(size)], rows_of(3, N, 7)
             for summed in ranks.sum(x, residual, 0):
                 assert torch.equal(summed, ranks.expected(x, residual))
@@ -148,3 +147,17 @@ def test_a_peer_that_never_arrives() -> None:
         [sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert run.stdout == "GPU rank 0 waited too long for rank 1 (slot 0, epoch 0)\n", run.stderr[-2000:]
+
+
+def test_messages_are_checked() -> None:
+    end = Ranks(2, K, N, 128).ends[0]
+    whole = words(4, 1)
+    for mine, out, message in (
+        (whole, whole, "every rank's message"),
+        (whole, torch.zeros(8, device=DEVICE), "out: expected int32"),
+        (whole[::2], whole, "mine: .*not contiguous"),
+        (whole.view(torch.uint8)[:3], whole.view(torch.uint8)[:6], "whole words"),
+        (words(2 * ops.lines_of(N) + 2, 1), whole, "longer than the group's lines"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _C.gather_cuda(end.native, mine, out, 0)

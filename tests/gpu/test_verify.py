@@ -58,10 +58,10 @@ def test_nonsense_is_refused() -> None:
     ours = ChainVerifier(2, 3, DEVICE)
     elsewhere = target.to("meta")
     for bad in (target[:1], target.double(), elsewhere, target.transpose(0, 1)):
-        with pytest.raises(ValueError, match="target must be") as refused:
+        with pytest.raises(ValueError, match="target: expected") as refused:
             ours.greedy(bad, tokens)
         assert "\n" not in str(refused.value)
-    with pytest.raises(ValueError, match="draft must be"):
+    with pytest.raises(ValueError, match="draft: expected"):
         ours.reject(target, draft.bfloat16(), tokens, coins, keys)
-    with pytest.raises(ValueError, match="keys must be"):
+    with pytest.raises(ValueError, match="keys: expected"):
         ours.match(target, tokens, keys.long())

@@ -144,22 +144,20 @@ struct Model {
     std::vector<uint8_t> visible((kTree + 1) * kTree);
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
     Decoder decoder_here = decoder();
-    Rounds rounds(decoder_here);
-    Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
-    Region region{k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2), 30};
+    Rounds rounds(decoder_here, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2)});
+    Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
+    int64_t prefix = 30;
     tree.reset(5);
     Nodes pending = {3, 4}, path, kept, sampled;
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 3; ++step) {
-        rounds.expand(tree, region, pending, 4, 5, scoring, round % 2 == 0, 0.7);
-        region.prefix += static_cast<int64_t>(pending.size());
+        rounds.expand(tree, prefix, pending, 4, 5, scoring, round % 2 == 0, 0.7);
+        prefix += static_cast<int64_t>(pending.size());
         pending.clear();
       }
       const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
-      Region behind = region;
-      behind.prefix += kTree;  // the draft's slots stay as they are
-      rounds.verify(tokens, parents, behind, scoring, path, sampled);
+      rounds.verify(tokens, parents, prefix + kTree, scoring, path, sampled);  // the draft's slots stay as they are
       told.insert(told.end(), sampled.begin(), sampled.end());
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
       result.insert(result.end(), path.begin(), path.end());

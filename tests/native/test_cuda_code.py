@@ -83,7 +83,7 @@ def test_noise_is_the_hosts_to_the_bit(sampling: str) -> None:
     bits = np.concatenate(parts).astype(np.uint32)
     done = subprocess.run([sampling, "noise"], input=bits.tobytes(), capture_output=True, check=True)
     host = np.empty(len(bits), dtype=np.float32)
-    _C.gumbel_of(bits.ctypes.data, len(bits), host.ctypes.data)
+    _C.gumbel_of(bits, host)
     assert done.stdout == host.tobytes()
 
 

@@ -1,12 +1,11 @@
 """A draft's rounds on the device, against the same rounds with the host in between; on a CPU.
 
-Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree/tree.h in Python on the
-addresses that they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
+Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree in Python on the tensors
+that they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
 """
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda import tree as cuda_tree
@@ -34,49 +33,44 @@ from tests.support.tiny import make_checkpoint
 W, K, D = 3, 4, 3
 
 
-def at(address: int, dtype: Any, *shape: int) -> NDArray[Any]:
-    size = np.dtype(dtype).itemsize * int(np.prod(shape))
-    memory: Any = (ctypes.c_uint8 * size).from_address(address)
-    return np.frombuffer(memory, dtype).reshape(shape)
-
-
 class CudaTree:
     """As csrc/cuda/tree/tree.h says."""
 
-    def __init__(self, *, nodes: int, slots: int, **addresses: int) -> None:
-        kinds = {"token": np.int64, "parent": np.int32, "slot": np.int32, "weight": np.float64}
-        self.token, self.parent, self.slot, self.weight = (at(addresses[n], kinds[n], nodes) for n in kinds)
-        self.visible, self.used = at(addresses["visible"], np.bool_, slots, slots), at(addresses["used"], np.int32, 2)
-        self.slots = slots
+    def __init__(self, *, children: int, **arrays: Tensor) -> None:
+        kept = {name: array.numpy() for name, array in arrays.items()}
+        self.token, self.parent, self.slot, self.weight = (kept[n] for n in ("token", "parent", "slot", "weight"))
+        self.visible, self.used = kept["visible"], kept["used"]
+        self.node, self.tokens, self.positions = kept["node"], kept["tokens"], kept["positions"]
+        self.slots, self.mask = kept["slots"], kept["mask"]
+        self.children = children
 
-    def leaves(
-        self, w: int, prefix: int, node: int, tokens: int, positions: int, places: int, mask: int, _: int
-    ) -> None:
-        start, (count, first) = int(at(prefix, np.int64, 1)[0]), self.used.tolist()
+    def leaves(self, prefix: Tensor, _: int) -> None:
+        w, start, (count, first) = len(self.node), int(prefix[0]), self.used.tolist()
         leaves = [i for i in range(count) if self.slot[i] < 0 and self.weight[i] > -np.inf]
         chosen = sorted(leaves, key=lambda i: (-self.weight[i], i))[:w]
         for row in range(w):
-            mine, seen = first + row, np.zeros(self.slots, np.bool_)
+            mine, seen = first + row, np.zeros(len(self.visible), np.bool_)
             i = chosen[row] if row < len(chosen) else -1
             if i > 0:
                 seen |= self.visible[self.slot[self.parent[i]]]
-            at(positions, np.int64, w)[row] = start + int(seen.sum())
+            self.positions[row] = start + int(seen.sum())
             seen[mine] = True
-            self.visible[mine] = at(mask, np.bool_, w, self.slots)[row] = seen
-            at(node, np.int32, w)[row], at(places, np.int64, w)[row] = i, start + mine
-            at(tokens, np.int64, w)[row] = 0 if i < 0 else self.token[i]
+            self.visible[mine] = self.mask[row] = seen
+            self.node[row], self.slots[row] = i, start + mine
+            self.tokens[row] = 0 if i < 0 else self.token[i]
         for row, i in enumerate(chosen):
             self.slot[i] = first + row
         self.used[1] = first + w
 
-    def add(self, w: int, node: int, k: int, tokens: int, values: int, _: int) -> None:
-        for row, parent in enumerate(at(node, np.int32, w).tolist()):
+    def add(self, tokens: Tensor, values: Tensor, _: int) -> None:
+        assert tokens.shape == values.shape == (len(self.node), self.children)
+        for row, parent in enumerate(self.node.tolist()):
             if parent < 0:
                 continue
-            new = slice(int(self.used[0]), int(self.used[0]) + k)
-            self.token[new], self.parent[new], self.slot[new] = at(tokens, np.int64, w, k)[row], parent, -1
-            self.weight[new] = self.weight[parent] + at(values, np.float32, w, k)[row]
-            self.used[0] += k
+            new = slice(int(self.used[0]), int(self.used[0]) + self.children)
+            self.token[new], self.parent[new], self.slot[new] = tokens[row].numpy(), parent, -1
+            self.weight[new] = self.weight[parent] + values[row].numpy()
+            self.used[0] += self.children
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +83,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree))
-    monkeypatch.setattr(cuda_tree, "check", lambda name, tensor, *rest: tensor.data_ptr())
     monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
 
 

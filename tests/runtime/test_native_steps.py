@@ -121,10 +121,10 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
     for _ in range(4):
         drafter.grow()
         reply, result = drafter.reply(), any_result(proposal, data)
-        answer = reply.answer(pack(result))
+        answer = reply.to(pack(result))
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert reply.answer(pack(other)) == []
-        assert reply.answer(pack(result)[:-1]) == reply.answer([]) == []
+            assert reply.to(pack(other)) == []
+        assert reply.to(pack(result)[:-1]) == reply.to([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()

@@ -31,14 +31,16 @@ from swiftspec.backends.cuda import linear as cuda_linear
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
-SOURCES = (*sorted(CSRC.glob("bind/cuda*.cpp")), CSRC / "host/shm/segment.cpp")
+# all but what says where a GPU's arrays lie, for which module.cpp has another answer
+SOURCES = (*(p for p in sorted(CSRC.glob("bind/cuda*.cpp")) if p.stem != "cuda_place"), CSRC / "bind/array.cpp",
+           CSRC / "host/shm/segment.cpp")  # fmt: skip
 # pybind11 shares its types among modules of one version; these stay apart from those of a _C that was built with CUDA
 APART = "-DPYBIND11_INTERNALS_VERSION=1000"
 FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-Wno-clobbered")  # fmt: skip
 DEVICE_CODE = ("-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++")
 LINE = 256  # bytes, as a GPU's allocator aligns
-USED = 512  # tensors whose addresses were asked for, more than a few launches ask for
+USED = 64  # calls whose arguments stay, more than a few launches take
 
 
 def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
@@ -69,9 +71,10 @@ def install(module: Path, seed: int) -> None:
     emulated = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(emulated)
     emulated.seed(seed)
+    stream = Stream(emulated)
     for name, value in vars(emulated).items():
         if not name.startswith("__"):
-            setattr(_C, name, value)
+            setattr(_C, name, stream.noting(value))
     native: Any = _C
     native.cuda_built = True
     cpu = torch.device("cpu")
@@ -91,12 +94,12 @@ def install(module: Path, seed: int) -> None:
     torch.empty = _aligned(torch.empty)
     emulated.queues(True)
     atexit.register(_synchronize)
-    Stream(emulated).__enter__()
+    stream.__enter__()
 
 
 class Stream(TorchFunctionMode):
-    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and memory
-    whose address was lately asked for stays. What a launch uses by an older address has to stay by itself."""
+    """torch on the emulated GPU's stream: what looks into memory finds there what was launched before it, and what was
+    lately handed to the module stays."""
 
     # an address, a shape, another name for the same memory, new memory, a mode
     BLIND = frozenset((Tensor.data_ptr, Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.element_size,
@@ -111,11 +114,25 @@ class Stream(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.data_ptr:
-            self.used.append(args[0])
         if self.looks(func, args):
             self.module.finish()
         return func(*args, **(kwargs or {}))
+
+    def noting(self, native: Any) -> Any:
+        """A function of the module, or a class with its methods, that keeps what it was lately called with."""
+        if isinstance(native, type):
+            for name, method in list(vars(native).items()):
+                if name == "__init__" or (callable(method) and not name.startswith("_")):
+                    setattr(native, name, self.noting(method))
+            return native
+        if not callable(native):
+            return native
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.used.append((args, kwargs))
+            return native(*args, **kwargs)
+
+        return noted
 
     def looks(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether it looks into memory, or may."""

@@ -1,8 +1,15 @@
 // The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
 #include <pybind11/pybind11.h>
 
+#include "bind/cuda_arguments.h"
 #include "bind/module.h"
 #include "simt/machine.h"
+
+namespace swiftspec::binding {
+
+Place gpu() { return kCpu; }
+
+}  // namespace swiftspec::binding
 
 PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);

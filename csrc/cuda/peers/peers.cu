@@ -12,12 +12,6 @@ namespace {
 // The driver may put smaller allocations into one block, and a handle opens the whole block.
 constexpr int64_t kBlock = 2 << 20;
 
-int current_device() {
-  int device = 0;
-  check(cudaGetDevice(&device), "peers");
-  return device;
-}
-
 }  // namespace
 
 static_assert(sizeof(PeerHandle) == sizeof(cudaIpcMemHandle_t));
@@ -58,6 +52,13 @@ Pinned::Pinned(void* data, int64_t bytes) : data_(data) {
 }
 
 Pinned::~Pinned() { cudaHostUnregister(data_); }
+
+int current_device() {
+  int device = 0;
+  if (cudaGetDevice(&device) == cudaSuccess) return device;
+  cudaGetLastError();  // it is told to the caller, not left for the next launch
+  return -1;
+}
 
 std::string bus_id() {
   char name[32] = {};

@@ -49,6 +49,7 @@ class Pinned {
   void* data_;
 };
 
+int current_device();   // its index, or -1 where there is none
 std::string bus_id();  // of the current device: what all processes of the machine call it
 
 // Whether the current device reaches the memory of another one, or is it. Where this process cannot see that: false.

@@ -1,4 +1,4 @@
-// The noise of rows on a GPU: its bits, and Gumbel draws made of them.
+// The noise of rows on a GPU.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -12,16 +12,6 @@ namespace swiftspec::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-__global__ void noise_bits_kernel(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t vocab,
-                                  int64_t total, uint32_t* out) {
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < total; i += step) {
-    const int64_t row = i / vocab;
-    const uint32_t key = noise::row_key(seed, stream, static_cast<uint32_t>(positions[row]));
-    out[i] = noise::bits(key, static_cast<uint32_t>(i - row * vocab));
-  }
-}
 
 __global__ void gumbel_rows_kernel(uint64_t seed, uint32_t stream, const int64_t* positions, uint32_t first,
                                    int64_t count, float* out) {
@@ -37,15 +27,6 @@ unsigned blocks_for(int64_t elements, int64_t most) {
 }
 
 }  // namespace
-
-void noise_bits(uint64_t seed, uint32_t noise_stream, const int32_t* positions, int64_t rows, int64_t vocab,
-                uint32_t* out, Stream stream) {
-  constexpr int64_t kMostBlocks = 4096;
-  const int64_t total = rows * vocab;
-  if (total == 0) return;
-  launch("noise_bits", noise_bits_kernel, {dim3(blocks_for(total, kMostBlocks)), kThreads}, stream, seed, noise_stream,
-         positions, vocab, total, out);
-}
 
 void gumbel_rows(uint64_t seed, uint32_t noise_stream, const int64_t* positions, int64_t rows, uint32_t first,
                  int64_t count, float* out, Stream stream) {

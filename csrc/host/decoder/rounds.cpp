@@ -44,7 +44,7 @@ ScoreArgs Scoring::args(const float* logits, int64_t stride, const std::vector<i
   return out;
 }
 
-Rounds::Rounds(Decoder& decoder) : decoder_(decoder) {
+Rounds::Rounds(Decoder& decoder, const Region& region) : decoder_(decoder), region_(region) {
   const Stack& stack = decoder.stack();
   if (stack.group != nullptr) merge_.emplace(*stack.group, stack.timeout);
 }
@@ -60,7 +60,7 @@ Columns Rounds::columns(int64_t vocab) const {
 }
 
 // The rows in `tokens_`, `positions_`, `slots_` and `mask_` [rows, width]; logits of those from `logits_from` on.
-void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
+void Rounds::forward(int64_t prefix, int64_t width, int64_t logits_from) {
   const auto rows = static_cast<int64_t>(tokens_.size());
   logits_.resize(static_cast<size_t>((rows - logits_from) * decoder_.stack().head->n));
   const auto began = std::chrono::steady_clock::now();
@@ -68,16 +68,16 @@ void Rounds::forward(const Region& region, int64_t width, int64_t logits_from) {
                     positions_.data(),
                     slots_.data(),
                     rows,
-                    {{0, rows, mask_.data(), width, region.prefix + width, region.keys, region.values}},
-                    region.capacity,
-                    region.layer_stride,
+                    {{0, rows, mask_.data(), width, prefix + width, region_.keys, region_.values}},
+                    region_.capacity,
+                    region_.layer_stride,
                     logits_from,
                     logits_.data()});
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k,
-                       Scoring& scoring, bool coupled, double tau) {
+int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
+                       bool coupled, double tau) {
   const int64_t first = tree.expanded(), ahead = static_cast<int64_t>(pending.size());
   const Nodes leaves = tree.take_leaves(w);
   const auto count = static_cast<int64_t>(leaves.size());
@@ -86,7 +86,7 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
   tokens_ = pending;
   mask_.assign(static_cast<size_t>((ahead + count) * width), 0);
   slots_.resize(static_cast<size_t>(ahead));
-  std::iota(slots_.begin(), slots_.end(), region.prefix);
+  std::iota(slots_.begin(), slots_.end(), prefix);
   positions_ = slots_;
   for (int64_t i = 0; i < ahead; ++i) std::fill_n(mask_.begin() + i * width, i + 1, uint8_t{1});
   for (int64_t i = 0; i < count; ++i) {
@@ -95,10 +95,10 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
     std::fill_n(row, ahead, uint8_t{1});
     std::copy(sees, sees + after, row + ahead);
     tokens_.push_back(tree.token[leaves[static_cast<size_t>(i)]]);
-    slots_.push_back(region.prefix + ahead + first + i);
-    positions_.push_back(region.prefix + ahead + std::count(sees, sees + after, uint8_t{1}) - 1);
+    slots_.push_back(prefix + ahead + first + i);
+    positions_.push_back(prefix + ahead + std::count(sees, sees + after, uint8_t{1}) - 1);
   }
-  forward(region, width, ahead);
+  forward(prefix, width, ahead);
   positions_.erase(positions_.begin(), positions_.begin() + ahead);
   drawn_.resize(static_cast<size_t>(count * k));
   values_.resize(drawn_.size());
@@ -110,22 +110,22 @@ int64_t Rounds::expand(Tree& tree, const Region& region, const Nodes& pending, i
   return count;
 }
 
-void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& region, Scoring& scoring, Nodes& path,
+void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, Nodes& path,
                     Nodes& sampled) {
   const auto count = static_cast<int64_t>(tokens.size());
   tokens_ = tokens;
   mask_.assign(static_cast<size_t>(count * count), 0);
   positions_.clear();
   slots_.resize(tokens.size());
-  std::iota(slots_.begin(), slots_.end(), region.prefix);
+  std::iota(slots_.begin(), slots_.end(), prefix);
   for (int64_t i = 0; i < count; ++i) {
     const auto row = mask_.begin() + i * count;
     const int64_t parent = parents[static_cast<size_t>(i)];
     if (parent >= 0) std::copy_n(mask_.begin() + parent * count, i, row);
     row[i] = 1;
-    positions_.push_back(parent < 0 ? region.prefix : positions_[static_cast<size_t>(parent)] + 1);
+    positions_.push_back(parent < 0 ? prefix : positions_[static_cast<size_t>(parent)] + 1);
   }
-  forward(region, count, 0);
+  forward(prefix, count, 0);
   drawn_.resize(tokens.size());
   values_.resize(tokens.size());
   draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data(),
@@ -139,17 +139,17 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, const Region& reg
     path.push_back(node);
     sampled.push_back(drawn_[i]);
   }
-  commit(region, path);
+  commit(prefix, path);
 }
 
-void Rounds::commit(const Region& region, const Nodes& path) {
+void Rounds::commit(int64_t prefix, const Nodes& path) {
   slots_.clear();
-  for (const int64_t node : path) slots_.push_back(region.prefix + node);
+  for (const int64_t node : path) slots_.push_back(prefix + node);
   const Stack& stack = decoder_.stack();
   const int64_t slot_bytes = stack.dim * (stack.wide ? 4 : 2);
-  for (void* cache : {region.keys, region.values}) {
-    move_kv({static_cast<uint8_t*>(cache), region.layer_stride, decoder_.layers(), stack.kv_heads, region.capacity,
-             slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), region.prefix});
+  for (void* cache : {region_.keys, region_.values}) {
+    move_kv({static_cast<uint8_t*>(cache), region_.layer_stride, decoder_.layers(), stack.kv_heads, region_.capacity,
+             slot_bytes, slots_.data(), static_cast<int64_t>(path.size()), prefix});
   }
 }
 

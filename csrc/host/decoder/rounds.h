@@ -44,39 +44,41 @@ class Scoring {
   std::vector<int64_t> rows_;
 };
 
-// One sequence's region of a cache: slots up to `prefix` hold verified tokens, the tree's come after them.
+// One sequence's region of a cache.
 struct Region {
   void *keys, *values;  // of the first layer
-  int64_t capacity, layer_stride, prefix;
+  int64_t capacity, layer_stride;
 };
 
-// Runs one decoder's rounds on buffers that are made once. The ranks of a group make the same calls, exchange the best
-// of their columns of the logits and come to the same result.
+// Runs one decoder's rounds in one region, on buffers that are made once. Slots up to `prefix` hold verified tokens,
+// the tree's come after them. The ranks of a group make the same calls, exchange the best of their columns of the
+// logits and come to the same result.
 class Rounds {
  public:
-  explicit Rounds(Decoder& decoder);
+  Rounds(Decoder& decoder, const Region& region);
 
   Columns columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument where the head is smaller
 
   // Expands the w likeliest leaves into their k likeliest children each, `coupled` under the noise of `scoring`; tau
   // divides the scores. `pending`: verified tokens between prefix and root that have no KV yet; only where the root
   // is all there is. Returns how many leaves it expanded.
-  int64_t expand(Tree& tree, const Region& region, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
-                 bool coupled, double tau);
+  int64_t expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled,
+                 double tau);
 
   // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
   // nodes, the root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
-  void verify(const Nodes& tokens, const Nodes& parents, const Region& region, Scoring& scoring, Nodes& path,
-              Nodes& sampled);
+  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, Nodes& path, Nodes& sampled);
 
   double seconds() const { return seconds_; }  // that the last forward took
   const Decoder& decoder() const { return decoder_; }
+  const Region& region() const { return region_; }
 
  private:
-  void forward(const Region& region, int64_t width, int64_t logits_from);
-  void commit(const Region& region, const Nodes& path);
+  void forward(int64_t prefix, int64_t width, int64_t logits_from);
+  void commit(int64_t prefix, const Nodes& path);
 
   Decoder& decoder_;
+  Region region_;
   std::optional<Merge> merge_;  // in a group
   Nodes tokens_, positions_, slots_, drawn_;
   std::vector<uint8_t> mask_;

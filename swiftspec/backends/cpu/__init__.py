@@ -75,14 +75,12 @@ class Norm:
     """An RMSNorm made ready at load."""
 
     weight: Tensor  # [D] in the model's dtype
-    address: int
     eps: float
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
     """An RMSNorm's weight [D] and epsilon."""
-    weight = weight.to(device, dtype).contiguous()
-    return Norm(weight, weight.data_ptr(), eps)
+    return Norm(weight.to(device, dtype).contiguous(), eps)
 
 
 def _linear(
@@ -93,22 +91,9 @@ def _linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    logits: bool = False,
 ) -> Tensor:
-    """One native call. Whoever calls has made `x` contiguous and `out` as wide as the outputs."""
-    address = out.data_ptr()
-    _C.linear(
-        packed.native,
-        x.data_ptr(),
-        0 if norm is None else norm.address,
-        0.0 if norm is None else norm.eps,
-        0 if residual is None else residual.data_ptr(),
-        0 if logits else address,
-        address if logits else 0,
-        swiglu,
-        x.dtype == torch.float32,
-        x.shape[0],
-    )
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    _C.linear(packed.native, x, weight, eps, residual, out, swiglu)
     return out
 
 
@@ -134,7 +119,7 @@ def linear_residual(
 def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
     """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
-    return _linear(x, packed, out, norm=norm, logits=True)
+    return _linear(x, packed, out, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +132,7 @@ class Part:
     slots: Tensor  # [m] int64
     mask: Tensor  # [m, W] bool, W at most `length`
     length: int
-    keys: int  # address of the sequence's region in layer 0
-    values: int
+    sequence: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,18 +140,13 @@ class AttentionPlan:
     """What attention needs and is the same in every layer."""
 
     parts: list[Part]
-    num_heads: int
-    kv_heads: int
-    capacity: int
-    head_dim: int
-    stride: int  # bytes from one layer's region to the next
+    cache: _C.Cache
+    out_width: int
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
     """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`."""
-    assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.dtype == cos.dtype
-    _, sequences, kv_heads, capacity, head_dim = cache.k.shape
-    region = kv_heads * capacity * head_dim * cache.k.element_size()
+    sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
     parts: list[Part] = []
@@ -185,36 +164,20 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
                 slots.contiguous(),
                 mask[:, max(mask.shape[1] - length, 0) :].contiguous(),
                 length,
-                cache.k.data_ptr() + sequence * region,
-                cache.v.data_ptr() + sequence * region,
+                sequence,
             )
         )
-    return AttentionPlan(parts, num_heads, kv_heads, capacity, head_dim, sequences * region)
+    return AttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
 
 
 def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
-    out = qkv.new_empty(qkv.shape[0], plan.num_heads * plan.head_dim)
+    out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
         mine = qkv if part.rows is None else qkv[part.rows]
         result = out if part.rows is None else out.new_empty(mine.shape[0], out.shape[1])
         _C.attention(
-            mine.data_ptr(),
-            part.cos.data_ptr(),
-            part.sin.data_ptr(),
-            part.slots.data_ptr(),
-            part.mask.data_ptr(),
-            part.keys + layer * plan.stride,
-            part.values + layer * plan.stride,
-            result.data_ptr(),
-            mine.shape[0],
-            plan.num_heads,
-            plan.kv_heads,
-            plan.capacity,
-            part.length,
-            part.mask.shape[1],
-            plan.head_dim,
-            qkv.dtype == torch.float32,
+            mine, part.cos, part.sin, part.slots, part.mask, plan.cache, layer, part.sequence, part.length, result
         )
         if part.rows is not None:
             out[part.rows] = result
@@ -223,34 +186,21 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
-    source [m] ascends and source[i] >= start + i. The caller keeps the buffers."""
-    layers, sequences, kv_heads, capacity, head_dim = k.shape
-    assert k.is_contiguous() and v.is_contiguous()
-    slot = head_dim * k.element_size()
-    region = kv_heads * capacity * slot
-    shape = (sequences * region, layers, kv_heads, capacity, slot)
-    addresses = [(k.data_ptr() + s * region, v.data_ptr() + s * region, *shape) for s in range(sequences)]
-
-    def move(sequence: int, source: Sequence[int], start: int) -> None:
-        _C.move_kv(*addresses[sequence], source, start)
-
-    return move
+    source [m] ascends and source[i] >= start + i."""
+    return _C.Cache(k, v).move
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
     """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of the reference's."""
     out = torch.empty(positions.shape[0], len(tokens))
-    if len(tokens) > 0:
-        places = positions.to(torch.int32)
-        rows, count = out.shape
-        _C.gumbel_rows(seed, stream, places.data_ptr(), rows, tokens.start, count, out.data_ptr())
+    _C.gumbel_rows(seed, stream, positions.to(torch.int32), tokens.start, out)
     return out
 
 
 def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
     """The same noise of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
-    keys, out = keys.contiguous(), torch.empty(*keys.shape, len(tokens))
-    _C.gumbel_keyed(keys.data_ptr(), keys.numel(), tokens.start, len(tokens), out.data_ptr())
+    out = torch.empty(*keys.shape, len(tokens))
+    _C.gumbel_keyed(keys.flatten(), tokens.start, out.view(keys.numel(), len(tokens)))
     return out
 
 
@@ -259,11 +209,7 @@ def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)
-    bias, noise, rows, count = _addresses(scores, vocab)
-    _C.draw(
-        logits.data_ptr(), bias, noise, rows, count, scores.temperature, logits.shape[0], vocab, logits.stride(0),
-        tokens.data_ptr(),
-    )  # fmt: skip
+    _C.draw(logits, vocab, scores.bias, *_noise(scores), scores.temperature, tokens)
     return tokens
 
 
@@ -271,13 +217,9 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
     """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.children(logits, vocab, k, scores)
-    count, stride = logits.shape[0], logits.stride(0)
+    count = logits.shape[0]
     tokens, values = torch.empty(count, k, dtype=torch.int64), torch.empty(count, k)
-    bias, noise, rows, noise_rows = _addresses(scores, vocab)
-    _C.children(
-        logits.data_ptr(), bias, noise, rows, noise_rows, scores.temperature, scores.tau, count, vocab, stride, k,
-        tokens.data_ptr(), values.data_ptr(),
-    )  # fmt: skip
+    _C.children(logits, vocab, scores.bias, *_noise(scores), scores.temperature, scores.tau, tokens, values)
     return tokens, values
 
 
@@ -285,26 +227,14 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
     """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
-    tokens, out = tokens.contiguous(), torch.empty(logits.shape[0])
-    bias = _addresses(scores, vocab)[0]
-    _C.log_probs(
-        logits.data_ptr(), bias, scores.temperature, logits.shape[0], vocab, logits.stride(0), tokens.data_ptr(),
-        out.data_ptr(),
-    )  # fmt: skip
+    out = torch.empty(logits.shape[0])
+    _C.log_probs(logits, vocab, scores.bias, scores.temperature, tokens.contiguous(), out)
     return out
 
 
-def _addresses(scores: Scores, vocab: int) -> tuple[int, int, int, int]:
-    """Of the bias, the noise and its row numbers, 0 for what is not there; and the noise's rows."""
-    bias = 0
-    if scores.bias is not None:
-        assert scores.bias.dtype == torch.float32 and scores.bias.is_contiguous() and scores.bias.shape == (vocab,)
-        bias = scores.bias.data_ptr()
-    if scores.noise is None or scores.rows is None:
-        return bias, 0, 0, 0
-    assert scores.noise.dtype == torch.float32 and scores.noise.is_contiguous() and scores.noise.shape[1] == vocab
-    assert scores.rows.dtype == torch.int64 and scores.rows.is_contiguous()
-    return bias, scores.noise.data_ptr(), scores.rows.data_ptr(), scores.noise.shape[0]
+def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """The noise and which of its rows is whose, where there are both."""
+    return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu.rounds import HostRounds
 from swiftspec.backends.cpu.shm import SharedGroup
-from swiftspec.model.stack import Cache, Layer, Stack
+from swiftspec.model.stack import Cache, Stack
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch
-
-Rows = tuple[int, int, int, int, int, int, int]  # first, count, mask, width, length, keys, values
 
 
 def fuse(stack: Stack) -> HostDecoder | None:
@@ -30,90 +27,44 @@ class HostDecoder:
     """Runs a stack that host.py has packed. Its buffers grow to the largest batch; one thread at a time uses it."""
 
     def __init__(self, stack: Stack) -> None:
-        self._stack = stack  # keeps alive what the native side points to
-        self._outputs = stack.head.outputs
+        self._group, self._outputs = stack.group, stack.head.outputs
         shared: SharedGroup | None = None if stack.group is None else stack.group.memory
+        layers = [
+            (
+                layer.input_norm.weight, layer.qkv.native, layer.o.native,
+                layer.post_norm.weight, layer.gate_up.native, layer.down.native,
+            )
+            for layer in stack.layers
+        ]  # fmt: skip
         self._native = _C.Decoder(
-            stack.embedding.dtype == torch.float32,
-            stack.norm.eps,
-            stack.embedding.shape[1],
-            stack.num_heads,
-            stack.kv_heads,
-            stack.cos.shape[1],
-            stack.embedding.shape[0],
-            stack.cos.shape[0],
-            stack.embedding.data_ptr(),
-            stack.cos.data_ptr(),
-            stack.sin.data_ptr(),
-            stack.norm.address,
-            stack.head.native,
-            [_addresses(layer) for layer in stack.layers],
-            None if shared is None else shared.native,
+            stack.embedding, stack.cos, stack.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
+            stack.num_heads, stack.kv_heads, None if shared is None else shared.native,
             0.0 if shared is None else shared.timeout,
-        )
+        )  # fmt: skip
 
-    def rounds(self, cache: Cache) -> HostRounds:
+    def rounds(self, cache: Cache) -> _C.Rounds:
         """The inner part of a round over the only sequence of a cache."""
-        return HostRounds(self._native, cache.k, cache.v)
+        return _C.Rounds(self._native, _C.Cache(cache.k, cache.v))
 
     @staticmethod
-    def tree(arrays: Sequence[NDArray], nodes: int, slots: int) -> _C.Tree:
-        """The native side of a draft tree on its arrays, which the caller keeps: token, parent, slot, logprob, visible
-        and sizes."""
-        assert all(array.flags.c_contiguous for array in arrays)
-        token, parent, slot, logprob, visible, sizes = (array.ctypes.data for array in arrays)
-        return _C.Tree(token, parent, slot, logprob, visible, sizes, nodes, slots)
+    def tree(arrays: Sequence[NDArray]) -> _C.Tree:
+        """The native side of a draft tree on its arrays: token, parent, slot, logprob, visible and sizes."""
+        return _C.Tree(*arrays)
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V] (float32), or None without `head`."""
-        assert cache.k.is_contiguous() and cache.v.is_contiguous() and cache.k.dtype == self._stack.cos.dtype
         order = None
         if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
             order = batch.sequence.argsort(stable=True)  # a sequence's rows must follow each other
             rows = ("tokens", "positions", "slots", "mask", "sequence")
             batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
         logits = torch.empty(len(batch), self._outputs) if head else None
-        kept: list[Tensor] = []  # masks until the call is over
-        parts = list(_parts(batch, cache, kept))
-        _, sequences, kv_heads, capacity, head_dim = cache.k.shape
+        native = _C.Cache(cache.k, cache.v)
         try:
             self._native.forward(
-                batch.tokens.data_ptr(),
-                batch.positions.data_ptr(),
-                batch.slots.data_ptr(),
-                len(batch),
-                parts,
-                capacity,
-                sequences * kv_heads * capacity * head_dim * cache.k.element_size(),
-                0 if logits is None else logits.data_ptr(),
+                batch.tokens, batch.positions, batch.slots, batch.sequence, batch.kv_len, batch.mask, native, logits
             )
         except OSError as error:
-            lost = None if self._stack.group is None else self._stack.group.lost(error)
+            lost = None if self._group is None else self._group.lost(error)
             raise lost or error from None
         return logits if logits is None or order is None else logits[order.argsort()]
-
-
-def _addresses(layer: Layer) -> tuple[int, _C.Weights, _C.Weights, int, _C.Weights, _C.Weights]:
-    return (
-        layer.input_norm.address, layer.qkv.native, layer.o.native,
-        layer.post_norm.address, layer.gate_up.native, layer.down.native,
-    )  # fmt: skip
-
-
-def _parts(batch: Batch, cache: Cache, kept: list[Tensor]) -> Iterator[Rows]:
-    """The rows of each sequence of a batch, which follow each other."""
-    _, sequences, kv_heads, capacity, head_dim = cache.k.shape
-    region = kv_heads * capacity * head_dim * cache.k.element_size()
-    counts = [len(batch)] if sequences == 1 else batch.sequence.bincount(minlength=sequences).tolist()
-    first = 0
-    for sequence, (count, length) in enumerate(zip(counts, batch.kv_len.tolist(), strict=True)):
-        if count == 0:
-            continue
-        mask = batch.mask[first : first + count, max(batch.mask.shape[1] - length, 0) :].contiguous()
-        kept.append(mask)
-        at = sequence * region
-        yield (
-            first, count, mask.data_ptr(), mask.shape[1], length,
-            cache.k.data_ptr() + at, cache.v.data_ptr() + at,
-        )  # fmt: skip
-        first += count

@@ -25,7 +25,7 @@ class Int4(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A projection made ready at load; the tensors are what the native side points to."""
+    """A projection made ready at load; the tensors are what the native side reads."""
 
     native: _C.Weights
     outputs: int
@@ -37,17 +37,15 @@ class Packed:
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
     """A checkpoint's matrix [N, K], dense or int4, in blocks of 16 outputs."""
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
-    group, groups = 0, None
+    groups = None
     if isinstance(weight, Int4) and weight.group_size % 16 == 0:
         inputs, outputs = weight.packed.shape[0], weight.scales.shape[1]
-        kind, data, groups, group = "int4", _pack_codes(weight), _pack_groups(weight), weight.group_size
+        data, groups = _pack_codes(weight), _pack_groups(weight)
     else:
         dense = weight.dequantize(dtype)
         outputs, inputs = dense.shape
-        kind, data = "bf16" if dtype == torch.bfloat16 else "f32", _pack_dense(dense)
-    address = 0 if groups is None else groups.data_ptr()
-    native = _C.Weights(kind, data.data_ptr(), address, 0 if bias is None else bias.data_ptr(), inputs, outputs, group)
-    return Packed(native, outputs, data, groups, bias)
+        data = _pack_dense(dense)
+    return Packed(_C.Weights(data, groups, bias, inputs, outputs), outputs, data, groups, bias)
 
 
 def _pack_dense(dense: Tensor) -> Tensor:

@@ -51,17 +51,14 @@ class SharedGroup:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in their order and so bitwise equal on all: float32, float64, or bfloat16 (summed in
         float32, rounded once). In place where `x` is contiguous; returns the sum."""
-        _on_host(x)
         x = x.contiguous()
-        self.native.all_reduce(x.data_ptr(), x.numel(), str(x.dtype).removeprefix("torch."), self.timeout)
+        self.native.all_reduce(x, self.timeout)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: `x` of every rank, in their order. Any dtype."""
-        _on_host(x)
-        x = x.contiguous()
         out = x.new_empty(self.size, *x.shape)
-        self.native.all_gather(x.data_ptr(), x.nbytes, out.data_ptr(), self.timeout)
+        self.native.all_gather(x.contiguous(), out, self.timeout)
         return out
 
     def close(self) -> None:
@@ -98,18 +95,13 @@ class Mailbox:
         """The next message. TimeoutError after `timeout` seconds (0: only a look); it may be tried again."""
         return self._mailbox.recv(timeout, self.timeout)
 
-    def recv_or_answer(
-        self, offer: _C.Offer, asks: int, answers: int, note: int, timeout: float
+    def recv_or_reply(
+        self, ready: _C.FastReply, result: int, proposal: int, note: int, timeout: float
     ) -> tuple[list[int], bool]:
-        """As `recv`. A message [asks, *result] is answered at once where it is what the offer is for: [answers, note,
-        *proposal] (csrc/host/decoder/fast_reply.h). The second value: whether it was."""
-        return self._mailbox.recv_or_answer(offer, asks, answers, note, timeout, self.timeout)
+        """As `recv`. A message [result, ...] is replied to at once where `ready` can: [proposal, note, ...]
+        (csrc/host/decoder/fast_reply.h). The second value: whether it was."""
+        return self._mailbox.recv_or_reply(ready, result, proposal, note, timeout, self.timeout)
 
     def close(self) -> None:
         """Tells the other side that nothing more will come; what was sent stays readable."""
         self._mailbox.leave()
-
-
-def _on_host(x: Tensor) -> None:
-    if x.device.type != "cpu":
-        raise ValueError(f"shared memory holds tensors of the CPU, not of {x.device}")

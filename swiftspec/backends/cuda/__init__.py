@@ -15,7 +15,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tree_attention
-from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.checks import current_stream
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
 from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
@@ -95,19 +95,15 @@ def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.devi
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """RMSNorm of [n, D] where no projection follows."""
-    source = check("x", x, torch.bfloat16, (x.shape[0], norm.weight.shape[0]), x.device)
-    weight = check("the norm's weight", norm.weight, torch.bfloat16, norm.weight.shape, x.device)
     out = torch.empty_like(x)
-    _C.rms_norm_cuda(source, weight, norm.eps, x.shape[0], x.shape[1], out.data_ptr(), current_stream())
+    _C.rms_norm_cuda(x, norm.weight, norm.eps, out, current_stream())
     return out
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     """tokens [n], weight [vocab, D] -> [n, D]."""
-    source = check("tokens", tokens, torch.int64, (tokens.shape[0],), weight.device)
-    table = check("the embedding", weight, torch.bfloat16, weight.shape, weight.device)
     out = weight.new_empty(tokens.shape[0], weight.shape[1])
-    _C.embed_cuda(source, table, out.shape[0], out.shape[1] * out.element_size(), out.data_ptr(), current_stream())
+    _C.embed_cuda(tokens, weight, out, current_stream())
     return out
 
 
@@ -115,35 +111,17 @@ def fuse(stack: Stack) -> None:
     """The stack still runs operator by operator. But each layer's QKV asks for the tiles of its O as it ends, for
     attention, which comes in between, reads little memory."""
     for layer in stack.layers:
-        tiles = layer.o.tiles
-        layer.qkv.native.precede(tiles.data_ptr(), tiles.nbytes)
+        layer.qkv.native.precede(layer.o.tiles)
 
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
     source [m] ascends and source[i] >= start + i."""
-    layers, sequences, kv_heads, capacity, head_dim = k.shape
-    slot = head_dim * k.element_size()
-    region = kv_heads * capacity * slot
-    keys, values = (check(name, t, k.dtype, k.shape, k.device) for name, t in (("keys", k), ("values", v)))
+    native = _C.CudaCache(k, v)
     device = k.device
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:
-        if not source:
-            return
-        slots = torch.tensor(source, device=device)
-        _C.move_kv_cuda(
-            keys + sequence * region,
-            values + sequence * region,
-            sequences * region,
-            layers,
-            kv_heads,
-            capacity,
-            slot,
-            check("source", slots, torch.int64, slots.shape, device),
-            len(source),
-            start,
-            current_stream(),
-        )
+        if source:
+            native.move(sequence, torch.tensor(source, device=device), start, current_stream())
 
     return move

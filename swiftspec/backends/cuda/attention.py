@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.checks import current_stream
 from swiftspec.model.batch import Batch
 from swiftspec.model.stack import Cache
 
@@ -26,13 +26,7 @@ class AttentionPlan:
     """What attention needs and is the same in every layer."""
 
     native: _C.CudaAttention
-    kept: tuple[Tensor, ...]  # the tensors that it points to
-    qkv_shape: tuple[int, int]
     out_width: int
-    device: torch.device
-    keys: int  # address of layer 0
-    values: int
-    stride: int  # bytes from one layer to the next
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
@@ -40,61 +34,38 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
     lie in the window of the mask, as `Batch` says."""
     _, sequences, kv_heads, capacity, dim = cache.k.shape
     rows, width = batch.mask.shape
-    device, whole = cache.k.device, torch.int64
-    table = (cos.shape[0], dim)
-    check("keys", cache.k, torch.bfloat16, cache.k.shape, device)
-    check("values", cache.v, torch.bfloat16, cache.k.shape, device)
+    device = cache.k.device
 
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    native_cache = _C.CudaCache(cache.k, cache.v)
     groups = _C.attention_groups_cuda(rows, num_heads, kv_heads, sequences == 1)
     lines = _C.attention_lines_cuda(rows, num_heads, capacity)
-    owner, tail, count = scratch(sequences, capacity), scratch(rows, width), scratch(rows)
-    table_of_groups, arrived = scratch(groups, 4), scratch(groups, kv_heads)
-    part_values, part_sums = (scratch(lines, size, dtype=torch.float32) for size in (dim, 2))
     native = _C.CudaAttention(
-        cos=check("cos", cos, torch.bfloat16, table, device),
-        sin=check("sin", sin, torch.bfloat16, table, device),
-        positions=check("positions", batch.positions, whole, (rows,), device),
-        slots=check("slots", batch.slots, whole, (rows,), device),
-        sequence=check("sequence", batch.sequence, whole, (rows,), device) if sequences > 1 else 0,
-        kv_len=check("kv_len", batch.kv_len, whole, (sequences,), device),
-        mask=check("mask", batch.mask, torch.bool, (rows, width), device),
-        owner=owner.data_ptr(),
-        tail=tail.data_ptr(),
-        count=count.data_ptr(),
-        groups=table_of_groups.data_ptr(),
-        arrived=arrived.data_ptr(),
-        part_values=part_values.data_ptr(),
-        part_sums=part_sums.data_ptr(),
-        rows=rows,
-        width=width,
-        sequences=sequences,
+        cos=cos,
+        sin=sin,
+        positions=batch.positions,
+        slots=batch.slots,
+        sequence=batch.sequence if sequences > 1 else None,
+        kv_len=batch.kv_len,
+        mask=batch.mask,
+        cache=native_cache,
         heads=num_heads,
-        kv_heads=kv_heads,
-        capacity=capacity,
-        dim=dim,
-        clusters=_C.attention_clusters_cuda(dim),
+        owner=scratch(sequences, capacity),
+        tail=scratch(rows, width),
+        count=scratch(rows),
+        groups=scratch(groups, 4),
+        arrived=scratch(groups, kv_heads),
+        part_values=scratch(lines, dim, dtype=torch.float32),
+        part_sums=scratch(lines, 2, dtype=torch.float32),
     )
     native.prepare(current_stream())
-    inputs = (cos, sin, batch.positions, batch.slots, batch.sequence, batch.kv_len, batch.mask, cache.k, cache.v)
-    return AttentionPlan(
-        native,
-        (*inputs, owner, tail, count, table_of_groups, arrived, part_values, part_sums),
-        (rows, (num_heads + 2 * kv_heads) * dim),
-        num_heads * dim,
-        device,
-        cache.k.data_ptr(),
-        cache.v.data_ptr(),
-        cache.k.stride(0) * cache.k.element_size(),
-    )
+    return AttentionPlan(native, num_heads * dim)
 
 
 def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
-    source = check("qkv", qkv, torch.bfloat16, plan.qkv_shape, plan.device)
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
-    skipped = layer * plan.stride
-    plan.native.attend(source, plan.keys + skipped, plan.values + skipped, out.data_ptr(), current_stream())
+    plan.native.attend(qkv, layer, out, current_stream())
     return out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4
-from swiftspec.backends.cuda.checks import on_gpu
+from swiftspec.backends.cuda.checks import current_stream, on_gpu
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
@@ -36,7 +36,7 @@ class Norm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A projection made ready at load; the tensors are what the native side points to."""
+    """A projection made ready at load; the tensors are what the native side reads."""
 
     native: _C.CudaWeights
     inputs: int
@@ -81,7 +81,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
         bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
         # a projection asks for its weights before it waits for the kernels in front of it
         torch.cuda.current_stream().synchronize()
-        native = _C.CudaWeights(tiles.data_ptr(), 0 if bias is None else bias.data_ptr(), inputs, outputs, group)
+        native = _C.CudaWeights(tiles, bias, inputs, outputs, group)
     return Packed(native, inputs, outputs, tiles, bias)
 
 
@@ -92,8 +92,7 @@ def _int4_tiles(weight: Int4, group: int, device: torch.device) -> tuple[Tensor,
     zeros = weight.zeros.to(device).repeat_interleave(times, 0).contiguous()
     inputs, outputs = codes.shape[0], scales.shape[1]
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, group), dtype=torch.uint8, device=device)
-    addresses = (codes.data_ptr(), scales.data_ptr(), zeros.data_ptr(), tiles.data_ptr())
-    _C.repack_int4_cuda(inputs, outputs, group, *addresses, _stream())
+    _C.repack_int4_cuda(codes, scales, zeros, group, tiles, current_stream())
     return tiles, inputs, outputs
 
 
@@ -103,12 +102,8 @@ def _bf16_tiles(matrix: Tensor) -> tuple[Tensor, int, int]:
         raise UserError(f"the CUDA operators need a multiple of 8 inputs, a projection has {inputs}")
     matrix = matrix.contiguous()
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, 0), dtype=torch.uint8, device=matrix.device)
-    _C.repack_bf16_cuda(inputs, outputs, matrix.data_ptr(), tiles.data_ptr(), _stream())
+    _C.repack_bf16_cuda(matrix, tiles, current_stream())
     return tiles, inputs, outputs
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream
 
 
 class Communicator:
@@ -130,9 +125,7 @@ class Communicator:
         self.rank, self.size, self._lines, self._trouble = rank, len(inboxes), lines, trouble
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
-        self.native = _C.CudaChannel(
-            rank, list(inboxes), lines, self._epoch.data_ptr(), self._done.data_ptr(), trouble.data_ptr(), patience
-        )
+        self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, trouble, patience)
 
     @property
     def epoch(self) -> Tensor:
@@ -145,8 +138,8 @@ class Communicator:
 
     def gather(self, x: Tensor) -> Tensor:
         """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""
-        mine, out = x.contiguous(), x.new_empty(self.size, *x.shape)
-        _C.gather_cuda(self.native, mine.data_ptr(), out.data_ptr(), mine.nbytes // WORD, _stream())
+        out = x.new_empty(self.size, *x.shape)
+        _C.gather_cuda(self.native, x.contiguous(), out, current_stream())
         return out
 
     def trouble(self) -> str | None:
@@ -188,48 +181,13 @@ def _linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
-    logits: bool = False,
     channel: Communicator | None = None,
 ) -> Tensor:
-    """Native calls of at most 32 rows each, on the current stream."""
-    _check(x, packed, norm, residual)
-    stream, native = _stream(), None if channel is None else channel.native
-    factors, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
-    to = out.data_ptr()
-    added = 0 if residual is None else residual.data_ptr()
-    for first in range(0, x.shape[0], MAX_ROWS):
-        rows = min(MAX_ROWS, x.shape[0] - first)
-        source = x.data_ptr() + first * x.shape[1] * x.element_size()
-        skipped = first * out.shape[1] * out.element_size()
-        more = added and added + skipped
-        outs = (0, to + skipped) if logits else (to + skipped, 0)
-        _C.linear_cuda(packed.native, source, factors, eps, more, *outs, swiglu, native, rows, stream)
+    """On the current stream; a float32 `out` has logits."""
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    native = None if channel is None else channel.native
+    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, current_stream())
     return out
-
-
-def _check(x: Tensor, packed: Packed, norm: Norm | None, residual: Tensor | None) -> None:
-    """ValueError, one line, for what the kernels would read wrongly."""
-    device = packed.tiles.device
-    if x.shape[1:] != (packed.inputs,):
-        raise ValueError(f"x is {list(x.shape)}, the projection takes [rows, {packed.inputs}]")
-    given = [("x", x)]
-    if norm is not None:
-        given.append(("the norm's weight", norm.weight))
-        if norm.weight.shape != (packed.inputs,):
-            raise ValueError(f"the norm's weight is {list(norm.weight.shape)}, x has {packed.inputs} columns")
-    if residual is not None:
-        given.append(("the residual", residual))
-        if residual.shape != (x.shape[0], packed.outputs):
-            raise ValueError(f"the residual is {list(residual.shape)}, the product {[x.shape[0], packed.outputs]}")
-    for name, tensor in given:
-        if tensor.dtype != torch.bfloat16 or tensor.device != device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, the projection is torch.bfloat16 on {device}"
-            )
-        if not tensor.is_contiguous() or tensor.data_ptr() % 16 != 0:
-            raise ValueError(f"{name} is not contiguous, or not aligned to 16 bytes")
-    if torch.cuda.current_device() != device.index:
-        raise ValueError(f"the current device is cuda:{torch.cuda.current_device()}, the projection is on {device}")
 
 
 def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
@@ -263,4 +221,4 @@ def linear_residual(
 def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
     """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32, device=x.device)
-    return _linear(x, packed, out, norm=norm, logits=True)
+    return _linear(x, packed, out, norm=norm)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import check, current_stream
+from swiftspec.backends.cuda.checks import current_stream
 from swiftspec.backends.cuda.sampling import MOST_CANDIDATES
 
 MOST_LEAVES = 64
@@ -20,7 +20,7 @@ LEAF = -1  # the slot of a node that has none
 
 
 class HostTree(Protocol):
-    """The arrays of spec.tree.DraftTree: nodes in order of creation, mask rows by tree slot; how many are in use."""
+    """The arrays of tree.DraftTree: nodes in order of creation, mask rows by tree slot; how many are in use."""
 
     token: NDArray[np.int64]
     parent: NDArray[np.int64]
@@ -43,7 +43,7 @@ class Expansion:
 
 
 class DeviceTree:
-    """`spec.tree.DraftTree` as far as growing goes, in tensors on a device that stay where they are.
+    """`tree.DraftTree` as far as growing goes, in tensors on a device that stay where they are.
 
     An expansion always has w rows and takes w tree slots. Its rows are the w likeliest leaves, likeliest first and of
     equal weights the earlier node; where there are fewer, the last rows belong to no node, and nobody sees them.
@@ -88,14 +88,18 @@ class DeviceTree:
         self.children, self.room = children, 0
         self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
         self._native = _C.CudaTree(
-            token=self.token.data_ptr(),
-            parent=self.parent.data_ptr(),
-            slot=self.slot.data_ptr(),
-            weight=self.logprob.data_ptr(),
-            visible=self.visible.data_ptr(),
-            used=self.used.data_ptr(),
-            nodes=nodes,
-            slots=slots,
+            token=self.token,
+            parent=self.parent,
+            slot=self.slot,
+            weight=self.logprob,
+            visible=self.visible,
+            used=self.used,
+            node=self.rows.nodes,
+            tokens=self.rows.tokens,
+            positions=self.rows.positions,
+            slots=self.rows.slots,
+            mask=self.rows.mask,
+            children=children,
         )
 
     def reset(self, token: Tensor) -> None:
@@ -137,30 +141,12 @@ class DeviceTree:
         if self.room == 0:
             raise ValueError("the tree's slots are used up")
         self.room -= 1
-        rows, start = self.rows, check("prefix", prefix, torch.int64, (1,), self.token.device)
-        self._native.leaves(
-            len(rows.nodes),
-            start,
-            rows.nodes.data_ptr(),
-            rows.tokens.data_ptr(),
-            rows.positions.data_ptr(),
-            rows.slots.data_ptr(),
-            rows.mask.data_ptr(),
-            current_stream(),
-        )
-        return rows
+        self._native.leaves(prefix, current_stream())
+        return self.rows
 
     def add_children(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Children of the last expansion's rows: tokens [w, k] int64, log-probabilities [w, k] float32."""
-        shape = (len(self.rows.nodes), self.children)
-        self._native.add(
-            shape[0],
-            self.rows.nodes.data_ptr(),
-            self.children,
-            check("tokens", tokens, torch.int64, shape, self.token.device),
-            check("logprobs", logprobs, torch.float32, shape, self.token.device),
-            current_stream(),
-        )
+        self._native.add(tokens, logprobs, current_stream())
 
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> DeviceTree | None:

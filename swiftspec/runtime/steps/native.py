@@ -25,7 +25,7 @@ from swiftspec.tree.tree import DraftTree
 
 class NativeRounds(Protocol):
     """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
-    A group's ranks make the same calls; OSError says that one of them is gone. backends/cpu/rounds.py defines it."""
+    A group's ranks make the same calls; OSError says that one of them is gone. csrc/bind/rounds.cpp defines it."""
 
     def scoring(
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
@@ -45,8 +45,8 @@ class NativeModel(Fused, Protocol):
         """The inner part of a round over a cache of one sequence."""
         ...
 
-    def tree(self, arrays: Sequence[NDArray], nodes: int, slots: int, /) -> Any:
-        """The native side of a draft tree on its arrays, which the caller keeps."""
+    def tree(self, arrays: Sequence[NDArray], /) -> Any:
+        """The native side of a draft tree on its arrays."""
         ...
 
 
@@ -57,7 +57,7 @@ class Handle(Protocol):
     def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
     def walk(self, tokens: Sequence[int], /) -> list[int]: ...
     def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
-    def offer(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
+    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
 
 
 class NativeTree(DraftTree):
@@ -66,7 +66,7 @@ class NativeTree(DraftTree):
     def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
         super().__init__(nodes, slots)
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
-        self.native: Handle = fused.tree(arrays, nodes, slots)
+        self.native: Handle = fused.tree(arrays)
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
         if first > 0:
@@ -154,4 +154,4 @@ class NativeSteps(EagerSteps):
 
     def reply(self, tree: DraftTree, *where: Any) -> Any:
         assert isinstance(tree, NativeTree)
-        return tree.native.offer(*where)
+        return tree.native.fast_reply(*where)

@@ -1,0 +1,23 @@
+"""swiftspec/_C.pyi is what `python -m tools.stubs` makes of the extension."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools import stubs
+
+
+def test_the_types_of_the_extension_are_current() -> None:
+    assert stubs.current(), "run python -m tools.stubs"
+
+
+def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = stubs.STUB.read_text()
+    changed = tmp_path / "_C.pyi"
+    monkeypatch.setattr(stubs, "STUB", changed)
+    for old, new in (("def threads() -> int", "def threads() -> str"), ("def threads()", "def thread_count()")):
+        assert old in text
+        changed.write_text(text.replace(old, new))
+        assert not stubs.current()
