@@ -51,9 +51,6 @@ void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream 
 // out[row] = table[tokens[row]]; row_bytes is a multiple of 16.
 void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_bytes, void* out, Stream stream);
 
-// RMSNorm of bfloat16 rows, rounded before the weight is applied; dim is a multiple of 8.
-void rms_norm(const void* x, const void* weight, float eps, int64_t rows, int64_t dim, void* out, Stream stream);
-
 // ---- attention
 
 // RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, in two steps: `prepare_attention` once a

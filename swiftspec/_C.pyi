@@ -168,12 +168,6 @@ def draw(
 ) -> None:
     """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
 
-def gumbel(bits: int) -> float:
-    """The float32 Gumbel draw of 32 noise bits."""
-
-def gumbel64(bits: int) -> float:
-    """The float64 Gumbel draw of 32 noise bits."""
-
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """The same of rows with these keys [rows] int32."""
 
@@ -398,7 +392,6 @@ def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
 def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
     """Tiles of an int4 matrix; see cuda/linear/repack.h."""
 
-def rms_norm_cuda(x: Array, weight: Array, eps: float, out: Array, stream: int) -> None: ...
 def verify_cuda(
     *,
     target: Array,

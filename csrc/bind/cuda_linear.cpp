@@ -139,14 +139,6 @@ void embed(const Array& tokens, const Array& table, const Array& out, uintptr_t 
               bfloat16_arg("out", out, here, {rows, width}), stream_arg(stream));
 }
 
-void rms_norm(const Array& x, const Array& weight, float eps, const Array& out, uintptr_t stream) {
-  const int64_t rows = x.size(0), dim = x.size(1);
-  check(int32_sized(rows) && dim >= 8 && dim % 8 == 0, "dim must be a multiple of 8");
-  const Place here = gpu();
-  cuda::rms_norm(bfloat16_arg("x", x, here, {kAny, kAny}), bfloat16_arg("weight", weight, here, {dim}), eps, rows, dim,
-                 bfloat16_arg("out", out, here, {rows, dim}), stream_arg(stream));
-}
-
 }  // namespace
 
 void bind_cuda_linear(py::module_& m) {
@@ -175,7 +167,6 @@ void bind_cuda_linear(py::module_& m) {
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");
   m.def("embed_cuda", &embed, py::arg("tokens"), py::arg("table"), py::arg("out"), py::arg("stream"),
         "out[row] = table[tokens[row]].");
-  m.def("rms_norm_cuda", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("out"), py::arg("stream"));
 }
 
 }  // namespace swiftspec::binding

@@ -94,8 +94,6 @@ void log_probs(const Array& logits, int64_t vocab, const MaybeArray& bias, float
 void bind_sampling(py::module_& m) {
   m.def("noise_bits", &noise_bits, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("out"),
         "Fills out [rows, vocab] with the noise of rows at these positions, all int32.");
-  m.def("gumbel", &noise::gumbel, py::arg("bits"), "The float32 Gumbel draw of 32 noise bits.");
-  m.def("gumbel64", &noise::gumbel64, py::arg("bits"), "The float64 Gumbel draw of 32 noise bits.");
   m.def("gumbel_of", &gumbel_of, py::arg("bits"), py::arg("out"),
         "The Gumbel noise (float32) of bits, as gumbel_rows computes it.");
   m.def("gumbel_rows", &gumbel_rows, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("first"),

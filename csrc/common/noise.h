@@ -39,10 +39,4 @@ SWIFTSPEC_HD float gumbel(uint32_t bits) {
   return -logf(-log1pf(-v));
 }
 
-SWIFTSPEC_HD double gumbel64(uint32_t bits) {
-  const double u = (static_cast<double>(bits) + 0.5) * 0x1p-32;
-  const double v = u < 1.0 - 0x1p-24 ? u : 1.0 - 0x1p-24;
-  return -log(-log1p(-v));
-}
-
 }  // namespace swiftspec::noise

@@ -159,12 +159,6 @@ class Particles:
         """How many live rows hold each tree slot: [W] int64."""
         return self.mask[:, :width].sum(0)
 
-    def block_table(self, width: int | None = None) -> Tensor:
-        """The tree slots of each row in order of its tokens [N, W], -1 after the last."""
-        mask = self.mask[:, :width].to(torch.uint8)
-        order = torch.argsort(mask, dim=1, descending=True, stable=True)
-        return torch.where(mask.gather(1, order).bool(), order, -1)
-
     def common(self) -> Tensor:
         """[] how many leading tokens all rows share, finished ones included: any of them may be the answer."""
         same = (self.tokens == self.tokens[:1]).all(0)

@@ -221,15 +221,10 @@ def test_slots_move_in_place(capacity: int, kept: int) -> None:
 
 
 @pytest.mark.parametrize("dim", most([64, 2048, 8192], 2))
-def test_embedding_and_norm(dim: int) -> None:
-    table, weight = random(50, dim, seed=1), random(dim, seed=2)
+def test_embedding(dim: int) -> None:
+    table = random(50, dim, seed=1)
     tokens = torch.tensor([3, 49, 0, 3], device=DEVICE)
-    x = cuda.embed(tokens, table)
-    assert torch.equal(x, reference.embed(tokens, table))
-    norm = cuda.pack_norm(weight, 1e-5, BF16, DEVICE)
-    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
-    close(cuda.rms_norm(x, norm), exact)
-    assert torch.equal(cuda.rms_norm(x[1:2], norm)[0], cuda.rms_norm(x, norm)[1])
+    assert torch.equal(cuda.embed(tokens, table), reference.embed(tokens, table))
 
 
 def test_a_tree_grows_without_the_host() -> None:

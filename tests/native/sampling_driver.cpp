@@ -1,4 +1,4 @@
-// The device's sampling, moves and norm on a CPU against their definitions, for a build with sanitizers
+// The device's sampling and moves on a CPU against their definitions, for a build with sanitizers
 // (test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
 #include "cuda/sampling/sampling.h"
 
@@ -11,9 +11,9 @@
 #include <random>
 #include <vector>
 
+#include "common/bfloat16.h"
 #include "common/gumbel.h"
 #include "cuda/attention/cache_ops.h"
-#include "cuda/linear/norm.h"
 #include "kernels_host.h"
 
 using namespace swiftspec;
@@ -148,33 +148,11 @@ void check_moves() {
   }
 }
 
-void check_norm() {
-  for (const int64_t dim : {8, 40, 2048, 4104}) {
-    std::normal_distribution<float> normal;
-    std::vector<uint16_t> x, weight, out(static_cast<size_t>(dim));
-    double square = 0;
-    for (int64_t i = 0; i < dim; ++i) {
-      x.push_back(bf16::nearest(normal(dice))), weight.push_back(bf16::nearest(normal(dice)));
-      square += std::pow(bf16::widen(x.back()), 2);
-    }
-    float sum = 0;
-    for (int thread = 0; thread < norm::kThreads; ++thread) sum += norm::squares(x.data(), dim, thread);
-    require(std::abs(sum - square) < 1e-5 * square, "the sum of squares");
-    for (int thread = 0; thread < norm::kThreads; ++thread) {
-      norm::normalise(x.data(), weight.data(), 0.5f, dim, thread, out.data());
-    }
-    for (size_t i = 0; i < out.size(); ++i) {
-      require(out[i] == bf16::nearest(bf16::widen(x[i]) / 2 * bf16::widen(weight[i])), "the norm's elements");
-    }
-  }
-}
-
 }  // namespace
 
 int main(int count, char**) {
   if (count > 1) return make_noise();
   check_scores();
   check_moves();
-  check_norm();
   return 0;
 }

@@ -1,5 +1,5 @@
 """The CUDA kernels' code on a CPU, under sanitizers: whole blocks of attention by an emulated MMA, sampling, moves, the
-norm, the noise and the growth of a tree. Launches and PTX are for tests/gpu, on a GPU or on the emulated one."""
+noise and the growth of a tree. Launches and PTX are for tests/gpu, on a GPU or on the emulated one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_attention_is_softmax_and_a_row_depends_on_nothing_but_its_own_keys(fold
     run(build(folder, "attention_driver"))
 
 
-def test_sampling_moves_and_norm(sampling: str) -> None:
+def test_sampling_and_moves(sampling: str) -> None:
     run(sampling)
 
 

@@ -157,7 +157,7 @@ class Population(RuleBasedStateMachine):
         p, start = self.particles, self.cache.prefix_len[0]
         counts = [0] * SLOTS
         hands: dict[int, int] = {}
-        table = p.block_table(SLOTS).tolist()
+        table = [row.nonzero().flatten().tolist() for row in p.mask[:, :SLOTS]]
         for i, row in enumerate(self.rows):
             length = int(p.length[i])
             assert p.tokens[i, :length].tolist() == list(row.tokens)
@@ -166,7 +166,7 @@ class Population(RuleBasedStateMachine):
             mine = [] if row.finished else [node for node in row.nodes if self.place[node] >= 0]
             slots = [self.place[node] for node in mine]
             assert p.mask[i].nonzero().flatten().tolist() == slots == sorted(slots)
-            assert table[i] == slots + [-1] * (SLOTS - len(slots))
+            assert table[i] == slots
             for node, slot in zip(mine, slots, strict=True):
                 counts[slot] += 1
                 assert hands.setdefault(slot, node) == node, "a slot in two hands"

@@ -50,7 +50,6 @@ __all__ = [
     "pack_norm",
     "prepare",
     "require",
-    "rms_norm",
     "rope_tables",
     "tree_attention",
 ]
@@ -91,13 +90,6 @@ def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) ->
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
     """An RMSNorm's weight [D] and epsilon."""
     return Norm(weight.to(device, dtype).contiguous(), eps)
-
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """RMSNorm of [n, D] where no projection follows."""
-    out = torch.empty_like(x)
-    _C.rms_norm_cuda(x, norm.weight, norm.eps, out, current_stream())
-    return out
 
 
 def embed(tokens: Tensor, weight: Tensor) -> Tensor:
