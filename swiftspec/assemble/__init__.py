@@ -1,1 +1,1 @@
-"""From paths, config and ranks to roles: the only room that knows every other one but those of its users."""
+"""Makes drafter, verifier or population of two paths, a config and the ranks. No other room knows all the rooms."""

@@ -1,1 +1,1 @@
-"""Chains of draft tokens verified in batches, on any device."""
+"""Verifies many chains of draft tokens in one call, on any device. No mode uses it yet; bench.verify measures it."""

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]  # what is being done, step, steps
 
 
 class Builder(Protocol):
-    """Makes the roles of one rank; assemble.py has it."""
+    """Makes the roles of one rank; `assemble.models.Models` does."""
 
     @property
     def device(self) -> torch.device: ...

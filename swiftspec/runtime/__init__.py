@@ -1,1 +1,1 @@
-"""A model at work: who runs a forward, and how."""
+"""Runs forwards for one request: the roles, the cache, and the kinds of steps."""

@@ -61,7 +61,7 @@ class VocabShard:
         return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
     def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k best of log_softmax over all scores [n, m], as `ops.reference.log_top_k` has it for whole rows."""
+        """The k best of log_softmax over all scores [n, m], as `backends.reference.log_top_k` has it for whole rows."""
         scores = _not_empty(scores)
         best = scores.topk(min(k, scores.shape[-1]))
         missing = (0, k - best.values.shape[-1])

@@ -9,7 +9,7 @@ Source: SMC-SD engine v0.2, sections 3 to 5; the law is in smc/weights.py.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
+from swiftspec.runtime.steps.graph import shaping
 from swiftspec.sampling import filters
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.smc import weights
@@ -68,16 +69,14 @@ class SMCRound:
         self._rows = torch.arange(config.particles, device=device)
         # every round adds a token at least, so there are no more of them than tokens
         self.streams = Streams(0, config.particles, vocab, device, self._ops.gumbel_keyed, longest)
-        self.shaping: tuple[Hashable, ...] = ()  # what of a request its rounds have by value
+        self.shaping = ""  # what of a request its rounds have by value
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
     def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
         """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
-        bias = tuple(sampling.logit_bias.items())
-        shaping = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias
-        if shaping != self.shaping:  # else the tensors that graphs have captured stay
-            self.shaping = shaping
+        if shaping(sampling) != self.shaping:  # else the tensors that graphs have captured stay
+            self.shaping = shaping(sampling)
             unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target does
             self._filtered = sampling.filtered
             self._shape = Shaper(sampling, self._vocab, self._stops.device)

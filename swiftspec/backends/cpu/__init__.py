@@ -1,6 +1,6 @@
 """The fused operators on an x86-64 CPU with AVX2 or more, through the native extension.
 
-The same functions as reference.py, for bfloat16 and float32 models whose heads fit the registers (`fits`), with
+The same functions as reference/, for bfloat16 and float32 models whose heads fit the registers (`fits`), with
 bfloat16, float32 or int4 weights. Sums are float32. A row's result does not depend, to the bit, on the other rows of
 its batch, on their number, or on the slots in which its keys lie.
 """

@@ -1,4 +1,4 @@
-"""A model's whole stack as one native call: what host.py's operators do one by one, without Python in between."""
+"""A model's whole stack as one native call: what this room's operators do one by one, without Python in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fuse(stack: Stack) -> HostDecoder | None:
 
 
 class HostDecoder:
-    """Runs a stack that host.py has packed. Its buffers grow to the largest batch; one thread at a time uses it."""
+    """Runs a stack that this room has packed. Its buffers grow to the largest batch; one thread at a time uses it."""
 
     def __init__(self, stack: Stack) -> None:
         self._group, self._outputs = stack.group, stack.head.outputs

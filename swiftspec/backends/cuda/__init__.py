@@ -1,4 +1,4 @@
-"""The fused operators on a Hopper GPU: the functions of reference.py for bfloat16 models, through the native extension.
+"""The fused operators on a Hopper GPU: the functions of reference/ for bfloat16 models, through the native extension.
 
 Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
 other rows of its batch, on their number, or on the slots in which its keys lie.

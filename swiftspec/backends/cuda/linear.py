@@ -1,4 +1,4 @@
-"""Projections on a Hopper GPU: the functions of reference.py with weights in them, for bfloat16 models.
+"""Projections on a Hopper GPU: the functions of reference/ with weights in them, for bfloat16 models.
 
 int4 weights are read as they are, scales and zero points applied in float32 (csrc/cuda/linear/tiles.h). Sums are
 float32. A row's result does not depend, to the bit, on the other rows of its batch or on their number.

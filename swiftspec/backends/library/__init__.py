@@ -1,6 +1,6 @@
 """The same functions through libraries, one kernel after the other: the baseline of the benches, and for debugging.
 
-reference.py is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
+reference/ is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
 Two things differ. Int4 weights of bfloat16 models stay int4 and go through torch's own int4 product, whose scales are
 bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured (runtime/steps/graph.py); for that,
 every row is scored against the whole region of the cache, masked.
@@ -71,7 +71,7 @@ INNER_TILES = 8  # of 16 inputs each: how torch's CUDA kernel lays weights out
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K]: int4 as it is if torch multiplies it so, else as reference.py does."""
+    """A checkpoint's matrix [N, K]: int4 as it is if torch multiplies it so, else as reference/ does."""
     if dtype != torch.bfloat16 or not isinstance(weight, Int4) or weight.packed.shape[0] % (16 * INNER_TILES):
         return reference.pack(weight, dtype, device)
     codes, scales = _unpack(weight.packed.to(device)).t(), weight.scales.to(device, torch.float32)
@@ -101,7 +101,7 @@ def _unpack(words: Tensor) -> Tensor:
 
 
 def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
-    """Once per forward, before the layers; several sequences go reference.py's way, which reads their rows."""
+    """Once per forward, before the layers; several sequences go the way of reference/, which reads their rows."""
     if cache.k.shape[1] > 1:
         return reference.prepare(batch, cache, cos, sin, num_heads)
     group, capacity, width = num_heads // cache.k.shape[2], cache.k.shape[3], batch.mask.shape[1]

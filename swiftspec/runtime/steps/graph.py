@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.model.batch import Batch, HostBatch
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import FEATURES, Features, Request
 from swiftspec.runtime.steps.eager import EagerSteps
@@ -151,6 +152,12 @@ class Graphs:
             captured.inputs.fill(batch)
         captured.replay()
         return captured.out[: len(batch)]
+
+
+def shaping(sampling: SamplingParams) -> str:
+    """Equal for two requests whose logits are shaped alike: a graph that has these parameters by value serves both."""
+    ends = {"max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
+    return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends))
 
 
 def padded(rows: int) -> int:

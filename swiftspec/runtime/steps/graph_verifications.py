@@ -24,7 +24,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Accepted, Features, Request
-from swiftspec.runtime.steps.graph import ROWS, GraphForwards, Graphs, padded
+from swiftspec.runtime.steps.graph import ROWS, GraphForwards, Graphs, padded, shaping
 from swiftspec.runtime.steps.held_noise import HeldNoise
 from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import walk
@@ -47,9 +47,7 @@ class GraphVerifications(GraphForwards):
     def open(self, request: Request) -> None:
         super().open(request)
         params = request.sampler.params
-        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        filtered = params.top_k, params.top_p, params.min_p
-        self._family = ("verifications", params.temperature, *penalties, *filtered, *params.logit_bias.items())
+        self._family = "verifications", shaping(params)
         self._draws = self.graphs.open(self._family, lambda: _Draws(self.runner, params, self._noise))
         self._draws.share_history(request.sampler)
 
