@@ -1,4 +1,4 @@
-"""The table of settings: the front end's own are declared here, the engine's at the fields of its configs (params.py).
+"""The table of settings: the front end's own are declared here, the engine's at the fields of params.py and config.py.
 
 Flags, environment variables, YAML keys, --help and docs/reference/flags.md come from it, so a new setting is one entry.
 Importing this must stay cheap (no torch, no transformers): `--help` goes through here.

@@ -188,7 +188,7 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "a value"
     kind, context = first["type"], first.get("ctx", {})
-    if kind == "value_error":  # words of params.py, which begin with the field's name
+    if kind == "value_error":  # words of the engine, which begin with the field's name
         message = str(context["error"])
         return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
     wanted = {

@@ -7,7 +7,7 @@
 
 namespace swiftspec::cuda::tiles {
 
-// A checkpoint's int4 matrix (Int4Weight in swiftspec/model/linear.py), with groups of tiling.group.
+// A checkpoint's int4 matrix (Int4Weight in swiftspec/model/formats/int4.py), with groups of tiling.group.
 struct Int4Source {
   const uint32_t* codes;  // [k, n / 8], nibble i of word c is output 8c + i
   const float* scales;    // [k / group, n]

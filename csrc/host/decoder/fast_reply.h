@@ -1,6 +1,6 @@
 // The fast reply: where the draft's tree holds a proposal that answers the target's result already, the two messages of
-// swiftspec/messages.py are read and written here. After a forward the interpreter is cold in the caches, so Python
-// would be slow.
+// swiftspec/distributed/wire.py are read and written here. After a forward the interpreter is cold in the caches, so
+// Python would be slow.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace swiftspec::host {
 
 using Words = std::vector<int32_t>;
 
-// What a draft is ready to reply, and by which rule (AheadDrafter in swiftspec/runtime/drafter.py).
+// What a draft is ready to reply, and by which rule (AheadDrafter in swiftspec/runtime/ahead_drafter.py).
 struct FastReply {
   const Tree& tree;
   int32_t request, prefix_len;  // what the draft works on, and from where; the root is node 0
