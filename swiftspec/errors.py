@@ -7,9 +7,25 @@ class UserError(Exception):
     """Something the user can mend. The message is one line: the cause, then the mend. Front ends print it and exit."""
 
 
+class NotFinite(UserError):
+    """The target's logits are no numbers. All ranks of a group find it at the same step, and only the request ends."""
+
+    def __init__(self, whose: str = "the target's") -> None:
+        super().__init__(f"{whose} logits are not finite: its weights are damaged, or too large for this dtype")
+
+
 class DrafterLost(Exception):
     """The drafter failed or answered too late. Decoding goes on with root-only proposals."""
 
 
 class RankLost(Exception):
     """A rank of this rank's own group, or its leader, is gone. The job ends; the message is one line that says who."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """How a message shows a value that may be anything: in one line, of a long one the beginning and the end."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a number of too many digits"
+    return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"

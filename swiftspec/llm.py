@@ -3,17 +3,94 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Unpack
+
+import numpy as np
+import torch
 
 from swiftspec.assemble.models import Models, Options
 from swiftspec.assemble.roles import assemble
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
-from swiftspec.engine import Chunk, Completion, Engine, Stats
+from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
+from swiftspec.errors import UserError, shown
 from swiftspec.params import SamplingParams
+from swiftspec.setting import meant, require
+
+
+class OneAtATime(Engine):
+    """An engine that any thread may call, one at a time: another is told so.
+
+    A stream that is open belongs to the thread that last asked it for a chunk; that thread may begin another request,
+    which ends this one. Once closed, every call raises UserError.
+    """
+
+    def __init__(self, decoding: Decoding, limits: Limits) -> None:
+        super().__init__(decoding, limits)
+        self._lock = threading.RLock()  # held while a round is decoded
+        self._open: tuple[Generator[Chunk], int] | None = None  # a request that has begun and not ended, and its thread
+        self._closed = False
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
+        """As `Engine.stream`. Token ids may be numpy's or torch's."""
+        sampling = sampling if sampling is not None else SamplingParams()
+        require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {shown(sampling)}")
+        tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
+        with self._turn():
+            return self._rounds(super().stream(meant("the prompt", tuple[int, ...], tokens), sampling))
+
+    def close(self) -> None:
+        """Waits for the round under way, if any, and ends its request."""
+        with self._lock:
+            self._closed = True
+            if self._open is not None:
+                self._open[0].close()
+
+    def _rounds(self, chunks: Generator[Chunk]) -> Generator[Chunk]:
+        """The chunks, each decoded in this stream's turn."""
+        try:
+            while True:
+                with self._turn(chunks), _short_of_memory():
+                    self._open = chunks, threading.get_ident()
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            with self._lock:
+                chunks.close()
+                if self._open is not None and self._open[0] is chunks:
+                    self._open = None
+
+    @contextmanager
+    def _turn(self, mine: Generator[Chunk] | None = None) -> Iterator[None]:
+        """Keeps other threads out. Raises UserError where one of them is being served, or the engine is closed."""
+        taken = self._lock.acquire(blocking=False)
+        try:
+            others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
+            busy = "another thread's request is being served: one engine serves one at a time"
+            require(taken and not others, busy)
+            require(not self._closed, "this engine is closed: make another")
+            yield
+        finally:
+            if taken:
+                self._lock.release()
+
+
+@contextmanager
+def _short_of_memory() -> Iterator[None]:
+    """Says in one line that a request found no memory."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise UserError("not enough memory for this request: take a smaller max_model_len, or no guidance") from None
 
 
 class LLM:
@@ -36,7 +113,7 @@ class LLM:
         models = Models.check(target, draft, config, world, options)
         self.roles = assemble(models, config, world, options.get("progress"))
         self.config = self.roles.config
-        self.engine = Engine(self.roles.decoding, self.roles.limits)
+        self.engine = OneAtATime(self.roles.decoding, self.roles.limits)
 
     @property
     def stats(self) -> Stats:
@@ -64,7 +141,8 @@ class LLM:
         return self.engine.stream(prompt, sampling)
 
     def close(self) -> None:
-        """Sends the other ranks home and closes the trace."""
+        """Sends the other ranks home and closes the trace. Any later request raises UserError."""
+        self.engine.close()
         self.roles.close()
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from swiftspec.setting import check_fields, require, setting
 
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32
+MOST = 2**31 - 1  # of anything counted in tokens
 SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 
 
@@ -28,8 +29,8 @@ class SamplingParams:
         from_model="top_p",
     )  # fmt: skip
     top_k: int = setting(
-        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", least=-1, must="be 0 (off) or positive",
-        from_model="top_k",
+        0, "Keep the K likeliest tokens.", SAMPLING, "K", "off", least=-1, most=MOST, from_model="top_k",
+        must=f"be 0 (off) or lie in 1..{MOST}",
     )  # fmt: skip
     min_p: float = setting(
         0.0, "Drop tokens less likely than P times the likeliest.", SAMPLING, "P", least=0, most=1, finite=True,
@@ -56,7 +57,7 @@ class SamplingParams:
     )  # fmt: skip
     max_tokens: int | None = setting(
         None, "Longest answer in tokens.", STOPPING, "N", "to the end of the context", least=1,
-        from_model="max_new_tokens",
+        most=MOST, from_model="max_new_tokens",
     )  # fmt: skip
     stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
@@ -66,7 +67,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         require(all(self.stop), "a stop string must not be empty")
+        require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be below 0")
         require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
+
+    def __hash__(self) -> int:
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return hash((*sorted(values.pop("logit_bias").items()), *values.values()))
 
     @property
     def greedy(self) -> bool:

@@ -8,14 +8,19 @@ The check of its value, its flag, environment variable, key in a YAML file and l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
 
-P = ParamSpec("P")
 T = TypeVar("T")
+TAKES = {  # of each type of a field: what is meant by it, and how a message names that
+    bool: (bool, "true or false"), int: (Integral, "a whole number"), float: (Real, "a number"), str: (str, "text"),
+    dict: (Mapping, "numbers by token id"),
+}  # fmt: skip
 
 
 class Config(Protocol):
@@ -65,7 +70,7 @@ class Setting:
         """Raises UserError on a value that breaks the rule."""
         if self.finite:
             require(math.isfinite(value), f"{name} must be a finite number")
-        require(self._allows(value), f"{name} must {self.rule}, not {value!r}")
+        require(self._allows(value), f"{name} must {self.rule}, not {shown(value)}")
 
     def _allows(self, value: Any) -> bool:
         if self.choices:
@@ -75,19 +80,12 @@ class Setting:
         return (low and high) or (self.zero and value == 0)
 
 
-def _with_default(declare: Callable[P, Setting]) -> Callable[Concatenate[T, P], T]:
-    """`declare` as a maker of dataclass fields: it takes the default first. A type checker sees the default's type."""
-
-    def made(default: T, *args: P.args, **kwargs: P.kwargs) -> T:
-        metadata = {"setting": declare(*args, **kwargs)}
-        if isinstance(default, dict):  # dataclasses want a new one for each instance
-            return cast(T, field(default_factory=default.copy, metadata=metadata))
-        return cast(T, field(default=default, metadata=metadata))
-
-    return made
-
-
-setting = _with_default(Setting)
+def setting(default: T, *args: Any, **kwargs: Any) -> T:
+    """A field of a dataclass with this default, declared by `Setting(*args, **kwargs)`."""
+    metadata = {"setting": Setting(*args, **kwargs)}
+    if isinstance(default, dict):  # dataclasses want a new one for each instance
+        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    return cast(T, field(default=default, metadata=metadata))
 
 
 def declared(config: Config | type[Config]) -> Iterator[tuple[Field[Any], Setting]]:
@@ -96,11 +94,35 @@ def declared(config: Config | type[Config]) -> Iterator[tuple[Field[Any], Settin
 
 
 def check_fields(config: Config) -> None:
-    """Raises UserError on the first field that breaks its own rule; None is fine where it is the default."""
+    """Makes of each field's value what its type says, where that was meant: numpy's and torch's numbers for Python's, a
+    whole one for any, a list or a single one for a tuple. Raises UserError on the first that is something else, or
+    breaks its own rule; None is fine where it is the default."""
+    for name, kind in get_type_hints(type(config)).items():
+        object.__setattr__(config, name, meant(name, kind, getattr(config, name)))
     for item, declaration in declared(config):
         value = getattr(config, item.name)
         if value is not None or item.default is not None:
             declaration.check(item.name, value)
+
+
+def meant(name: str, kind: Any, value: Any) -> Any:
+    """The value as a field of this type holds it. Raises UserError where it is none."""
+    outer, inner = get_origin(kind), get_args(kind)
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's scalars
+    if outer is UnionType:  # of a type and None
+        return None if value is None else meant(name, inner[0], value)
+    if outer is tuple:
+        items = value if hasattr(value, "__len__") and not isinstance(value, str) else [value]
+        plain = all(type(item) is inner[0] for item in items)
+        return tuple(items if plain else (meant(name, inner[0], item) for item in items))
+    if outer is dict and isinstance(value, Mapping):
+        return {meant(name, inner[0], key): meant(name, inner[1], item) for key, item in value.items()}
+    takes, words = TAKES.get(outer or kind, (kind, f"a {getattr(kind, '__name__', '')}"))
+    fits = isinstance(value, takes) and (kind is bool) == isinstance(value, bool)
+    require(fits, f"{name} takes {words}, not {shown(value)}")
+    if kind is float and abs(value) > 2**1000:  # float() would raise
+        return math.inf if value > 0 else -math.inf
+    return kind(value) if kind in (int, float) else value
 
 
 def require(ok: bool, message: str) -> None:

@@ -30,7 +30,8 @@ class RequestLimits:
                     f"{name} of {len(ids)} tokens does not fit the context of {length} with room for an answer: shorten"
                     " it or raise max_model_len"
                 )
-        for name, ids in (("the prompt", prompt), negative, ("logit_bias", sampling.logit_bias)):
+        others = ("logit_bias", sampling.logit_bias), ("stop_token_ids", sampling.stop_token_ids)
+        for name, ids in (("the prompt", prompt), negative, *others):
             if not all(0 <= token < vocab for token in ids):
                 raise UserError(f"{name} names a token outside 0..{vocab - 1}")
         if sampling.top_k > vocab:

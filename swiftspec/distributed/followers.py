@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.wire import Message, Words, pack, read_opening, read_proposal, read_result
-from swiftspec.errors import RankLost
+from swiftspec.errors import NotFinite, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -70,8 +70,8 @@ class Team:
 
     def failed(self, call: Call, error: BaseException) -> BaseException:
         """What the leader raises in place of an error in the middle of a call. A leader alone may fail as it likes, and
-        be asked again."""
-        if not self._followers:
+        be asked again; and what all ranks find at the same step leaves them in step."""
+        if not self._followers or isinstance(error, NotFinite):
             return error
         self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
         return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
@@ -223,10 +223,11 @@ def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafte
             raise RankLost(str(error)) from None
         if call == Call.LEAVE:
             return
-        if smc is not None:
-            _obey_population(Call(call), words, smc)
-        else:
-            _obey(Call(call), words, verifier, drafter)
+        with contextlib.suppress(NotFinite):  # the leader has found it, too, and ends the request
+            if smc is not None:
+                _obey_population(Call(call), words, smc)
+            else:
+                _obey(Call(call), words, verifier, drafter)
 
 
 def has_left(peer: Channel) -> bool:

@@ -65,9 +65,8 @@ class LocalDrafter:
         self._request, self._round = opening.request, 0
         self._root_at = len(opening.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
-        sampler = self.runner.sampler(sampling, opening.prompt)
+        sampler = self._sampler = self.runner.sampler(sampling, opening.prompt)
         sampler.observe(opening.output)
-        self._sampler = sampler
         tau = config.calibrated(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)
         self.runner.open(opening.tokens)

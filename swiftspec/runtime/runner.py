@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swiftspec.model.batch import Batch, HostBatch, Ints
-from swiftspec.model.config import ModelConfig
-from swiftspec.model.group import Group
+from swiftspec.model.batch import HostBatch, Ints
+from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache, Move
 from swiftspec.sampling import sampler
@@ -23,18 +22,6 @@ from swiftspec.tree import mask as tree_mask
 
 PREFILL_CHUNK = 256  # rows: large enough to be bound by compute, small enough to be interrupted
 Hook = Callable[[float, int], None]  # when a step began (perf_counter) and its rows; called as it ends
-
-
-class Model(Protocol):
-    """What a runner needs of a transformer."""
-
-    config: ModelConfig
-    kv_heads: int  # of this rank
-    group: Group | None
-    dtype: torch.dtype
-    device: torch.device
-
-    def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor | None: ...
 
 
 class Ops(sampler.Ops, Protocol):
@@ -54,7 +41,7 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, ops: Ops, vocab: int, *, context: int, tree_slots: int, shard: Shard | None = None
+        self, model: Transformer, ops: Ops, vocab: int, *, context: int, tree_slots: int, shard: Shard | None = None
     ) -> None:
         """`vocab`: the base vocabulary; of a longer head the rows beyond count as -inf. `shard`: this rank's part."""
         config = model.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from swiftspec.errors import UserError
+from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Request, Steps, choose, features
@@ -27,7 +27,7 @@ class Verifier(Protocol):
     def busy(self) -> float: ...
 
     def open(self, opening: Opening) -> None:
-        """Starts a request from its verified tokens. Raises UserError where guidance finds no memory."""
+        """Starts a request from its verified tokens."""
         ...
 
     def submit(self, proposal: Proposal) -> Pending:
@@ -80,12 +80,7 @@ class LocalVerifier:
         self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
         self._sampler.observe(opening.output)
         guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
-        try:
-            self.runner.open(opening.tokens, guidance)
-        except (MemoryError, RuntimeError) as error:
-            if guidance is None or "memory" not in str(error):
-                raise
-            raise UserError("no memory for a second prefix: take a smaller max_model_len, or no guidance") from None
+        self.runner.open(opening.tokens, guidance)
         accept = self._rejection if self._rejection is not None and self.rejects(opening) else Match
         self.steps = self.choose(opening)
         self.steps.open(Request(self._sampler, accept=accept(self._sampler)))
@@ -102,6 +97,9 @@ class LocalVerifier:
         """Forward, then what stands. `settle` commits the accepted path."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
         accepted = self._accepted = self.steps.verify(proposal)
+        if accepted.tokens[-1] < 0:
+            self.runner.cache.reset(0)  # NaN would spoil the sums of a later request, even where it is masked
+            raise NotFinite
         return VerifyResult(
             proposal.request, proposal.round, proposal.prefix_len, tuple(accepted.path), tuple(accepted.tokens),
             accepted.overlaps,

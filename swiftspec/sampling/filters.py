@@ -49,5 +49,5 @@ def top_p(logits: Tensor, p: float, total: Tensor | None = None, head: int = HEA
         ranked = logits.sort(-1, descending=True).values
     mass = (ranked - total).exp()
     before = mass.cumsum(-1) - mass
-    last = (before < p).sum(-1, keepdim=True) - 1
+    last = ((before < p).sum(-1, keepdim=True) - 1).clamp_min_(0)  # NaN is below nothing
     return logits.masked_fill(logits < ranked.gather(-1, last), NEG_INF)

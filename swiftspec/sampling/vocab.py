@@ -53,12 +53,13 @@ class VocabShard:
         return HEAD * self.group.size
 
     def argmax(self, scores: Tensor) -> Tensor:
-        """The best token [n] of all scores [n, m]; of equal ones the lowest."""
+        """The best token [n] of all scores [n, m], as `backends.reference.best` has it for whole rows."""
         scores = _not_empty(scores)
         best = scores.argmax(-1, keepdim=True)
         message = torch.cat((scores.gather(-1, best).double(), (best + self.tokens.start).double()), -1)
         values, tokens = self.group.all_gather(message).unbind(-1)  # [size, n] each
-        return tokens.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
+        rank = values.argmax(0, keepdim=True)  # of a NaN, where a rank has one
+        return tokens.gather(0, rank).masked_fill_(~values.gather(0, rank).isfinite(), -1).squeeze(0).long()
 
     def log_top_k(self, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k best of log_softmax over all scores [n, m], as `backends.reference.log_top_k` has it for whole rows."""

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from swiftspec.decode import Observer, nobody
 from swiftspec.engine import Chunk, Ends, Stats
+from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening
 
 
@@ -83,12 +84,20 @@ class ParticleDecoding:
         self._tell("opened", opening)
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
-        for tokens in decode_smc(self.population, self._tell):
+        rounds = decode_smc(self.population, self._tell)
+        while (tokens := self._next(rounds)) is not None:
             answer = self.population.answer
             stats.rounds = self.population.rounds
             stats.drafted += self.population.drafted if answer is None else 0
             stats.tokens += len(tokens)
             yield Chunk(tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
+
+    def _next(self, rounds: Iterator[tuple[int, ...]]) -> tuple[int, ...] | None:
+        try:
+            return next(rounds, None)
+        except NotFinite:
+            self._opened = False  # there is nothing to pick from
+            raise
 
     def close(self, stats: Stats) -> None:
         if self._opened:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swiftspec.config import PopulationConfig
-from swiftspec.errors import UserError
+from swiftspec.errors import NotFinite, UserError
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
@@ -151,15 +151,17 @@ class SMC:
         return True
 
     def collect(self) -> Report:
-        """What is known by now: the last round's outcome, or of the one `lag` rounds before."""
+        """What is known by now: the last round's outcome, or of the one `lag` rounds before. Raises NotFinite."""
         while len(self._told) > self._lag:
             self._read()
         return self.report
 
     def finish(self) -> Answer:
-        """Picks one particle, once. Waits for the device."""
+        """Picks one particle, once. Waits for the device. Raises NotFinite as `collect` does."""
         if self.answer is not None:
             return self.answer
+        while self._told:
+            self._read()
         p, rounds = self.particles, max(self.rounds, 1)
         row = int(p.pick(self.round.streams.pick()))
         self.answer = Answer(
@@ -186,6 +188,10 @@ class SMC:
         """Takes in the oldest copy."""
         head = self._told.popleft().read()
         common, finished = head[:2].tolist()
+        if common < 0:
+            for runner in (self.target, self.draft):
+                runner.cache.reset(0)  # as LocalVerifier.verify does
+            raise NotFinite("the target's or the draft's")
         self.report = Report(head[2 : 2 + common].tolist(), finished == self.config.particles)
         self._done = self.report.done
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference.sampling import best
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
@@ -96,8 +97,8 @@ class SMCRound:
     def __call__(self, width: int) -> Tensor:
         """One round over the first `width` tree slots, of which its own are handed out. Touches the host nowhere.
 
-        Returns what the host shall read, [2 + L] int64: length of the common prefix, number of finished particles, row
-        0's tokens.
+        Returns what the host shall read, [2 + L] int64: length of the common prefix, or -1 where logits or weights are
+        no numbers; number of finished particles; row 0's tokens.
         """
         p = self.particles
         slots = p.new_slots()
@@ -105,9 +106,10 @@ class SMCRound:
         drafted = self._draft_tokens(slots, width, noise)
         judge = self._judge_in_part if self.rejects else self._judge
         kept, extra, terms = judge(self._score(drafted, slots), drafted, next(noise))
-        p.take(drafted.tokens, kept, extra, terms, self._stops, width)
+        broken = (extra < 0).any() | terms.isnan().any()
+        p.take(drafted.tokens, kept, extra.clamp_min(0), terms, self._stops, width)
         p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
-        return torch.cat((p.common()[None], p.finished.sum()[None], p.tokens[0]))
+        return torch.cat((torch.where(broken, -1, p.common())[None], p.finished.sum()[None], p.tokens[0]))
 
     def _draft_tokens(self, slots: Tensor, width: int, noise: Iterator[Tensor]) -> Drafted:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
@@ -121,7 +123,7 @@ class SMCRound:
                 at = p.tail_positions[:, 1] + step
                 logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
             scores = self._scores(1.0, next(noise), self._rows)
-            tokens.append(self._ops.draw(logits, self._vocab, scores))
+            tokens.append(self._ops.draw(logits, self._vocab, scores).clamp_min_(0))  # -1: its weight tells
             log_q.append(self._ops.log_probs(logits, self._vocab, tokens[-1], scores))
             views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
             if self._filtered or step < self._config.smc_exact:
@@ -183,7 +185,7 @@ class SMCRound:
         kept, scores = self._reject(logits, draft, drafted.tokens)
         terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
         terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-        return kept, (scores + noise).argmax(-1), terms
+        return kept, best(scores + noise), terms
 
     def _reject(self, logits: Tensor, draft: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """How many leading draft tokens stay [N], and the scores [N, V] of the token after them.

@@ -1,7 +1,4 @@
-"""How the children of expanded leaves are chosen, and what a proposal has to carry of it. Here: the best ones.
-
-drawn.py draws them instead.
-"""
+"""How the children of expanded leaves are chosen, and what a proposal carries of it. Here the best; drawn.py draws."""
 
 from __future__ import annotations
 

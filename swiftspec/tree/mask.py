@@ -43,3 +43,11 @@ def pad_left(rows: Rows) -> Rows:
     padded = np.ones((n, fixed), dtype=np.bool_)
     padded[:, fixed - width :] = rows
     return padded
+
+
+def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """Per node of a proposal, the tokens from below the root down to it."""
+    rows: list[list[int]] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        rows.append([] if parent < 0 else [*rows[parent], token])
+    return rows

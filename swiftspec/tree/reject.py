@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.backends.reference.noise import counters, row_bits, row_keys, stream_key
+from swiftspec.backends.reference.sampling import best
 from swiftspec.messages import Drawn, Proposal
 from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
 from swiftspec.sampling.sampler import Paths, Sampler, Shard
@@ -95,7 +96,7 @@ class Rejection:
             overlaps = [chances[family[node]] for node in path if node in family]
         block, rows = self._noise.rows(positions[path[-1:]] + 1, _columns(shard, scores), scores.dtype)
         noisy = scores + block[rows]
-        last = noisy.argmax(-1) if shard is None else shard.argmax(noisy)
+        last = best(noisy) if shard is None else shard.argmax(noisy)
         return Accepted(path, [*tokens, int(last)], tuple(overlaps))
 
     def _judge(

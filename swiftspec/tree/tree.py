@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftspec.tree.mask import Rows
+from swiftspec.tree.mask import Rows, paths
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -180,11 +180,5 @@ class DraftTree:
 
     def path_tokens(self, nodes: Ints) -> list[list[int]]:
         """Tokens from below the root down to each node, for penalties that follow the path."""
-        paths = []
-        for node in nodes.tolist():
-            path = []
-            while node != 0:
-                path.append(int(self.token[node]))
-                node = int(self.parent[node])
-            paths.append(path[::-1])
-        return paths
+        every = paths(self.token[: self.count].tolist(), [-1, *self.parent[1 : self.count].tolist()])
+        return [every[node] for node in nodes.tolist()]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -15,19 +14,16 @@ from swiftspec.sampling.sampler import Paths, Sampler
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """What of a proposal stands: its nodes from the root down, and the tokens along them, as many; the last token is
-    the bonus token. `overlaps`: of the path's nodes whose children were drawn, 1 - TV(p, q)."""
+    the bonus token, -1 where logits are not finite. `overlaps`: of the path's nodes with drawn children, 1 - TV."""
 
     path: list[int]
     tokens: list[int]
     overlaps: tuple[float, ...] = ()
 
 
-class Accept(Protocol):
-    """Decides by the target's logits what of a proposal stands."""
-
-    def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor, /) -> Accepted:
-        """`logits` raw, a row for each node; `paths` of the rows, for penalties; `positions` [n] of the nodes."""
-        ...
+# Decides by the target's logits what stands of a proposal: raw logits, a row for each node; paths of the rows, for
+# penalties; positions [n] of the nodes.
+Accept = Callable[[Proposal, Tensor, Paths | None, Tensor], Accepted]
 
 
 class Match:
@@ -46,7 +42,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) 
 
     `tokens`, `parents`: the proposal's nodes in topological order, the root first; `sampled[i]`: the target's token
     after node i. Returns the accepted path (nodes, the root first) and the sampled tokens along it, as many: the last
-    one is the bonus token. Source: paper section 3.1.
+    one is the bonus token, or -1 where the logits made none. Source: paper section 3.1.
     """
     child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
     path, out = [0], [sampled[0]]
@@ -54,11 +50,3 @@ def walk(tokens: Sequence[int], parents: Sequence[int], sampled: Sequence[int]) 
         path.append(node)
         out.append(sampled[node])
     return path, out
-
-
-def paths(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """Per node of a proposal, the tokens from below the root down to it."""
-    rows: list[list[int]] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        rows.append([] if parent < 0 else [*rows[parent], token])
-    return rows

@@ -65,27 +65,6 @@ def test_projections(dtype: torch.dtype, rows: int, bias: bool) -> None:
     assert torch.equal(x, kept), "the residual is the caller's"
 
 
-def test_the_prepacked_layout_is_used_and_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With operators that are missing, or answer wrongly, the plain product is taken."""
-    weight, x = DenseWeight(random(24, 16, dtype=torch.float32)), random(5, 16, seed=1, dtype=torch.float32)
-    want = F.linear(x, weight.weight)
-
-    class Wrong:
-        @staticmethod
-        def _reorder_linear_weight(dense: Tensor, rows: int) -> Tensor:
-            return dense
-
-        class _linear_pointwise:
-            @staticmethod
-            def default(x: Tensor, *rest: Any) -> Tensor:
-                return x.new_ones(x.shape[0], 24)
-
-    torch.testing.assert_close(ops.pack(weight, torch.float32, "cpu")(x), want)
-    for broken in (Wrong, object()):
-        monkeypatch.setattr(torch.ops, "mkldnn", broken)
-        assert torch.equal(ops.pack(weight, torch.float32, "cpu")(x), want)
-
-
 def test_embedding() -> None:
     weight, tokens = random(20, 6), torch.tensor([3, 19, 0, 3])
     assert torch.equal(ops.embed(tokens, weight), torch.stack([weight[int(t)] for t in tokens]))

@@ -208,6 +208,11 @@ def test_candidates_at_the_edges() -> None:
     assert not bool((values > -torch.inf).any()) and bool(((tokens >= 0) & (tokens < 20)).all())
     assert cuda.children(scores.double(), 20, 4)[1].dtype == F64, "other types take the reference"
     assert cuda.draw(scores[:0], 20).shape == (0,)
+    assert cuda.draw(scores, 20).tolist() == [-1, -1], "nothing to draw"
+    logits = torch.zeros(3, 3000, device=DEVICE)
+    logits[0, 2999], logits[1, 1234] = torch.nan, torch.inf
+    assert cuda.draw(logits, 3000).tolist() == [-1, -1, 0], "not finite somewhere"
+    assert cuda.draw(logits, 2999).tolist() == [0, -1, 0], "beyond the vocabulary"
 
 
 @pytest.mark.parametrize(("capacity", "kept"), most([(9, 4), (100, 60), (3000, 2500)], 2))

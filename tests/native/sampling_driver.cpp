@@ -86,7 +86,8 @@ struct Scores {
       for (const float x : all) total += std::exp(x - top);
       run(row, k, tokens.data(), values.data());
       run(row, 1, drawn.data(), nullptr);
-      require(drawn[0] == order[0], "the token drawn is not the first of the best");
+      const int64_t first = std::isfinite(all[static_cast<size_t>(order[0])]) ? order[0] : -1;
+      require(drawn[0] == first, "the token drawn is not the first of the best");
       for (int i = 0; i < k; ++i) {
         const auto at = static_cast<size_t>(i);
         require(tokens[at] == order[at], "candidates are not the best, the earlier ones first");
@@ -112,6 +113,17 @@ void check_scores() {
     float values[4];
     broken.run(row, 4, tokens, values);
     for (int i = 0; i < 4; ++i) require(tokens[i] == i && values[i] == kNone, "a row without candidates");
+    broken.run(row, 1, tokens, nullptr);
+    require(tokens[0] == -1, "a token was drawn from a row without candidates");
+  }
+  for (const int64_t column : {0, 31, 700, 5002}) {
+    for (const float bad : {NAN, INFINITY}) {
+      Scores one(2, 5003, false, column > 100);
+      one.logits[static_cast<size_t>(column)] = bad;
+      int64_t tokens[2];
+      for (int64_t row = 0; row < 2; ++row) one.run(row, 1, tokens + row, nullptr);
+      require(tokens[0] == -1 && tokens[1] >= 0, "a logit that is not finite goes unnoticed, or spoils another row");
+    }
   }
 }
 

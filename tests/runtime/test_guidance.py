@@ -180,7 +180,7 @@ def test_a_second_prefix_that_finds_no_memory_ends_one_request(pair: Pair, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "zeros", scarce)
-        with pytest.raises(UserError, match="no memory for a second prefix"):
+        with pytest.raises(UserError, match="not enough memory for this request"):
             llm.generate(PROMPT, guided(2.0))
         assert len(llm.generate(PROMPT, guided(1.0)).token_ids) == 40
     assert len(llm.generate(PROMPT, guided(2.0)).token_ids) == 40

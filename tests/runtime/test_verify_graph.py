@@ -23,7 +23,6 @@ from swiftspec.runtime.steps.graph_verifications import DeviceHistory, GraphVeri
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.tree import mask as tree_mask
-from swiftspec.tree import walk as tree_walk
 from tests.runtime.test_draft_graph import peers
 from tests.support.recording import Blind, Recorder, Rerun
 from tests.support.roles import make_runner, make_verifier, opening
@@ -166,5 +165,5 @@ def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) ->
     history = DeviceHistory([1, 2], 4, "cpu")
     history.extend([0, 3, 3])
     assert torch.equal(
-        history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_walk.paths(tokens, parents))
+        history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
     )

@@ -20,7 +20,7 @@ from swiftspec.control import policy
 from swiftspec.control.record import Decision, Measured
 from swiftspec.distributed.groups.shm import SharedParallel
 from swiftspec.distributed.world import join_world
-from swiftspec.errors import UserError
+from swiftspec.errors import NotFinite, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -112,7 +112,10 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
 
 
 def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
-    answer = llm.generate(prompt, sampling)
+    try:
+        answer = llm.generate(prompt, sampling)
+    except NotFinite as error:
+        return {"refused": str(error)}
     stats = answer.stats
     return {
         "tokens": answer.token_ids,

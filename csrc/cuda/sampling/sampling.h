@@ -62,12 +62,15 @@ SWIFTSPEC_HD warp::PerLane<LogSum> joined(warp::PerLane<LogSum> sum) {
   return sum;
 }
 
-// What a block has found of its columns; `warps` is used before the block's own.
+// What a block has found of its columns; `warps` is used before the block's own. `nan`: whether a score is NaN, of which
+// `best` knows nothing.
 struct Found {
   Entry<float> warps[kWarps][best::kMost];
   LogSum warp_sums[kWarps];
+  bool warp_nan[kWarps];
   Entry<float> best[best::kMost];
   LogSum sum;
+  bool nan;
 };
 
 SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
@@ -83,7 +86,11 @@ SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
 SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, Found& found) {
   Best<float> best(k);
   warp::PerLane<LogSum> sum;
-  SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
+  warp::PerLane<bool> nan;
+  SWIFTSPEC_EACH_LANE(lane) {
+    sum(lane) = {-INFINITY, 0};
+    nan(lane) = false;
+  }
   for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
     warp::PerLane<warp::Regs<kAhead, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
@@ -91,6 +98,7 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
       for (int i = 0; i < kAhead; ++i) {
         const int64_t column = base + 32 * i + lane;
         x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
+        nan(lane) |= x(lane).r[i] != x(lane).r[i];
       }
       if (sums) take(sum(lane), x(lane));
     }
@@ -108,8 +116,12 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
   }
   best.put_down(found.warps[warp_index]);
   if (sums) sum = joined(sum);
+  const bool any_nan = warp::ballot(nan) != 0;
   SWIFTSPEC_EACH_LANE(lane) {
-    if (lane == 0) found.warp_sums[warp_index] = sum(lane);
+    if (lane == 0) {
+      found.warp_sums[warp_index] = sum(lane);
+      found.warp_nan[warp_index] = any_nan;
+    }
   }
 }
 
@@ -121,7 +133,11 @@ SWIFTSPEC_HD void join_warps(int k, Found& found) {
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       found.sum = found.warp_sums[0];
-      for (int i = 1; i < kWarps; ++i) found.sum = add(found.sum, found.warp_sums[i]);
+      found.nan = found.warp_nan[0];
+      for (int i = 1; i < kWarps; ++i) {
+        found.sum = add(found.sum, found.warp_sums[i]);
+        found.nan |= found.warp_nan[i];
+      }
     }
   }
 }
@@ -133,22 +149,30 @@ SWIFTSPEC_HD float log_share(float score, const LogSum& all) {
 }
 
 // The first warp of the cluster's first block: what the blocks have found; `block(i)` is block i's memory. Without
-// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf.
+// `values` the tokens alone. A rank without a candidate gets its own number as token, and -inf. Tokens alone are a draw:
+// -1 where a score is NaN, or the highest is infinite.
 template <class Blocks>
 SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   Best<float> best(k);
   LogSum all = block(0)->sum;
+  bool nan = false;
   for (int i = 0; i < kBlocks; ++i) {
     best.offer_all(block(i)->best);
     if (i > 0) all = add(all, block(i)->sum);
+    nan |= block(i)->nan;
   }
   SWIFTSPEC_EACH_LANE(lane) {
     for (int half = 0; half < 2; ++half) {
       const int rank = lane + 32 * half;
       if (rank >= k) continue;
+      const float value = best.value[half](lane);
       const int32_t token = best.index[half](lane);
       tokens[rank] = token == best::kNobody ? rank : token;
-      if (values != nullptr) values[rank] = log_share(best.value[half](lane), all);
+      if (values != nullptr) {
+        values[rank] = log_share(value, all);
+      } else if (nan || !(fabsf(value) < INFINITY)) {
+        tokens[rank] = -1;
+      }
     }
   }
 }

@@ -16,7 +16,8 @@ void Merge::operator()(int64_t first, int64_t rows, int64_t k, int64_t* tokens, 
   for (int64_t row = 0; row < rows; ++row) {
     Candidate* out = own_.data() + row * each;
     for (int64_t i = 0; i < k; ++i) {
-      out[i] = {values[row * k + i], static_cast<int32_t>(first + tokens[row * k + i])};
+      const int64_t token = tokens[row * k + i];  // -1, which a draw may give, is nobody's column
+      out[i] = {values[row * k + i], static_cast<int32_t>(token < 0 ? token : first + token)};
     }
     if (totals != nullptr) out[k] = {totals[row], 0};
   }

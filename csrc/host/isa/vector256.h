@@ -35,6 +35,11 @@ inline unsigned greater(F x, F y) {  // bit i: x[i] > y[i]
   return static_cast<unsigned>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)) << 8);
 }
 
+inline unsigned not_at_most(F x, F y) {  // bit i: x[i] > y[i], or one of them is NaN
+  const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ));
+  return static_cast<unsigned>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8);
+}
+
 inline I all_int(uint32_t x) {
   return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))};
 }

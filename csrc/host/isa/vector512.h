@@ -22,6 +22,7 @@ inline F largest(F a, F b) { return _mm512_max_ps(a, b); }
 inline F smallest(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round_even(F x) { return _mm512_roundscale_ps(x, 0); }
 inline unsigned greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }  // bit i: a[i] > b[i]
+inline unsigned not_at_most(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // or one of them is NaN
 
 inline I all_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }

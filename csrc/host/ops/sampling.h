@@ -49,26 +49,28 @@ inline const float* noise_of(const ScoreArgs& a, int64_t row) {
 // Columns beyond the vocabulary do not count.
 inline unsigned lanes_in(int64_t count) { return count >= kLanes ? 0xffffu : (1u << count) - 1; }
 
+// Without a token (-1) where a score is NaN, which no other beats, or the best is infinite. The value is then infinite,
+// so that a group's ranks, who take the best of theirs, have none either.
 inline void draw(const ScoreArgs& a, int64_t* tokens, float* values) {
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
   for (int64_t row = 0; row < a.rows; ++row) {
     const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
-    float best = -std::numeric_limits<float>::infinity();
-    int64_t token = 0;
+    float best = -kInfinite;
+    int64_t token = -1;
     for (int64_t v = 0; v < a.vocab; v += kLanes) {
       const F part = scores_at(a, logits, noise, v);
-      unsigned better = greater(part, all(best)) & lanes_in(a.vocab - v);
+      unsigned better = not_at_most(part, all(best)) & lanes_in(a.vocab - v);
       if (better == 0) continue;
       float lanes[kLanes];
       store(lanes, part);
       for (; better != 0; better &= better - 1) {
         const int lane = __builtin_ctz(better);
-        if (lanes[lane] > best) {
-          best = lanes[lane];
-          token = v + lane;
-        }
+        if (lanes[lane] <= best) continue;
+        best = std::isnan(lanes[lane]) ? kInfinite : lanes[lane];
+        token = v + lane;
       }
     }
-    tokens[row] = token;
+    tokens[row] = std::isfinite(best) ? token : -1;
     if (values != nullptr) values[row] = best;
   }
 }

@@ -205,7 +205,10 @@ def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
+
+    -1 where a score is NaN, or the highest is infinite.
+    """
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64)

@@ -22,7 +22,10 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
+
+    -1 where a score is NaN, or the highest is infinite.
+    """
     if not _taken(logits, 1):
         return reference.draw(logits, vocab, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

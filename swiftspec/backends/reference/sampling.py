@@ -41,8 +41,17 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
 
 
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part."""
-    return _shift(logits[:, :vocab], scores).argmax(-1)
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
+
+    -1 where a score is NaN, or the highest is infinite.
+    """
+    return best(_shift(logits[:, :vocab], scores))
+
+
+def best(scores: Tensor) -> Tensor:
+    """The column [n] of each row's highest score, as `draw` has it."""
+    column = scores.argmax(-1, keepdim=True)  # of a NaN, where there is one
+    return column.masked_fill_(~scores.gather(-1, column).isfinite(), -1).squeeze(-1)
 
 
 def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:

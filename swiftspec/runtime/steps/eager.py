@@ -14,7 +14,6 @@ from swiftspec.model.batch import HostBatch, Ints
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import FEATURES, Accepted, Features, Request
 from swiftspec.tree import mask as tree_mask
-from swiftspec.tree import walk
 from swiftspec.tree.tree import DraftTree
 
 
@@ -42,8 +41,7 @@ class EagerSteps:
         """Whether tree and cache hold another expansion."""
         shape = self._request.expansion
         assert shape is not None
-        room = min(tree.room(shape.children), self.runner.cache.room - len(pending))
-        return room >= shape.leaves
+        return min(tree.room(shape.children), self.runner.cache.room - len(pending)) >= shape.leaves
 
     def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
         """Whether there was a leaf to expand."""
@@ -79,7 +77,7 @@ class EagerSteps:
         """What stands, by the logits."""
         request = self._request
         assert request.accept is not None
-        paths = walk.paths(proposal.tokens, proposal.parents) if request.sampler.params.penalised else None
+        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.params.penalised else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         return request.accept(proposal, logits, paths, positions)
 

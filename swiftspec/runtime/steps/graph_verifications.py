@@ -29,7 +29,7 @@ from swiftspec.runtime.steps.held_noise import HeldNoise
 from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import walk
 
-UNSURE = -1
+UNSURE = -2  # below -1, which a draw gives where logits are not finite
 
 
 class GraphVerifications(GraphForwards):

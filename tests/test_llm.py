@@ -1,0 +1,192 @@
+"""What a Python caller may do with an engine, and what it is told where it may not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from tests.support.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29]
+FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+BUSY = "another thread's request is being served"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder / "target", seed=0)
+    make_checkpoint(folder / "draft", seed=1, layers=1)
+    return folder / "target", folder / "draft"
+
+
+def in_thread(act: Callable[[], Any]) -> Any:
+    """What `act` gives in a thread of its own, or the error that it raises."""
+    got: list[Any] = []
+
+    def run() -> None:
+        try:
+            got.append(act())
+        except UserError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def told_busy(llm: LLM) -> bool:
+    """Whether another thread is told that there is no place for it, whichever way it asks."""
+    generated = in_thread(lambda: llm.generate(PROMPT, FREE))
+    streamed = in_thread(lambda: next(llm.stream(PROMPT, FREE)))
+    return all(isinstance(got, UserError) and BUSY in str(got) for got in (generated, streamed))
+
+
+@pytest.mark.parametrize("mode", ["ar", "serial"])
+def test_a_second_thread_is_told_so_at_any_moment(pair: tuple[Path, Path], mode: str) -> None:
+    """In the middle of a forward, and between two rounds; the first one's answer is what it always is."""
+    llm = LLM(*pair, EngineConfig(mode=mode), dtype=torch.float64)
+    want, told = llm.generate(PROMPT, FREE).token_ids, []
+
+    def ask(began: float, rows: int) -> None:
+        told.append(told_busy(llm))
+
+    parts: Any = llm.roles.parts
+    parts.verifier.runner.hooks.append(ask)
+    got: list[int] = []
+    for chunk in llm.stream(PROMPT, FREE):
+        got += chunk.token_ids
+        told.append(told_busy(llm) or chunk.finish_reason is not None)
+    assert got == want and len(told) > 10 and all(told)
+    parts.verifier.runner.hooks.clear()
+    assert in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids == want, "nobody is served any more"
+
+
+def test_many_threads_get_right_answers_or_a_word(pair: tuple[Path, Path]) -> None:
+    llm = LLM(*pair, EngineConfig(mode="serial"), dtype=torch.float64)
+    want = {seed: llm.generate(PROMPT, SamplingParams(seed=seed, max_tokens=9)).token_ids for seed in range(4)}
+    wrong: list[object] = []
+    served = []
+
+    def call(seed: int) -> None:
+        for _ in range(30):
+            try:
+                got = llm.generate(PROMPT, SamplingParams(seed=seed, max_tokens=9)).token_ids
+            except UserError as error:
+                wrong.extend([] if BUSY in str(error) else [error])
+            except BaseException as error:
+                wrong.append(error)
+            else:
+                served.append(seed)
+                wrong.extend([] if got == want[seed] else [got])
+
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in want]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [] and served
+
+
+def test_a_stream_may_be_read_by_one_thread_after_the_other(pair: tuple[Path, Path]) -> None:
+    """As a web server's pool of threads does."""
+    llm = LLM(pair[0], dtype=torch.float64)
+    want = llm.generate(PROMPT, FREE).token_ids
+    stream, got = llm.stream(PROMPT, FREE), list[int]()
+    while (chunk := in_thread(lambda: next(stream, None))) is not None:
+        got += chunk.token_ids
+    assert got == want
+
+
+def test_a_stream_that_is_dropped_makes_room(pair: tuple[Path, Path]) -> None:
+    llm = LLM(pair[0], dtype=torch.float64)
+    stream = llm.stream(PROMPT, FREE)
+    next(stream)
+    assert told_busy(llm)
+    stream.close()
+    assert len(in_thread(lambda: llm.generate(PROMPT, FREE)).token_ids) == 24
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_after_close_every_call_says_so(pair: tuple[Path, Path], tmp_path: Path, trace: bool) -> None:
+    llm = LLM(*pair, dtype=torch.float64, trace=tmp_path / "trace.jsonl" if trace else None)
+    stream = llm.stream(PROMPT, FREE)
+    next(stream)
+    llm.close()
+    calls: list[Callable[[], Any]] = [
+        lambda: llm.generate(PROMPT, FREE), lambda: llm.stream(PROMPT, FREE), lambda: next(stream),
+        lambda: llm.generate([]),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(UserError, match="this engine is closed"):
+            call()
+    llm.close()
+
+
+PROMPTS: list[Any] = [
+    np.array(PROMPT), np.array(PROMPT, np.uint8), torch.tensor(PROMPT), tuple(PROMPT), [np.int32(t) for t in PROMPT],
+    [torch.tensor(t) for t in PROMPT],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: type(prompt).__name__ + type(prompt[0]).__name__)
+def test_prompts_of_other_kinds_are_what_they_mean(pair: tuple[Path, Path], prompt: Sequence[int]) -> None:
+    llm = LLM(pair[0], dtype=torch.float64)
+    assert llm.generate(prompt, FREE).token_ids == llm.generate(PROMPT, FREE).token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ([1.5], "the prompt takes a whole number, not 1.5"),
+        ([5, True], "the prompt takes a whole number, not True"),
+        ("abc", "the prompt takes a whole number, not 'abc'"),
+        ([[5, 6]], r"the prompt takes a whole number, not \[5, 6\]"),
+        (np.array([1.0]), "the prompt takes a whole number, not 1.0"),
+        (None, "the prompt takes a whole number, not None"),
+        ([10**5000], "the prompt names a token outside"),
+        ([-1], "the prompt names a token outside"),
+        (["x" * 1000], r"not 'x{59}\.\.\.x{9}'"),
+    ],
+)
+def test_prompts_that_are_none(pair: tuple[Path, Path], prompt: Any, said: str) -> None:
+    llm = LLM(pair[0], dtype=torch.float64)
+    with pytest.raises(UserError, match=said):
+        llm.generate(prompt, FREE)
+    with pytest.raises(UserError, match=r"sampling takes SamplingParams, not \{'top_k': 3\}"):
+        llm.generate(PROMPT, {"top_k": 3})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="stop_token_ids names a token outside"):
+        llm.generate(PROMPT, SamplingParams(stop_token_ids=(64,)))
+
+
+def test_a_bias_of_integers_is_taken(pair: tuple[Path, Path]) -> None:
+    llm = LLM(*pair, dtype=torch.float64)
+    numbers: list[Any] = [{17: 5.0}, {17: 5}, {np.int64(17): np.float32(5)}, {torch.tensor(17): torch.tensor(5)}]
+    texts = [llm.generate(PROMPT, SamplingParams(logit_bias=bias, max_tokens=9)).token_ids for bias in numbers]
+    assert texts.count(texts[0]) == 4
+
+
+def test_a_request_that_finds_no_memory_is_one_line(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(pair[0], dtype=torch.float64)
+    parts: Any = llm.roles.parts
+
+    def full(proposal: Proposal) -> VerifyResult:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.verifier, "verify", full)
+        with pytest.raises(UserError, match="not enough memory for this request"):
+            llm.generate(PROMPT, FREE)
+    assert len(llm.generate(PROMPT, FREE).token_ids) == 24
