@@ -1,0 +1,71 @@
+"""`python -m tests.support.fuzz --minutes 60`: hostile input for all targets by turns, and how many of each were taken and
+refused. Exit code 1 where one was a fault; its smallest example is printed."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+import traceback
+from collections import Counter
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
+
+from tests.support.fuzz import Target, attempt, files, messages, requests
+
+HANGS = 120.0  # seconds: a run that lasts longer ends the command, with a traceback of all threads
+TURN = 40  # examples of a target at a time, where one costs 1
+TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS)
+
+
+def one_turn(target: Target, number: int, count: Counter[str]) -> str | None:
+    """Some examples of one target. Returns the traceback of a fault, shrunk."""
+
+    @seed(number)
+    @settings(
+        max_examples=max(TURN // target.cost, 1), deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink), print_blob=False,
+    )  # fmt: skip
+    @given(target.strategy)
+    def run(value: object) -> None:
+        faulthandler.dump_traceback_later(HANGS, exit=True)
+        try:
+            count["taken" if attempt(target, value) == "taken" else "refused"] += 1
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    try:
+        run()
+    except (Exception, Flaky, ExceptionGroup):
+        count["faults"] += 1
+        return traceback.format_exc()
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first turn")
+    parser.add_argument("--only", default="", help="targets whose name holds this")
+    args = parser.parse_args()
+    targets = [target for target in TARGETS if args.only in target.name]
+    counts = {target.name: Counter[str]() for target in targets}
+    end, number = time.monotonic() + 60 * args.minutes, args.seed
+    while time.monotonic() < end:
+        for target in targets:
+            number += 1
+            fault = one_turn(target, number, counts[target.name])
+            if fault is not None:
+                print(f"== {target.name}, seed {number}\n{fault}", flush=True)
+            if time.monotonic() >= end:
+                break
+    print(f"{'target':32}{'taken':>10}{'refused':>10}{'faults':>8}   (seed {args.seed})")
+    for name, count in counts.items():
+        print(f"{name:32}{count['taken']:10}{count['refused']:10}{count['faults']:8}")
+    return 1 if any(count["faults"] for count in counts.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""Random requests and trees: whatever they ask for, the text is plain decoding's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+VOCAB = 64
+Json = dict[str, Any]
+
+
+def a_request(dice: random.Random) -> tuple[list[int], Json]:
+    """A prompt and sampling parameters; each of these is left alone more often than not."""
+
+    def some(**values: Any) -> Json:
+        return {name: value for name, value in values.items() if dice.random() < 0.35}
+
+    def tokens(most: int) -> list[int]:
+        return [dice.randrange(VOCAB) for _ in range(dice.randint(1, most))]
+
+    sampling = {
+        "seed": dice.randrange(2**64),
+        "max_tokens": dice.randint(1, 30),
+        **some(
+            temperature=dice.choice([0, 0.001, 0.3, 1.0, 1.7, 100.0]),
+            top_k=dice.choice([1, 2, 7, VOCAB]),
+            top_p=dice.choice([1e-6, 0.1, 0.5, 0.95]),
+            min_p=dice.choice([0.01, 0.3, 1.0]),
+            repetition_penalty=dice.choice([0.5, 1.3, 100.0]),
+            presence_penalty=dice.uniform(-2, 2),
+            frequency_penalty=dice.uniform(-2, 2),
+            logit_bias={token: dice.choice([-1e9, -3.0, 2.5]) for token in tokens(5)},
+            guidance_scale=dice.choice([0.0, 0.5, 1.5, 7.0]),
+            ignore_eos=True,
+            stop_token_ids=tokens(3),
+        ),
+    }
+    if "guidance_scale" in sampling:
+        sampling |= some(negative_prompt_ids=tokens(8))
+    return tokens(dice.choice([1, 5, 60])), sampling
+
+
+def a_shape(dice: random.Random) -> Json:
+    """A tree of any shape."""
+    sizes = {name: dice.choice([1, 2, 5, 8, 16]) for name in ("verify_batch", "draft_leaves")}
+    kind = {"proposal": dice.choice(["top", "coupled"]), "catch_up": dice.random() < 0.5}
+    return {**sizes, **kind, "draft_steps": dice.randint(1, 5)}
