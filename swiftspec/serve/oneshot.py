@@ -59,7 +59,7 @@ def run(command: Command, prompt: str, world: World | None = None) -> int:
     try:
         return _answer(command, prompt, session)
     finally:
-        session.llm.close()
+        session.close()
 
 
 def _answer(command: Command, prompt: str, session: Session) -> int:

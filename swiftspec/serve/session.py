@@ -18,8 +18,9 @@ from swiftspec.serve.flags import MOST_THREADS
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.stream import TextStream
+from swiftspec.serve.template import Renderer
 from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text import Message, TextCodec, check_pair, locate
+from swiftspec.serve.text import Message, TextCodec, check_pair, locate, may_have_template
 
 if TYPE_CHECKING:
     from swiftspec.assemble.models import Options
@@ -48,10 +49,13 @@ class Session:
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
-        return self.codec.encode(text) if settings.raw else self.codec.encode_chat([{"role": "user", "content": text}])
+        if settings.raw:
+            return self.codec.encode(text, self.llm.max_model_len)
+        return self.encode_chat([{"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.codec.encode_chat(messages)
+        """A conversation through the chat template. Raises TooLong on one that cannot fit the context."""
+        return self.codec.encode_chat(messages, self.llm.max_model_len)
 
     def sampling(self, settings: Settings) -> SamplingParams:
         """How an answer is sampled. A negative prompt becomes tokens as a prompt alone does."""
@@ -70,6 +74,13 @@ class Session:
         sampling = self.sampling(settings)
         chunks = watch(self.llm.stream(prompt, sampling))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
+
+    def close(self) -> None:
+        """Sends the other ranks home and ends what was started for this session."""
+        try:
+            self.llm.close()
+        finally:
+            self.codec.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +118,13 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     defaults = generation_defaults(found.target)
     sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
     found.plan.check_request(sampling)
+    renderer = Renderer(found.target)
+    if not settings.raw and may_have_template(found.target):
+        renderer.start()  # its imports take as long as ours
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")
-    codec = TextCodec(found.target)
+    codec = TextCodec(found.target, renderer)
     if found.draft is not None:
         check_pair(codec, TextCodec(found.draft))
 

@@ -99,7 +99,8 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     tested = Watched(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
-    tree.llm.close()
+    for session in (tree, plain):
+        session.close()
     return _report(tree, tested, verdict, texts)
 
 
