@@ -17,6 +17,7 @@ from swiftspec.serve import answer
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings, explain
+from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.template import TooLong
 from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
 
@@ -118,6 +119,8 @@ class Chat:
             try:
                 if not self.take(text):
                     return
+            except OutputLost:
+                raise
             except UserError as error:
                 self._note(f"error: {error}", "red")
             except KeyboardInterrupt:  # before the answer had begun
