@@ -18,6 +18,7 @@ from swiftspec.serve.flags import MOST_THREADS
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.stream import TextStream
+from swiftspec.serve.streams import warn
 from swiftspec.serve.template import Renderer
 from swiftspec.serve.terminal import Phases
 from swiftspec.serve.text import Message, TextCodec, check_pair, locate, may_have_template
@@ -76,11 +77,14 @@ class Session:
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
     def close(self) -> None:
-        """Sends the other ranks home and ends what was started for this session."""
+        """Sends the other ranks home and ends what was started for this session. Says so if the trace is not whole."""
         try:
             self.llm.close()
         finally:
             self.codec.close()
+        log = self.llm.roles.log
+        if log is not None and log.lost is not None:
+            warn(f"--trace {log.file} is not whole: {log.lost}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,15 @@ def test_a_full_disk_under_the_answer(pair: str) -> None:
     assert shell(f"serve {pair} --json >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
+def test_a_full_disk_under_the_trace(pair: str) -> None:
+    """One line of warning, after an answer that lacks nothing; and a file that is the standard output."""
+    code, out, err = shell(f"serve {pair} --json --trace /dev/full")
+    assert (code, err) == (0, "swiftspec: warning: --trace /dev/full is not whole: No space left on device\n")
+    assert json.loads(out)["usage"]["completion_tokens"] == 5
+    code, out, err = shell(f"serve {pair} --json --trace /dev/stdout")
+    assert (code, err) == (0, "") and "swiftspec_trace" in out
+
+
 @pytest.mark.slow
 def test_messages_that_nobody_gets_never_cost_the_answer(pair: str) -> None:
     code, whole, _ = shell(f"serve {pair} --temperature 0")
