@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import GRACE, SIGNALS, Ending
-from swiftspec.serve.streams import taken
+from swiftspec.serve.streams import taken, warn
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
@@ -35,6 +35,8 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     with taken(first) as streams, Ending(grace, numbers) as ending:
         try:
             streams.check()
+            if first:
+                _warn_of_strays()
             try:
                 code = run(first)
             finally:  # also after --help; a full disk may show here only
@@ -54,6 +56,14 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
                 raise
             code = 1
     return code if ending.code is None else ending.code
+
+
+def _warn_of_strays() -> None:
+    if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
+        from swiftspec.serve.layers import strays
+
+        for line in strays():
+            warn(line)
 
 
 def _complain(error: UserError, first: bool) -> int:
