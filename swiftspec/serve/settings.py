@@ -103,7 +103,7 @@ class Settings(Attributes):
                 raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
         if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
             raise UsageError(
-                "--adapt lets rounds follow the clock, and so would the text of --verify reject: leave one out"
+                "--adapt: rounds follow the clock, and the text of --verify reject the rounds: leave one out"
             )
         table = self.table
         try:
