@@ -47,6 +47,8 @@ class Ending:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._told)
+        if self.code is not None:
+            _restore(self._terminal)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         self.code = self.code or 128 + number
@@ -88,9 +90,9 @@ def _restore(state: list[Any] | None) -> None:
     """Sets the terminal as it was, shows the cursor; also from the background."""
     if state is None:
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
-    try:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTOU})
+    with suppress(OSError, termios.error):
         termios.tcsetattr(0, termios.TCSANOW, state)
-        os.write(2, b"\x1b[?25h")
-    except (OSError, termios.error):
-        pass
+        if os.isatty(2):
+            os.write(2, b"\x1b[?25h")
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -117,14 +117,15 @@ def test_who_does_not_end_is_ended(run: str, number: int) -> None:
     assert process.communicate() == ("", "")
 
 
+RAW = "def raw(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\n"
+
+
 def test_a_terminal_is_left_as_it_was() -> None:
     """Also by who had changed it, and is ended on the spot."""
-    raw = "import termios, tty\ntty.setraw(0)\n" + STUBBORN.format("eats").replace("guarded(eats", "guarded(raw_eats")
-    raw = raw.replace("import termios, tty\ntty.setraw(0)\n", "")
-    raw = raw.replace("sys.exit", "def raw_eats(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\nsys.exit")
+    child = STUBBORN.format("raw").replace("sys.exit", RAW + "sys.exit")
     script = (
         "import subprocess, sys, termios\nbefore = termios.tcgetattr(0)\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {raw!r}], stdout=subprocess.PIPE)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\nassert termios.tcgetattr(0) != before\nchild.terminate()\n"
         "print(child.wait(), termios.tcgetattr(0) == before)\n"
     )
