@@ -20,7 +20,7 @@ CALIBRATION = {"greedy": 0.6, "top": 1.0, "coupled": 0.7, "sample": 0.2}
 
 # headings of --help, and what a setting shapes
 SPECULATION, PARTICLES = "speculation", "mode smc: a population of particles, approximate"
-TREE, POPULATION = "draft tree", "population"
+DRAFT, TREE, AHEAD, POPULATION = "draft", "draft tree", "tree that grows during a verification", "population"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class EngineConfig:
     )  # fmt: skip
     catch_up: bool = setting(
         True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
-        shapes=TREE,
+        shapes=AHEAD,
     )  # fmt: skip
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock

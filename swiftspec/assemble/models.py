@@ -113,7 +113,8 @@ class Models:
             raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
         config = read_config(target)
         longest = config.max_position_embeddings
-        length = options.get("max_model_len") or longest
+        length = options.get("max_model_len")
+        length = longest if length is None else length
         if not 2 <= length <= longest:
             raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
         heads = [config.vocab_size, *([] if draft is None else [read_config(draft).vocab_size])]

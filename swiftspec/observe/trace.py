@@ -14,9 +14,12 @@ Times are seconds of `time.perf_counter`, which all processes of one machine sha
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,19 +46,25 @@ def watch(runner: Hooked) -> list[Forward]:
 
 
 class TraceLog:
-    """Gathers the lines of a request on rank 0 and writes them when it ends. Raises UserError where it cannot write.
+    """Gathers the lines of a request on rank 0 and writes them when it ends. Raises UserError on a file that cannot be
+    opened, and on a pipe without a reader. A file that takes no more later costs nobody an answer: what is still to be
+    written is dropped, and `lost` says why.
 
     `drain` fetches what another process still has to say of a round that is over; whoever has such a process sets it.
     """
 
     def __init__(self, file: Path) -> None:
         self.drain: Callable[[int], None] = lambda round_: None
+        self.file = file
+        self.lost: str | None = None
         self._rounds: dict[int, Record] = {}
         self._request = 0
         try:
-            self._file = file.open("w", encoding="utf-8")
+            self._file = os.fdopen(_opened(file), "w", encoding="utf-8")
         except OSError as error:
-            raise UserError(f"--trace {file} cannot be written: {error.strerror}") from None
+            alone = error.errno == errno.ENXIO and file.is_fifo()
+            why = "nobody reads this pipe yet, start its reader first" if alone else error.strerror
+            raise UserError(f"--trace {file} cannot be written: {why}") from None
 
     def head(self, facts: Record) -> None:
         """The first line: what runs here."""
@@ -84,14 +93,31 @@ class TraceLog:
             if "tokens" in line:
                 self._write(line)
         self._rounds = {}
-        self._file.flush()
+        self._try(self._file.flush)
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        self._try(self._file.close)
 
     def _write(self, line: Record) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._try(lambda: self._file.write(json.dumps(line) + "\n"))
+
+    def _try(self, act: Callable[[], object]) -> None:
+        if self.lost is not None:
+            return
+        try:
+            act()
+        except OSError as error:
+            self.lost = error.strerror or str(error)
+            with suppress(OSError):  # it tries to write the rest once more
+                self._file.close()
+
+
+def _opened(file: Path) -> int:
+    """Opens a file to write, without waiting for the reader of a pipe."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor
 
 
 class TreeTrace:

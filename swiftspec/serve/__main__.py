@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftspec.errors import RankLost, UserError
+from swiftspec.serve.signals import GRACE, SIGNALS, Ending
+from swiftspec.serve.streams import taken, warn
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
@@ -25,43 +25,63 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda first: _run(argv, first))
 
 
-def guarded(run: Callable[[bool], int]) -> int:
+def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     """Runs a command, which is told whether this is the first rank, and returns its exit code, or 2 for a call that
-    makes no sense, 1 for what does not work out, 130 after Ctrl-C. Whatever the user can mend is told in one line on
-    stderr, by rank 0 where there are several."""
+    makes no sense, 1 for what does not work out, 141 if the reader of its output left, 130, 143 or 129 after Ctrl-C,
+    SIGTERM or SIGHUP (`grace`: see Ending). Whatever the user can mend is told in one line on stderr, by rank 0 where
+    there are several."""
     first = os.environ.get("RANK", "0") == "0"
-    if first:
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that the terminal is put in order
-    else:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
+    numbers = SIGNALS if first else (signal.SIGINT,)
+    with taken(first) as streams, Ending(grace, numbers) as ending:
+        try:
+            streams.check()
+            if first:
+                _warn_of_strays()
+            try:
+                code = run(first)
+            finally:  # also after --help; a full disk may show here only
+                streams.flush()
+        except RankLost as error:
+            if ending.code is None:
+                print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
+            code = 1
+        except UserError as error:
+            code = _complain(error, first) if ending.code is None else 1
+        except KeyboardInterrupt:
+            code = 130
+        except BrokenPipeError:  # the reader left; so do we, without a word
+            code = 141
+        except BaseException:
+            if ending.code is None:
+                raise
+            code = 1
+    return code if ending.code is None else ending.code
+
+
+def _warn_of_strays() -> None:
+    if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
+        from swiftspec.serve.layers import strays
+
+        for line in strays():
+            warn(line)
+
+
+def _complain(error: UserError, first: bool) -> int:
+    """One line for what the user can mend. Returns the exit code."""
     from swiftspec.serve.settings import UsageError
 
-    try:
-        return run(first)
-    except UserError as error:
-        if first:
-            print(f"swiftspec: error: {error}", file=sys.stderr)
-        else:
-            time.sleep(PATIENCE)  # only a rank that is alone with its trouble is still here after that
-            print(f"swiftspec: rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except RankLost as error:
-        print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader left; so do we, without a word when the interpreter closes the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+    if first:
+        print(f"swiftspec: error: {error}", file=sys.stderr)
+    else:
+        time.sleep(PATIENCE)  # only a rank that is alone with its trouble is still here after that
+        print(f"swiftspec: rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve.cli import parse
 
     command = parse(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? for it
     if not first:
         from swiftspec.serve.session import serve_rank
 

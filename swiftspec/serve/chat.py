@@ -17,6 +17,8 @@ from swiftspec.serve import answer
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings, explain
+from swiftspec.serve.streams import OutputLost
+from swiftspec.serve.template import TooLong
 from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def run(settings: Settings, world: World | None = None) -> int:
         Chat(session, settings, Console(highlight=False), line_reader(), interrupt).run()
     finally:
         signal.signal(signal.SIGINT, before)
-        session.llm.close()
+        session.close()
     return 0
 
 
@@ -117,6 +119,8 @@ class Chat:
             try:
                 if not self.take(text):
                     return
+            except OutputLost:
+                raise
             except UserError as error:
                 self._note(f"error: {error}", "red")
             except KeyboardInterrupt:  # before the answer had begun
@@ -200,9 +204,13 @@ class Chat:
         room = min(self._settings.max_tokens or ROOM, limit // 4)
         dropped = 0
         while True:
-            prompt = self._session.encode_chat(self._history)
-            if len(prompt) + room <= limit or len(self._history) == 1:
-                break
+            try:
+                prompt = self._session.encode_chat(self._history)
+                if len(prompt) + room <= limit or len(self._history) == 1:
+                    break
+            except TooLong:
+                if len(self._history) == 1:
+                    raise
             del self._history[:2]
             dropped += 1
         if dropped:

@@ -10,12 +10,26 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from swiftspec.config import MODES, PARTICLES, SPECULATION, TREE, EngineConfig, PopulationConfig
+from swiftspec.config import (
+    AHEAD,
+    DRAFT,
+    MODES,
+    PARTICLES,
+    POPULATION,
+    SPECULATION,
+    TREE,
+    EngineConfig,
+    PopulationConfig,
+)
 from swiftspec.params import SAMPLING, STOPPING, SamplingParams
 from swiftspec.setting import Config, Setting, declared, setting
 
 MODELS = "models"
 GROUPS = (MODELS, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+CONTRADICTS = {  # what a mode does otherwise: a setting that shapes it is refused
+    "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, AHEAD),
+}  # fmt: skip
+WITHOUT = {"ar": (DRAFT, TREE, AHEAD), "serial": (AHEAD,), "async": (), "smc": ()}  # and just goes without: a word
 MOST_THREADS = 8  # rounds are short: more threads wait for each other longer than they compute
 
 
@@ -33,7 +47,7 @@ class OwnSettings:
     )  # fmt: skip
     draft_model: str | None = setting(
         None, "The draft model: same tokenizer, much smaller.", MODELS, "PATH|HUB_ID",
-        "the embedded one with the embedded target", profile=True,
+        "the embedded one with the embedded target", profile=True, shapes=DRAFT,
     )  # fmt: skip
     revision: str | None = setting(
         None, "Branch, tag or commit of --model when that is a hub id.", MODELS, "NAME", "main"

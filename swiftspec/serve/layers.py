@@ -9,7 +9,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from swiftspec.serve.settings import Settings, UsageError, env_name, explain, flag_name
+from swiftspec.serve.settings import ENV_PREFIX, Settings, UsageError, env_name, explain, flag_name
+
+NO_SETTINGS = (  # variables of the build, the tests and the kernels
+    "SWIFTSPEC_CUDA", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_SEED",
+    "SWIFTSPEC_TEST_EPOCHS",
+)  # fmt: skip
 
 
 def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
@@ -30,6 +35,16 @@ def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Setting
         raise UsageError(explain(error, label)) from None
 
 
+def strays(kind: type[Settings] = Settings) -> list[str]:
+    """Lines on variables of the environment that look like settings and are none."""
+    known = [env_name(name) for name in kind.model_fields]
+    names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
+    return [
+        f"the environment variable {name[:80]} is no setting{_hint(name, known)}"
+        for name in names if name not in known and name not in NO_SETTINGS
+    ]  # fmt: skip
+
+
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
     """The file's values by field name; empty ones count as left out."""
     import yaml  # not needed for --help
@@ -46,11 +61,12 @@ def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
         raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
     values = {str(key).replace("-", "_"): value for key, value in data.items()}
     unknown = [str(key) for key in data if str(key).replace("-", "_") not in known]
+    dashed = [name.replace("_", "-") for name in known]
     if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0], known)}")
+        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0].replace('_', '-'), dashed)}")
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key.replace("_", "-"), [name.replace("_", "-") for name in known], 1)
+    near = difflib.get_close_matches(key, known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

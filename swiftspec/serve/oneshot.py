@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from swiftspec.serve import answer
 from swiftspec.serve.cli import Command
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import UsageError
+from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.terminal import Interrupt, Phases, visible
+from swiftspec.serve.text import MOST_TEXT
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
@@ -25,7 +27,8 @@ def read_prompt(command: Command) -> str | None:
         text, source = command.prompt, "--prompt"
     elif command.prompt_file is not None:
         try:
-            data = command.prompt_file.read_bytes()
+            with command.prompt_file.open("rb") as file:
+                data = _bounded(file, f"--prompt-file {command.prompt_file}")
         except OSError as error:
             raise UsageError(f"--prompt-file {command.prompt_file} cannot be read: {error.strerror}") from None
         text, source = _decode(data, f"--prompt-file {command.prompt_file}"), "--prompt-file"
@@ -34,12 +37,20 @@ def read_prompt(command: Command) -> str | None:
             return None
         raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
     else:
-        text, source = _decode(sys.stdin.buffer.read(), "standard input"), "standard input"
+        text, source = _decode(_bounded(sys.stdin.buffer, "standard input"), "standard input"), "standard input"
     if source != "--prompt" and not command.settings.raw:  # files and pipes end in a newline that nobody meant
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise UsageError(f"the prompt is empty ({source}): give some text with --prompt, --prompt-file or a pipe")
     return text
+
+
+def _bounded(stream: BinaryIO, source: str) -> bytes:
+    """All of a file or pipe, some of which have no end."""
+    data = stream.read(MOST_TEXT + 1)
+    if len(data) > MOST_TEXT:
+        raise UsageError(f"{source} gives more than {MOST_TEXT >> 20} MiB, which is no prompt")
+    return data
 
 
 def _decode(data: bytes, source: str) -> str:
@@ -59,12 +70,13 @@ def run(command: Command, prompt: str, world: World | None = None) -> int:
     try:
         return _answer(command, prompt, session)
     finally:
-        session.llm.close()
+        session.close()
 
 
 def _answer(command: Command, prompt: str, session: Session) -> int:
     tokens = session.encode(prompt, command.settings)
     show = visible if sys.stdout.isatty() else str
+    lost: OutputLost | None = None
     with Interrupt() as interrupt:
         stream = session.answer(tokens, command.settings, interrupt.watch)
         try:
@@ -73,6 +85,8 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
                     print(show(piece.text), end="", flush=True)
         except KeyboardInterrupt:
             interrupt.pressed = True
+        except OutputLost as error:
+            lost = error  # what it has cost is still said
         for piece in stream.rest():
             if not command.json:
                 print(show(piece.text), end="", flush=True)
@@ -83,8 +97,10 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
             finish_reason=stream.finish_reason or "abort", sampling=session.sampling(command.settings),
         )  # fmt: skip
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         print(end="" if stream.text.endswith("\n") else "\n", flush=True)
         print(f"swiftspec: {answer.footer(stats, len(stream.token_ids))}", file=sys.stderr, flush=True)
+    if lost is not None:
+        raise lost
     return 0 if stream.finish_reason is not None else INTERRUPTED

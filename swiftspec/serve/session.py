@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,14 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.flags import MOST_THREADS
+from swiftspec.serve.machine import cpus_here, device_of, dtype_of, use_threads
 from swiftspec.serve.plan import mismatch
-from swiftspec.serve.settings import Settings
+from swiftspec.serve.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stream import TextStream
+from swiftspec.serve.streams import warn
+from swiftspec.serve.template import Renderer
 from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text import Message, TextCodec, check_pair, locate
+from swiftspec.serve.text import Message, TextCodec, check_pair, locate, may_have_template
 
 if TYPE_CHECKING:
     from swiftspec.assemble.models import Options
@@ -48,10 +49,13 @@ class Session:
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
-        return self.codec.encode(text) if settings.raw else self.codec.encode_chat([{"role": "user", "content": text}])
+        if settings.raw:
+            return self.codec.encode(text, self.llm.max_model_len)
+        return self.encode_chat([{"role": "user", "content": text}])
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        return self.codec.encode_chat(messages)
+        """A conversation through the chat template. Raises TooLong on one that cannot fit the context."""
+        return self.codec.encode_chat(messages, self.llm.max_model_len)
 
     def sampling(self, settings: Settings) -> SamplingParams:
         """How an answer is sampled. A negative prompt becomes tokens as a prompt alone does."""
@@ -71,6 +75,16 @@ class Session:
         chunks = watch(self.llm.stream(prompt, sampling))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
+    def close(self) -> None:
+        """Sends the other ranks home and ends what was started for this session. Says so if the trace is not whole."""
+        try:
+            self.llm.close()
+        finally:
+            self.codec.close()
+        log = self.llm.roles.log
+        if log is not None and log.lost is not None:
+            warn(f"--trace {log.file} is not whole: {log.lost}")
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -86,6 +100,8 @@ class Found:
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
         model, draft_model = _names(settings)
+        if settings.revision is not None and Path(model).expanduser().is_dir():
+            raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")
         plan = settings.make_plan(draft_model is not None, ranks)  # nonsense shows before anything is fetched
         if not all(Path(name).expanduser().is_dir() for name in (model, draft_model) if name is not None):
             phases.begin("download")
@@ -94,6 +110,8 @@ class Found:
         for path in (target, draft):
             if path is not None:
                 read_config(path)  # what is no model shows at once
+        if settings.plan not in ("auto", "none"):
+            _check_plan(settings, draft)
         if draft is not None and settings.mode != "ar":
             plan = planned(settings, target, draft, ranks, phases).make_plan(True, ranks)
         if plan.mode == "ar":
@@ -107,10 +125,13 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     defaults = generation_defaults(found.target)
     sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
     found.plan.check_request(sampling)
+    renderer = Renderer(found.target)
+    if not settings.raw and may_have_template(found.target):
+        renderer.start()  # its imports take as long as ours
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
     phases.begin("tokenizers")
-    codec = TextCodec(found.target)
+    codec = TextCodec(found.target, renderer)
     if found.draft is not None:
         check_pair(codec, TextCodec(found.draft))
 
@@ -119,6 +140,13 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
     for note in (settings.note(), mismatch(found.plan, sampling)):
         if note is not None:
             phases.warn(note)
+    cpus = len(cpus_here())
+    if (settings.threads or 0) > cpus:
+        phases.warn(f"--threads {settings.threads} on {cpus} CPUs: threads wait for each other, take {cpus} at most")
+    for line in settings.idle(found.plan.mode):
+        phases.note(line)
+    if settings.share_gpus and device_of(settings.device) == "cpu":
+        phases.note("--share-gpus does nothing: the models run on the CPU")
     phases.begin("target weights")
     from swiftspec.llm import LLM
 
@@ -152,9 +180,9 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
 
     from swiftspec.profiles import emulation
 
-    device = _device(settings.device)
-    dtype = _dtype(settings, target, device)
-    threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
+    device = device_of(settings.device)
+    dtype = dtype_of(settings, target, device)
+    threads = use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
     options: Options = {
         "dtype": getattr(torch, dtype),
         "device": device,
@@ -175,9 +203,9 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
         return settings
     from swiftspec.profiles import emulation, store
 
-    device = _device(settings.device)
+    device = device_of(settings.device)
     emulate = None if settings.emulate is None else emulation.parse(settings.emulate)
-    key = store.Key.of(device, ranks, target, draft, _dtype(settings, target, device), settings.ops, emulate)
+    key = store.Key.of(device, ranks, target, draft, dtype_of(settings, target, device), settings.ops, emulate)
     if named:
         file = Path(settings.plan)
         profile = store.load(file)
@@ -190,6 +218,9 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
             phases.note(reason)
     fixed = {name: getattr(settings, name) for name in store.PLAN if name in settings.model_fields_set}
     run = None if profile is None else store.best(profile, fixed)
+    if run is None and named:
+        given = " with ".join(["", *(f"{flag_name(name)} {value}" for name, value in fixed.items())])
+        raise UsageError(f"--plan {settings.plan} has no run{given} whose text is the target's: leave one of them out")
     if run is None:
         return settings
     phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
@@ -197,6 +228,17 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
     return filled
+
+
+def _check_plan(settings: Settings, draft: Path | None) -> None:
+    """Raises UsageError where a named profile could fill nothing in."""
+    why = None
+    if draft is None:
+        why = "fills in what shapes a draft, and there is no draft model: name one with --draft-model"
+    elif settings.mode in ("ar", "smc"):
+        why = f"fills in what shapes a draft tree, which mode {settings.mode} has not"
+    if why is not None:
+        raise UsageError(f"--plan {settings.plan} {why}; or leave it out")
 
 
 class _Weights:
@@ -235,61 +277,3 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
         raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
     return values
-
-
-def _device(name: str) -> str:
-    """The device to run on. Raises UserError where a GPU is asked for and none is there."""
-    import torch
-
-    found = torch.cuda.is_available()
-    if name == "cuda" and not found:
-        raise UserError("--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or a CUDA build of torch")
-    return ("cuda" if found else "cpu") if name == "auto" else name
-
-
-def _dtype(settings: Settings, target: Path, device: str) -> str:
-    """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
-    if settings.dtype != "auto":
-        return settings.dtype
-    own = read_config(target).dtype
-    from swiftspec.backends import cpu as host
-
-    fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
-    return "bfloat16" if own in ("bfloat16", "float16") and fast else own
-
-
-def _cpu_has_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16 natively. Without that, float32 arithmetic behind it would be slower."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def _use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
-    """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
-    one: what it is left with is so small that a second one would only wait."""
-    import torch
-
-    from swiftspec.backends import cpu as host
-
-    native = settings.ops == "auto" and host.fits(read_config(target), getattr(torch, dtype), device)
-    count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
-    torch.set_num_threads(1 if native else count)
-    host.set_threads(count)
-    return count
-
-
-def physical_cores() -> int:
-    """Cores that this process may run on, two hardware threads of one core counted once."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cpus = affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text(encoding="utf-8").strip())
-        except OSError:
-            cores.add(str(cpu))
-    return max(len(cores), 1)

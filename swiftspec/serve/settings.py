@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, g
 from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from swiftspec.config import POPULATION, TREE, EngineConfig
+from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.serve.flags import Flag, OwnSettings, Table
+from swiftspec.serve.flags import CONTRADICTS, WITHOUT, Flag, OwnSettings, Table
 from swiftspec.serve.plan import split_ranks
 
 ENV_PREFIX = "SWIFTSPEC_"
@@ -98,10 +98,13 @@ class Settings(Attributes):
         mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
-        absent = TREE if mode == "smc" else POPULATION
-        for name, flag in self.table.flags.items():
-            if flag.setting.shapes == absent and name in self.model_fields_set:
-                raise UsageError(f"{flag_name(name)} shapes a {absent}, which mode {mode} has not: leave it out")
+        for part in CONTRADICTS[mode]:
+            for name in self._given(part):
+                raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
+        if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
+            raise UsageError(
+                "--adapt: rounds follow the clock, and the text of --verify reject the rounds: leave one out"
+            )
         table = self.table
         try:
             target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, gpu=self.device == "cuda")
@@ -112,6 +115,27 @@ class Settings(Attributes):
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None
+
+    def _given(self, part: str) -> list[str]:
+        """The settings that shape a part of the engine, as far as somebody gave them."""
+        shaping = [name for name, flag in self.table.flags.items() if flag.setting.shapes == part]
+        return [name for name in shaping if name in self.model_fields_set]
+
+    def idle(self, mode: str) -> list[str]:
+        """What was given and does nothing in this mode, in lines. What is just as one might think is left out, such as
+        a seed of greedy text."""
+        told = []
+        for part in WITHOUT[mode]:
+            flags = [flag_name(name) for name in self._given(part)]
+            if flags:
+                told.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
+        if (
+            mode in ("serial", "async")
+            and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
+            and self.adapt
+        ):
+            told.append("--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured")
+        return told
 
     def _follows_clock(self, mode: str) -> dict[str, bool]:
         """What of a round may follow what is measured: where the user gave d or bs, or --verify reject, whose text

@@ -6,10 +6,12 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swiftspec.errors import UserError
+from swiftspec.serve.template import Renderer, TooLong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +26,7 @@ HUB_REFUSALS = {
     "RepositoryNotFoundError": "no such model, or a private one that needs `hf auth login`",
     "RevisionNotFoundError": "no such revision",
 }
+MOST_TEXT = 64 << 20  # bytes of a text of which no context is known; nobody means to give a model more
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that they need is in tokenizer.json
 
 
@@ -48,10 +51,14 @@ def locate(name: str, revision: str | None = None) -> Path:
 
 
 class TextCodec:
-    """The tokenizer of one model. Raises UserError where it cannot be read, or a template does not work."""
+    """The tokenizer of one model. Raises UserError where it cannot be read, or a template does not work.
 
-    def __init__(self, path: Path) -> None:
+    `renderer`: what renders its chat template, where that was started already.
+    """
+
+    def __init__(self, path: Path, renderer: Renderer | None = None) -> None:
         self.path = path
+        self._renderer = renderer or Renderer(path)
         try:
             self.tokenizer = _read_tokenizer(path)
             self.vocab: dict[str, int] = self.tokenizer.get_vocab()
@@ -66,26 +73,47 @@ class TextCodec:
             number for token, number in self.vocab.items() if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token)
         )
 
+    def close(self) -> None:
+        """Ends the process that renders the chat template."""
+        self._renderer.close()
+
     @property
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
-        """Text as it stands, with the special tokens that the tokenizer puts around any text."""
-        return self._encode(text, special=True)
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of the longest token. No token stands for more text than that, but where a tokenizer drops text before
+        it looks for tokens (spaces in a row) or has one token for all that it does not know."""
+        return max(len(token.encode("utf-8", "surrogatepass")) for token in self.vocab)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def most_text(self, context: int | None) -> int:
+        """Bytes of text beyond which it is certain that so many tokens do not hold it; None: that is not known."""
+        return MOST_TEXT if context is None else context * self.longest
+
+    def encode(self, text: str, context: int | None = None) -> list[int]:
+        """Text as it stands, with the special tokens that the tokenizer puts around any text. Raises TooLong on text
+        that cannot fit a context of so many tokens; shorter text may still be too long."""
+        return self._encode(text, context, special=True)
+
+    def encode_chat(self, messages: Sequence[Message], context: int | None = None) -> list[int]:
         """A conversation through the chat template, ready for the assistant's turn. As in transformers and vLLM the
-        template alone decides about BOS and its like."""
+        template alone decides about BOS and its like. `context` as for `encode`."""
         if not self.has_template:
             raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
+        for message in messages:
+            for text in message.values():
+                self._check(text, context)
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program of the model's author
+            template = self.tokenizer.get_chat_template()  # of several the one named default
+        except ValueError as error:
             raise UserError(f"{self.path}: the chat template failed ({_line(error)})") from None
-        return self._encode(str(text), special=False)
+        variables = {
+            name: [str(token) for token in value] if isinstance(value, list) else str(value)
+            for name, value in self.tokenizer.special_tokens_map.items()
+        }
+        text = self._renderer.render(template, messages, variables, self.most_text(context))
+        return self._encode(text, context, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones left out."""
@@ -96,12 +124,33 @@ class TextCodec:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _encode(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, context: int | None, special: bool) -> list[int]:
+        self._check(text, context)
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def _check(self, text: str, context: int | None) -> None:
+        """Tokenizing has no bound of its own in time and memory."""
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError:
             raise UserError("the prompt is not valid UTF-8") from None
-        return list(self.tokenizer.encode(text, add_special_tokens=special))
+        if size > (context or 0) and size > self.most_text(context):  # most texts need not know the longest token
+            where = "any context" if context is None else f"the context of {context} with room for an answer"
+            raise TooLong(f"the prompt of {size} bytes does not fit {where}: shorten it or raise max_model_len")
+
+
+def may_have_template(path: Path) -> bool:
+    """Whether the files of a model look as if it had a chat template; its tokenizer knows better."""
+    if any((path / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    file = path / "tokenizer_config.json"
+    if not file.is_file():
+        return False
+    try:
+        with file.open("rb") as stream:
+            return b'"chat_template"' in stream.read(4 << 20)
+    except OSError:
+        return False
 
 
 def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from swiftspec.lab.measure import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
+from swiftspec.observe.trace import TraceLog
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, verifier_of
@@ -187,3 +189,39 @@ def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path, caps
 def test_a_trace_that_cannot_be_written(pair: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be written"):
         traced(pair, EngineConfig("ar"), tmp_path / "nowhere" / "t.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
+def test_a_full_disk_costs_no_answer(pair: tuple[Path, Path], mode: str, tmp_path: Path) -> None:
+    plan = EngineConfig(mode, self_switch=False)
+    assert traced(pair, plan, Path("/dev/full"), requests=3) == traced(pair, plan, tmp_path / "trace", requests=3)
+    log = TraceLog(Path("/dev/full"))
+    log.head({})
+    assert log.lost is None
+    log.end()
+    assert log.lost == "No space left on device"
+    log.end()
+    log.close()
+    unseen = TraceLog(Path("/dev/full"))
+    unseen.head({})
+    unseen.close()  # nothing was written before
+    assert unseen.lost == "No space left on device"
+
+
+def test_a_pipe(tmp_path: Path) -> None:
+    """With a reader it is as good as a file; without, nobody waits for one. A reader may leave."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe cannot be written: nobody reads this pipe yet, start its reader first"):
+        TraceLog(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    log = TraceLog(pipe)
+    log.head({"who": "me"})
+    log.end()
+    assert json.loads(os.read(reader, 1000)) == {"swiftspec_trace": 1, "who": "me"}
+    os.close(reader)
+    log.head({})
+    log.end()
+    assert log.lost == "Broken pipe"
+    log.close()

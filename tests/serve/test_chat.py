@@ -244,6 +244,18 @@ def test_an_answer_without_text_leaves_no_trace(room: Room) -> None:
     assert room.engine.asked[-1][0] == "<|user|>two<|end|><|bot|>"
 
 
+def test_a_conversation_far_beyond_the_context_drops_turns_too(room: Room) -> None:
+    """Even where its text is refused before it is tokenized."""
+    roles = ("user", "assistant")
+    room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
+    assert "turns were dropped" in room.run("last", EOFError)
+    assert room.engine.asked[-1][0].endswith("<|user|>last<|end|><|bot|>")
+    assert len(room.chat._history) < 40
+    kept = list(room.chat._history)
+    assert "error: the prompt of 9000 bytes does not fit the context of 200" in room.run("y" * 9000, EOFError)
+    assert room.chat._history == kept
+
+
 def test_raw_continues_each_text_by_itself(codec: TextCodec) -> None:
     room = Room(codec, raw=True)
     room.run("def a", "class", EOFError)

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,24 @@ def test_one_answer_as_json(command: Command, pair: list[str]) -> None:
 def test_a_target_alone_runs_without_a_draft(command: Command, pair: list[str]) -> None:
     assert command.json(*pair[:2], "--prompt", "a", "--max-tokens", "3")["metrics"]["mode"] == "ar"
     assert "needs a draft model" in command.refuses(*pair[:2], "--prompt", "a", "--mode", "serial", code=1)
+
+
+def test_the_process_of_the_template(command: Command, pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts with the libraries, only if it is of use, and leaves nothing behind."""
+    started: list[subprocess.Popen[Any]] = []
+    popen: Any = subprocess.Popen
+
+    def noted(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("swiftspec.serve.template.subprocess.Popen", noted)
+    command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
+    assert not started
+    command.json(*pair, "--prompt", "a", "--max-tokens", "1")
+    assert len(started) == 1 and started[0].returncode is not None
+    command.refuses(*pair, "--draft-model", str(Path(pair[1]) / "nowhere"), "--prompt", "a", code=1)
+    assert all(process.returncode is not None for process in started)
 
 
 def test_prompts_from_everywhere(command: Command, pair: list[str], tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     phases = Phases()
     try:
         tree = open_session(settings, phases, world)
-        alone = settings.model_copy(update={"mode": "ar", "target_tp": None, "draft_tp": None})
+        alone = settings.model_copy(update={"mode": "ar", "target_tp": None, "draft_tp": None, "plan": "none"})
         plain = open_session(alone, Phases(quiet=True))
     finally:
         phases.close()
@@ -99,7 +99,8 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
     tested = Watched(tree.llm)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         verdict, texts = _trials(own, plain, tree, tested, settings, prompt, progress)
-    tree.llm.close()
+    for session in (tree, plain):
+        session.close()
     return _report(tree, tested, verdict, texts)
 
 

@@ -1,0 +1,160 @@
+"""Signals: the exit code is the signal's, whatever native code or somebody's `except` makes of the exception."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.serve.__main__ import guarded
+from tests.support.pty_terminal import Terminal
+from tests.support.toy_pair import make_pair
+
+ROOT = Path(__file__).parents[2]
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 129}
+
+
+@pytest.fixture(autouse=True)
+def heard() -> object:
+    """A process may begin with them ignored, and then they stay so."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in CODES}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def converted(number: int) -> int:
+    try:
+        signal.raise_signal(number)
+    except BaseException:
+        raise RuntimeError("PyTorch makes this of an exception in its callback") from None
+    return 0
+
+
+def explained(number: int) -> int:
+    try:
+        return converted(number)
+    except RuntimeError as error:
+        raise UserError(f"model.safetensors is damaged: {error}") from None
+
+
+def swallowed(number: int) -> int:
+    try:
+        return converted(number)
+    except RuntimeError:
+        return 0
+
+
+def plain(number: int) -> int:
+    signal.raise_signal(number)
+    return 0
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("call", [plain, converted, explained, swallowed], ids=lambda call: call.__name__)
+def test_the_exit_code_is_the_signals(
+    call: Callable[[int], int], number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert guarded(lambda first: call(number)) == CODES[signal.Signals(number)]
+    assert capsys.readouterr() == ("", "")
+    assert signal.getsignal(number) is signal.SIG_DFL, "as it was before"
+
+
+def test_what_is_no_signal_is_told_as_ever(capsys: pytest.CaptureFixture[str]) -> None:
+    def damaged(first: bool) -> int:
+        raise UserError("it is damaged")
+
+    assert guarded(damaged) == 1
+    assert capsys.readouterr().err == "swiftspec: error: it is damaged\n"
+    with pytest.raises(ZeroDivisionError):
+        guarded(lambda first: 1 // 0)
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    for number in CODES:
+        signal.signal(number, signal.SIG_IGN)
+        assert guarded(lambda first, number=number: plain(number)) == 0
+
+
+STUBBORN = """
+import select, sys, time
+from swiftspec.serve.__main__ import guarded
+def eats(first):
+    print("runs", flush=True)
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            pass
+def native(first):
+    import ctypes
+    print("runs", flush=True)
+    ctypes.CDLL(None).poll(None, 0, -1)  # it is called again after a signal, as native code does
+    ctypes.CDLL(None).pause()
+    ctypes.CDLL(None).pause()
+sys.exit(guarded({}, grace=0.2))
+"""
+
+
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("run", ["eats", "native"])
+def test_who_does_not_end_is_ended(run: str, number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUBBORN.format(run)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "runs\n"
+    process.send_signal(number)
+    assert process.wait(60) == CODES[signal.Signals(number)]
+    assert process.communicate() == ("", "")
+
+
+RAW = "def raw(first):\n    import tty\n    tty.setraw(0)\n    eats(first)\n"
+
+
+def test_a_terminal_is_left_as_it_was() -> None:
+    """Also by who had changed it, and is ended on the spot."""
+    child = STUBBORN.format("raw").replace("sys.exit", RAW + "sys.exit")
+    script = (
+        "import subprocess, sys, termios\nbefore = termios.tcgetattr(0)\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\nassert termios.tcgetattr(0) != before\nchild.terminate()\n"
+        "print(child.wait(), termios.tcgetattr(0) == before)\n"
+    )
+    terminal = Terminal(["-c", script])
+    terminal.until(r"143 True")
+    assert terminal.leave() == 0
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The flags that name a pair."""
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return ["--model", str(target), "--draft-model", str(draft), "--threads", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", CODES)
+@pytest.mark.parametrize("phase", ["libraries", "tokenizers", "target weights", "draft weights", "ready"])
+def test_at_any_moment_of_the_start(pair: list[str], phase: str, number: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swiftspec.serve", *pair, "--prompt", "a", "--ignore-eos", "--verify-batch", "1"],
+        cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(f"swiftspec: {phase}"):
+            break
+    process.send_signal(number)
+    _, rest = process.communicate(timeout=60)
+    assert process.returncode == CODES[signal.Signals(number)] or (phase == "ready" and process.returncode == 0)
+    assert "error" not in rest and "Traceback" not in rest
