@@ -13,3 +13,9 @@ class DrafterLost(Exception):
 
 class RankLost(Exception):
     """A rank of this rank's own group, or its leader, is gone. The job ends; the message is one line that says who."""
+
+
+def shown(value: object, most: int = 80) -> str:
+    """A value as a message shows it: on one line, and cut where it is long."""
+    text = f"{value:#x}" if isinstance(value, int) and abs(value) >> 256 else repr(value)  # Python will not write them
+    return text if len(text) <= most else f"{text[: most - 3]}..."

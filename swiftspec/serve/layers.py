@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from swiftspec import files
+from swiftspec.errors import UserError, shown
 from swiftspec.serve.settings import Settings, UsageError, env_name, explain, flag_name
 
 
@@ -31,26 +33,28 @@ def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Setting
 
 
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
-    """The file's values by field name; empty ones count as left out."""
-    import yaml  # not needed for --help
+    """The file's values by field name, as text: what the flag would get on the command line. Empty ones count as left
+    out."""
+    from swiftspec.serve.yaml_text import NotPlain, mapping  # yaml is not needed for --help
 
+    name = f"--config {file}"
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in data.items()}
-    unknown = [str(key) for key in data if str(key).replace("-", "_") not in known]
-    if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0], known)}")
-    return {name: value for name, value in values.items() if value is not None}
+        data = mapping(files.read_text(file, name, files.SMALL))
+    except NotPlain as error:
+        raise UsageError(f"{name} {error}") from None
+    except UserError as error:
+        raise UsageError(str(error)) from None
+    values: dict[str, object] = {}
+    for key, value in data:
+        field = key.replace("-", "_")
+        if field not in known:
+            raise UsageError(f"{name}: unknown key {shown(key)}{_hint(key, known)}")
+        if field in values:
+            raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: take one of them out")
+        values[field] = value
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key.replace("_", "-"), [name.replace("_", "-") for name in known], 1)
+    near = difflib.get_close_matches(key[:80].replace("_", "-"), [name.replace("_", "-") for name in known], 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.files import Fields, expanded, is_file, is_folder, read_object
 from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.serve.flags import MOST_THREADS
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
     from swiftspec.llm import LLM
+    from swiftspec.observe.emulate import Emulation
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
@@ -87,7 +88,8 @@ class Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
         model, draft_model = _names(settings)
         plan = settings.make_plan(draft_model is not None, ranks)  # nonsense shows before anything is fetched
-        if not all(Path(name).expanduser().is_dir() for name in (model, draft_model) if name is not None):
+        _emulation(settings)
+        if not all(is_folder(expanded(name)) for name in (model, draft_model) if name is not None):
             phases.begin("download")
         target = locate(model, settings.revision)
         draft = None if draft_model is None else locate(draft_model)
@@ -150,8 +152,6 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
 
-    from swiftspec.profiles import emulation
-
     device = _device(settings.device)
     dtype = _dtype(settings, target, device)
     threads = _use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
@@ -161,7 +161,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
-        "emulate": None if settings.emulate is None else emulation.parse(settings.emulate),
+        "emulate": _emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
     }
     return options, dtype, threads
@@ -169,15 +169,16 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
 
 def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: Phases) -> Settings:
     """The settings with what is open of mode, split and tree filled in from a profile, and a word on which. Raises
-    UserError where a profile is named and is not of this machine and pair."""
+    UserError where a profile is named and is damaged, or not of this machine and pair. One that only lies in ./profiles
+    is passed over then, with a note."""
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
     if settings.plan == "none" or settings.mode == "smc" or not (named or any(folder.glob("*.json"))):
         return settings
-    from swiftspec.profiles import emulation, store
+    from swiftspec.profiles import store
 
     device = _device(settings.device)
-    emulate = None if settings.emulate is None else emulation.parse(settings.emulate)
-    key = store.Key.of(device, ranks, target, draft, _dtype(settings, target, device), settings.ops, emulate)
+    dtype, emulate = _dtype(settings, target, device), _emulation(settings)
+    key = store.Key.of(device, ranks, target, draft, dtype, settings.ops, emulate)
     if named:
         file = Path(settings.plan)
         profile = store.load(file)
@@ -191,11 +192,20 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     fixed = {name: getattr(settings, name) for name in store.PLAN if name in settings.model_fields_set}
     run = None if profile is None else store.best(profile, fixed)
     if run is None:
+        if named:
+            phases.warn(f"--plan {settings.plan} is not used: no run in it has the values that are given here")
         return settings
-    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
     open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
+    try:
+        filled.make_plan(True, ranks)
+    except UserError as error:  # the settings alone make one, so it is the profile that does not fit
+        if named:
+            raise UserError(f"--plan {file} is refused: {error}") from None
+        phases.note(f"{file} is not used: {error}")
+        return settings
+    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
     return filled
 
 
@@ -221,19 +231,29 @@ def _names(settings: Settings) -> tuple[str, str | None]:
     return str(target), settings.draft_model or str(DEMO / "draft")
 
 
+def _emulation(settings: Settings) -> Emulation | None:
+    """The step times that are asked for. Raises UserError on nonsense, at whatever point it is first asked."""
+    from swiftspec.profiles import emulation
+
+    return None if settings.emulate is None else emulation.parse(settings.emulate)
+
+
 def generation_defaults(path: Path) -> dict[str, Any]:
     """The sampling values that a checkpoint's generation_config.json sets. do_sample false means greedy."""
     file = path / "generation_config.json"
-    if not file.is_file():
+    if not is_file(file):
         return {}
+    fields = Fields(read_object(file))
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        values = {ours: data[name] for name, ours in FROM_MODEL.items() if data.get(name) is not None}
-        if data.get("do_sample") is False:
+        given = {name: ours for name, ours in FROM_MODEL.items() if fields.data.get(name) is not None}
+        whole = {name for name, ours in given.items() if Settings.table.flags[ours].kind in (int, int | None)}
+        values: dict[str, Any] = {ours: fields.whole(name) for name, ours in given.items() if name in whole}
+        values |= {given[name]: fields.number(name, least=-1e9, most=1e9) for name in given if name not in whole}
+        if not fields.flag("do_sample", True):
             values["temperature"] = 0.0
         SamplingParams(**values)
-    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
+    except UserError as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
     return values
 
 

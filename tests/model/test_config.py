@@ -201,7 +201,7 @@ def test_directories(tmp_path: Path) -> None:
         file.write_text(text)
         assert names in message(tmp_path) and "config.json" in message(tmp_path)
     file.write_bytes(b"\xff\xfe")
-    assert "JSON" in message(tmp_path)
+    assert "UTF-8" in message(tmp_path)
 
 
 def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:

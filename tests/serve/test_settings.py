@@ -112,11 +112,11 @@ def test_bad_flags(argv: list[str], message: str) -> None:
         ("prompt: hi", "unknown key 'prompt'"),
         ("top-p: 7", "top-p in {file} must lie above 0"),
         ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
-        ("model: 3", "model in {file} must be text, not 3"),
+        ("model: [a]", "model in {file} must be text, not ['a']"),
         ("stop: {a: 1}", "stop in {file} must be a list"),
         ("just words", "must hold `flag: value` lines"),
         ("top-p: [0.9", "is not YAML"),
-        (b"\xff\xfe\x00", "cannot be read: not UTF-8"),
+        (b"\xff\xfe\x00", "is not valid UTF-8 (byte 0)"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
@@ -163,7 +163,7 @@ def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ['{"top_p": 5}', '{"temperature": "warm"}', "[]", "{", '{"top_k": {}}'])
 def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"generation_config\.json cannot be used") as caught:
+    with pytest.raises(UserError, match=r"generation_config\.json") as caught:
         generation_defaults(tmp_path)
     assert "\n" not in str(caught.value)
 
