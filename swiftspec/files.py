@@ -45,13 +45,13 @@ def expanded(name: str) -> Path:
 
 def in_a_line(error: BaseException) -> str:
     """What an exception says, in one line of bounded length."""
-    words = " ".join(str(error).split()) or type(error).__name__
+    words = _printable(" ".join(str(error).split())) or type(error).__name__
     return words if len(words) <= WORDS else words[: WORDS - 3] + "..."
 
 
 def open_file(file: Path, name: str | None = None) -> BinaryIO:
     """A regular file, open for reading. A pipe or a device is not waited for. `name`: what to call it in an error."""
-    name = str(file) if name is None else name
+    name = _named(file, name)
     try:
         descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
     except (OSError, ValueError) as error:
@@ -66,7 +66,7 @@ def open_file(file: Path, name: str | None = None) -> BinaryIO:
 
 def read_bytes(file: Path, name: str | None = None, most: int = MOST) -> bytes:
     """The contents of a regular file of at most `most` bytes."""
-    name = str(file) if name is None else name
+    name = _named(file, name)
     with open_file(file, name) as stream:
         return read_stream(stream, name, most)
 
@@ -92,13 +92,13 @@ def decoded(data: bytes, name: str) -> str:
 
 def read_text(file: Path, name: str | None = None, most: int = MOST) -> str:
     """The text of a regular file of at most `most` bytes."""
-    name = str(file) if name is None else name
+    name = _named(file, name)
     return decoded(read_bytes(file, name, most), name)
 
 
 def lines(file: Path, name: str | None = None, *, most: int, longest: int = SMALL) -> Iterator[bytes]:
     """The lines of a regular file of at most `most` bytes, none longer than `longest` bytes."""
-    name = str(file) if name is None else name
+    name = _named(file, name)
     with open_file(file, name) as stream:
         if os.fstat(stream.fileno()).st_size > most:
             raise UserError(f"{name} cannot be read: it is larger than {_size(most)}")
@@ -129,11 +129,20 @@ def parse_json(text: str, name: str) -> Any:
 
 def read_object(file: Path, name: str | None = None, most: int = MOST) -> dict[str, Any]:
     """The JSON object that a file holds."""
-    name = str(file) if name is None else name
+    name = _named(file, name)
     data = parse_json(read_text(file, name, most), name)
     if not isinstance(data, dict):
         raise UserError(f"{name}: not a JSON object")
     return data
+
+
+def _named(file: Path, name: str | None) -> str:
+    return _printable(str(file) if name is None else name)
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _items(value: dict[str, Any] | list[Any]) -> Sequence[Any]:

@@ -25,6 +25,7 @@ Seconds = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 Positive = Annotated[float, Field(gt=0, le=LONGEST)]
 Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON knows lists only
 Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # begin, end, rows
+LEFT_OUT: Any = None  # what of a round may be missing; where it stands it is not null
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -123,17 +124,17 @@ class Recorded(Part):
 
 
 class TargetLane(Part):
-    open: Span | None = None
-    verify: Span | None = None
-    forward: Seconds | None = None
+    open: Span = LEFT_OUT
+    verify: Span = LEFT_OUT
+    forward: Seconds = LEFT_OUT
     forwards: list[Forward] = []
 
 
 class DraftLane(Part):
-    open: Span | None = None
-    observe: Span | None = None
-    propose: Span | None = None
-    grow: Span | None = None
+    open: Span = LEFT_OUT
+    observe: Span = LEFT_OUT
+    propose: Span = LEFT_OUT
+    grow: Span = LEFT_OUT
     forwards: list[Forward] = []
     nodes: Count = 0
     expanded: Count = 0
@@ -147,7 +148,7 @@ class Lane(Part):
     wait: Span
     target: TargetLane
     path: list[Count] = Field(min_length=1)
-    draft: DraftLane | None = None
+    draft: DraftLane = LEFT_OUT
 
     @field_validator("target")
     @classmethod
@@ -216,11 +217,11 @@ class Round(Part):
     round: Count
     tokens: list[Count]
     target: TargetLane
-    draft: DraftLane | None = None
-    wait: Span | None = None
-    population: Span | None = None
-    proposal: Proposed | None = None
-    path: list[Count] | None = Field(default=None, min_length=1)
+    draft: DraftLane = LEFT_OUT
+    wait: Span = LEFT_OUT
+    population: Span = LEFT_OUT
+    proposal: Proposed = LEFT_OUT
+    path: Annotated[list[Count], Field(min_length=1)] = LEFT_OUT
 
     @model_validator(mode="after")
     def _is_whole(self) -> Round:
