@@ -89,7 +89,7 @@ class Plan(Shape):
 class Run(Part):
     plan: Plan
     ops: Name
-    variation: bool = False
+    variation: bool
     speeds: list[Positive]
     tokens_per_round: Positive | None
     rounds: Count
