@@ -193,7 +193,7 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     run = None if profile is None else store.best(profile, fixed)
     if run is None:
         if named:
-            phases.warn(f"--plan {settings.plan} is not used: no run in it has the values that are given here")
+            phases.note(f"--plan {settings.plan} is not used: no run in it has the values that are given here")
         return settings
     open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)

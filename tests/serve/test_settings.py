@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.serve import oneshot
 from swiftspec.serve.cli import build_parser, parse
 from swiftspec.serve.layers import load
 from swiftspec.serve.session import Found, generation_defaults
@@ -283,3 +285,19 @@ def test_nonsense_shows_before_a_model_is_looked_for() -> None:
         Found.of(settings, 1, Phases(quiet=True))
     with pytest.raises(UserError, match="no such user"):
         Found.of(Settings(model="~nosuchuser/x"), 1, Phases(quiet=True))
+
+
+def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("hello\n"))
+    writer.start()
+    assert oneshot.read_prompt(parse(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
+    writer.join()
+    monkeypatch.setattr(oneshot, "MOST_PROMPT", 1000)
+    for file, reason in (
+        ("/dev/zero", "is larger than 1000 bytes"),
+        (str(tmp_path), "Is a directory"),
+        ("a\0b", "null"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            oneshot.read_prompt(parse(["--prompt-file", file]))
