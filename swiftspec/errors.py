@@ -23,9 +23,9 @@ class RankLost(Exception):
 
 
 def shown(value: object, most: int = 80) -> str:
-    """How a message shows a value that may be anything: in one line, of a long one the beginning and the end."""
+    """A value as a message shows it: in one line, and of a long one the beginning and the end."""
     try:
-        text = repr(value)
-    except ValueError:  # an integer of thousands of digits
-        return "a number of too many digits"
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python writes no integer of thousands of digits
+        text = "a number of too many digits"
     return text if len(text) <= most else f"{text[: most - 20]}...{text[-10:]}"

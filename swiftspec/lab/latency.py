@@ -7,14 +7,15 @@ memory bandwidth for other GPUs, unless profiles/<gpu>-kernels.json has measured
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from swiftspec import files
 from swiftspec.errors import UserError
+from swiftspec.files import Fields
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.files import read_config
 
@@ -68,11 +69,11 @@ def constants(gpu: Gpu) -> tuple[Constants, Constants]:
 def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
     """The same with the lines of the operators that were measured: `{"points": [{"op": "linear" or "attention",
     "bytes": B, "us": T}, ...]}`. Slow and fast are the fit plus and minus what it leaves unexplained."""
-    try:
-        points = json.loads(file.read_text(encoding="utf-8"))["points"]
-        lines = {op: _fit([(p["bytes"], 1e-6 * p["us"]) for p in points if p["op"] == op]) for op in KINDS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} does not hold measured operators ({error})") from None
+    points = Fields(files.read_object(file), f"{file}: ").objects("points")
+    if not points:
+        raise UserError(f"{file} does not hold measured operators: it has no points")
+    found = [(p.text("op"), p.number("bytes", least=0, most=1e15), p.number("us", least=0, most=1e9)) for p in points]
+    lines = {kind: _fit([(size, 1e-6 * us) for op, size, us in found if op == kind]) for kind in KINDS}
     made = []
     for sign, base in zip((1, -1), constants(gpu)):
         found = {

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swiftspec import files
 from swiftspec.errors import UserError
 from swiftspec.model.files import read_config
 from swiftspec.serve.__main__ import guarded
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from swiftspec.lab.trials import Wish
     from swiftspec.serve.settings import Settings
 
+LARGEST_PROMPTS = 64 << 20  # bytes
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
@@ -182,13 +184,16 @@ def _measure(sweep: Sweep) -> int:
 
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
     """The field `prompt` of every line. Raises UserError on a file that has none."""
-    try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        texts = [str(line["prompt"]) for line in lines if family in (None, line.get("family"))]
-    except OSError as error:
-        raise UserError(f"--prompts {file} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f'--prompts {file} must hold a JSON object with a field "prompt" on every line') from None
+    name, texts = f"--prompts {file}", []
+    for number, line in enumerate(files.lines(file, name, most=LARGEST_PROMPTS), 1):
+        where = f"{name}, line {number},"
+        text = files.decoded(line, where).strip()
+        if text:
+            data = files.parse_json(text, where)
+            if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
+                raise UserError(f'{name} must hold a JSON object with a field "prompt" on every line')
+            if family in (None, data.get("family")):
+                texts.append(data["prompt"])
     if not texts or not all(texts):
         raise UserError(f"--prompts {file} has no prompt, or an empty one")
     return texts

@@ -122,7 +122,8 @@ class Acceptance:
         for record in records:
             plan = record["plan"]
             shape = (plan["mode"], plan["verify_batch"], plan["draft_leaves"], plan["draft_steps"])
-            self._rounds[shape] = [(int(accepted), int(critical)) for accepted, critical in record["rounds"]]
+            if record["rounds"]:
+                self._rounds[shape] = [(int(accepted), int(critical)) for accepted, critical in record["rounds"]]
 
     def depths(self, mode: str, bs: int, w: int) -> list[int]:
         """Every d that was recorded for a tree. Raises UserError where there is none."""

@@ -3,7 +3,6 @@ two models."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from swiftspec import files
 from swiftspec.errors import UserError
 from swiftspec.observe.trace import VERSION
+from swiftspec.profiles import layout
 
 Json = dict[str, Any]
+LARGEST = 1 << 30  # bytes of a trace: half a million rounds
 TARGET, DRAFT = 1, 2  # the threads of the timeline
 
 
@@ -27,19 +29,24 @@ class Trace:
 
     @staticmethod
     def read(file: Path) -> Trace:
-        """Raises UserError on a file that is no trace. A last line that was cut off is dropped."""
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+        """Raises UserError on a file that is no trace, and on a line that is damaged. A last line that was cut off is
+        dropped."""
         parsed: list[Json] = []
-        for number, line in enumerate(lines, 1):
+        bad: UserError | None = None
+        for number, line in enumerate(files.lines(file, most=LARGEST), 1):
+            if bad is not None:
+                raise bad
+            name = f"{file}, line {number},"
             try:
-                parsed.append(json.loads(line))
-            except ValueError:
-                if number < len(lines):
-                    raise UserError(f"{file}, line {number}, is not JSON: was it made with --trace?") from None
-        if not parsed or not isinstance(parsed[0], dict) or parsed[0].get("swiftspec_trace") != VERSION:
+                data = files.parse_json(files.decoded(line, name), name)
+            except UserError as error:
+                bad = UserError(f"{error}: was it made with --trace?")
+                continue
+            if not parsed and (not isinstance(data, dict) or data.get("swiftspec_trace") != VERSION):
+                break
+            layout.check(layout.Round if parsed else layout.Head, data, name)
+            parsed.append(data)
+        if not parsed:
             raise UserError(f"{file} is no trace of this version: make one with `serve --trace {file.name}`")
         return Trace(parsed[0], parsed[1:])
 
@@ -66,7 +73,10 @@ class RoundCost:
 
 def costs(trace: Trace) -> list[RoundCost]:
     """Of every whole round that both lanes tell of."""
-    return [_cost(this, after) for this, after in trace.successive() if "verify" in this["target"]]
+    return [
+        _cost(this, after)
+        for this, after in trace.successive() if "verify" in this["target"] and "verify" in after["target"]
+    ]  # fmt: skip
 
 
 def _cost(this: Json, after: Json) -> RoundCost:
@@ -100,13 +110,13 @@ def orchestration(rounds: Iterable[RoundCost], target: float, draft: float) -> l
 
 def chrome(trace: Trace) -> Json:
     """The trace in Chrome's format, which Perfetto reads: microseconds from the first event."""
-    if not trace.rounds:
-        return {"traceEvents": []}
     events = [
         {"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}}
         for tid, name in ((TARGET, "target"), (DRAFT, "draft"))
     ]
     spans = [span for line in trace.rounds for span in _spans(line)]
+    if not spans:
+        return {"traceEvents": []}
     zero = min(begin for _, _, begin, _, _ in spans)
     events += [
         {
@@ -158,7 +168,7 @@ def summary(trace: Trace) -> str:
         return f"{1e3 * statistics.fmean(values):.3f} ms"
 
     lengths = [r.length for r in rounds]
-    share = sum(r.forward for r in rounds) / sum(lengths)
+    share = sum(r.forward for r in rounds) / max(sum(lengths), 1e-9)  # of a damaged trace they may be anything
     growing, expanded = sum(r.late > 0 for r in rounds), sum(r.critical > 0 for r in rounds)
     lines += [
         f"a round lasts {ms(lengths)} (median {1e3 * statistics.median(lengths):.3f})",
@@ -176,7 +186,7 @@ def summary(trace: Trace) -> str:
         lines.append(f"  draft waits for the target       {ms(idle)}")
     lanes = [line["draft"] for line in trace.rounds if "draft" in line]
     if lanes:
-        reused, wasted = sum(lane["reused"] for lane in lanes), sum(lane["wasted"] for lane in lanes)
+        reused, wasted = (sum(lane.get(name, 0) for lane in lanes) for name in ("reused", "wasted"))
         lines.append(f"draft KV: {reused} nodes reused, {wasted} wasted ({wasted / max(reused + wasted, 1):.0%})")
     return "\n".join(lines)
 

@@ -5,115 +5,100 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields
 from swiftspec.model.config import ModelConfig, RopeConfig
 
 Json = Mapping[str, Any]
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MOST_POSITIONS = 2**31 - 1  # all bounds here are far above any model's, and low enough to compute with
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 def parse_config(data: Json) -> ModelConfig:
     """Reads a config.json of transformers 4 or 5. Raises UserError on what is not supported."""
-    family = _family(data)
-    hidden, heads = _size(data, "hidden_size"), _size(data, "num_attention_heads")
-    kv_heads = _size(data, "num_key_value_heads", heads)
-    head_dim = _size(data, "head_dim", hidden // heads)
+    fields = Fields(data)
+    family = _family(fields)
+    hidden = fields.whole("hidden_size", least=1, most=2**18)
+    heads = fields.whole("num_attention_heads", least=1, most=2**14)
+    kv_heads = fields.whole("num_key_value_heads", heads, least=1, most=2**14)
+    head_dim = fields.whole("head_dim", max(hidden // heads, 1), least=1, most=2**14)
     if heads % kv_heads:
         raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if head_dim % 2:
         raise UserError(f"head_dim {head_dim} is odd")
-    if data.get("hidden_act", "silu") != "silu":
-        raise UserError(f"hidden_act {data['hidden_act']!r} is not supported; only 'silu' is")
-    attention_bias = bool(data.get("attention_bias"))
+    activation = fields.text("hidden_act", "silu")
+    if activation != "silu":
+        raise UserError(f"hidden_act {shown(activation)} is not supported; only 'silu' is")
+    attention_bias, mlp_bias = fields.flag("attention_bias"), fields.flag("mlp_bias")
     return ModelConfig(
         family=family,
-        vocab_size=_size(data, "vocab_size"),
+        vocab_size=fields.whole("vocab_size", least=1, most=2**26),
         hidden_size=hidden,
-        num_layers=_size(data, "num_hidden_layers"),
+        num_layers=fields.whole("num_hidden_layers", least=1, most=2**14),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_size(data, "intermediate_size"),
-        rms_norm_eps=_number(data, "rms_norm_eps", 1e-6),
+        intermediate_size=fields.whole("intermediate_size", least=1, most=2**22),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, least=1e-30, most=1.0),
         rope=parse_rope(data),
-        max_position_embeddings=_size(data, "max_position_embeddings", 2048),
+        max_position_embeddings=fields.whole("max_position_embeddings", 2048, least=2, most=MOST_POSITIONS),
         qkv_bias=family == "qwen2" or attention_bias,
         o_bias=family == "llama" and attention_bias,
-        mlp_bias=family == "llama" and bool(data.get("mlp_bias")),
-        tie_word_embeddings=bool(data.get("tie_word_embeddings", False)),
-        dtype=_dtype(data),
-        quantization=read_object(data, "quantization_config"),
-        eos_token_ids=_ids(data, "eos_token_id"),
+        mlp_bias=family == "llama" and mlp_bias,
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=_dtype(fields),
+        quantization=fields.object("quantization_config").data,
+        eos_token_ids=stop_tokens(fields),
     )
+
+
+def stop_tokens(fields: Fields) -> tuple[int, ...]:
+    """`eos_token_id`, one or a list. What is below 0 stands for none."""
+    ids = fields.wholes("eos_token_id", least=-1, most=2**31 - 1)
+    return tuple(token for token in ids if token >= 0)
 
 
 def parse_rope(data: Json) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (transformers 4)."""
-    scaling = read_object(data, "rope_parameters") or read_object(data, "rope_scaling")
-    both = {**data, **scaling}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    fields = Fields(data)
+    newer, older = fields.object("rope_parameters"), fields.object("rope_scaling")
+    scaling = newer if newer.data else older
+    both = Fields({**data, **scaling.data})
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"RoPE type {kind!r} is not supported; default, linear and llama3 are")
-    if both.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise UserError(f"RoPE type {shown(kind)} is not supported; default, linear and llama3 are")
+    if both.number("partial_rotary_factor", 1.0, least=0.0, most=1.0) != 1:
         raise UserError("a partial_rotary_factor other than 1 is not supported")
-    theta = _number(both, "rope_theta", 10000.0)
+    theta = both.number("rope_theta", 10000.0, least=1.0, most=1e15)
     if kind == "default":
         return RopeConfig(theta)
-    factor = _number(scaling, "factor")
+    factor = scaling.number("factor", least=0.01, most=1e6)
     if kind == "linear":
         return RopeConfig(theta, kind, factor)
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    low, high = (scaling.number(f"{end}_freq_factor", least=1e-3, most=1e6) for end in ("low", "high"))
     if low >= high:
         raise UserError(f"RoPE low_freq_factor {low} must be below high_freq_factor {high}")
-    return RopeConfig(theta, kind, factor, low, high, _size(scaling, "original_max_position_embeddings"))
+    original = scaling.whole("original_max_position_embeddings", least=1, most=MOST_POSITIONS)
+    return RopeConfig(theta, kind, factor, low, high, original)
 
 
-def _family(data: Json) -> Literal["llama", "qwen2"]:
-    names, kind = data.get("architectures") or [], data.get("model_type")
-    name = names[0] if names else _ARCHITECTURES.get(str(kind), kind)
+def _family(fields: Fields) -> Literal["llama", "qwen2"]:
+    names, kind = fields.texts("architectures"), fields.text("model_type", "")
+    name = names[0] if names else _ARCHITECTURES.get(kind, kind or None)
     if name not in _ARCHITECTURES.values():
         known = " and ".join(_ARCHITECTURES.values())
-        raise UserError(f"architecture {name!r} is not supported; {known} are")
-    sliding = "sliding_attention" in (data.get("layer_types") or ())
+        raise UserError(f"architecture {shown(name)} is not supported; {known} are")
+    sliding = "sliding_attention" in fields.texts("layer_types")
     if name == _ARCHITECTURES["llama"]:
         return "llama"
-    if data.get("use_sliding_window") or sliding:
+    if fields.flag("use_sliding_window") or sliding:
         raise UserError("sliding window attention is not supported")
     return "qwen2"
 
 
-def _dtype(data: Json) -> str:
-    name = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
+def _dtype(fields: Fields) -> str:
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:
-        raise UserError(f"dtype {name!r} is not supported; {', '.join(DTYPES)} are")
+        raise UserError(f"dtype {shown(name)} is not supported; {', '.join(DTYPES)} are")
     return name
-
-
-def _number(data: Json, key: str, default: float | None = None) -> float:
-    value = data.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"{key} is missing" if value is None else f"{key} must be a positive number, not {value!r}")
-    return float(value)
-
-
-def _size(data: Json, key: str, default: int | None = None) -> int:
-    value = default if data.get(key) is None else data[key]
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise UserError(f"{key} is missing" if value is None else f"{key} must be a positive integer, not {value!r}")
-    return value
-
-
-def read_object(data: Json, key: str) -> Json:
-    value = data.get(key)
-    if value is not None and not isinstance(value, Mapping):
-        raise UserError(f"{key} must be an object, not {value!r}")
-    return value or {}
-
-
-def _ids(data: Json, key: str) -> tuple[int, ...]:
-    value = data.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UserError(f"{key} must be a token id or a list of them, not {value!r}")
-    return tuple(ids)

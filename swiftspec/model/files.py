@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields, in_a_line, is_file, is_folder, read_object
 from swiftspec.model.checkpoint import FLOATS
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.config_json import parse_config
+from swiftspec.model.config_json import parse_config, stop_tokens
 from swiftspec.model.formats import format_of
 
 Progress = Callable[[str, int, int], None]  # file name, its number from 1, how many there are
+LARGEST_INDEX = 64 << 20  # bytes; the largest mixtures of experts come to a tenth
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -27,30 +29,19 @@ def read_config(path: str | Path) -> ModelConfig:
     Raises UserError on a model, or a format of its weights, that is not supported.
     """
     folder = Path(path)
-    if not folder.is_dir():
+    file, stops = folder / "config.json", folder / "generation_config.json"
+    if not is_folder(folder):
         raise UserError(f"{folder}: no such directory")
-    if not (folder / "config.json").is_file():
+    if not is_file(file):
         raise UserError(f"{folder}: no config.json; a Hugging Face model directory has one")
-    data = _read_object(folder / "config.json")
-    if (folder / "generation_config.json").is_file():
-        stop = _read_object(folder / "generation_config.json").get("eos_token_id")
-        data = data if stop is None else {**data, "eos_token_id": stop}
+    data = read_object(file)
     try:
         config = parse_config(data)
         format_of(config)
     except UserError as error:
-        raise UserError(f"{folder}/config.json: {error}") from None
-    return config
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: not readable as JSON ({str(error).splitlines()[0]})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{file}: not a JSON object")
-    return data
+        raise UserError(f"{file}: {error}") from None
+    named = Fields(read_object(stops) if is_file(stops) else {}, f"{stops}: ")
+    return config if named.data.get("eos_token_id") is None else replace(config, eos_token_ids=stop_tokens(named))
 
 
 class Tensors:
@@ -78,11 +69,12 @@ class Tensors:
             self._opened.add(file)
             self._progress(file, len(self._opened), len(self._files))
         try:
+            found = list(handle.get_slice(name).get_shape())  # of the header: nothing is read, or made, before it fits
+            if found != list(shape):
+                raise UserError(f"{self.folder / file}: {name} is {shown(found)}, config.json says {list(shape)}")
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise UserError(f"{self.folder / file}: cannot read {name} ({_line(error)})") from None
-        if tuple(tensor.shape) != shape:
-            raise UserError(f"{self.folder / file}: {name} is {list(tensor.shape)}, config.json says {list(shape)}")
+            raise UserError(f"{self.folder / file}: cannot read {name} ({in_a_line(error)})") from None
         if tensor.dtype not in kinds:
             raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
         self._left.discard(name)
@@ -94,16 +86,17 @@ class Tensors:
         redundant = ("rotary_emb.inv_freq", "lm_head.weight")
         extra = sorted(name for name in self._left if not name.endswith(redundant))
         if extra:
+            name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else shown(extra[0])
             order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
-            raise UserError(f"{self.folder}: tensor {extra[0]} has no place in this model{order}")
+            raise UserError(f"{self.folder}: tensor {name} has no place in this model{order}")
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
     """Opens a directory's safetensors files. `progress` is called when the first tensor of a file is read."""
     folder = Path(path)
-    if (folder / _INDEX).is_file():
+    if is_file(folder / _INDEX):
         return Tensors(folder, _indexed_files(folder), progress)
-    if (folder / _SINGLE).is_file():
+    if is_file(folder / _SINGLE):
         return Tensors(folder, [_SINGLE], progress)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
         raise UserError(f"{folder}: safetensors only, and these weights are pickles, which can run code; convert them")
@@ -112,17 +105,14 @@ def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
 
 def _indexed_files(folder: Path) -> list[str]:
     """The files that the index names, in order."""
-    try:
-        index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = sorted({str(file) for file in index.values()})
-        if not files:
-            raise ValueError("it names no file")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / _INDEX}: not a safetensors index ({_line(error)})") from None
+    index = Fields(read_object(folder / _INDEX, most=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
+    if not index.data:
+        raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
+    files = sorted({index.text(tensor) for tensor in index.data})
     for file in files:
-        if Path(file).name != file:
-            raise UserError(f"{folder / _INDEX}: {file!r} is not a plain file name")
-        if not (folder / file).is_file():
+        if Path(file).name != file or not file.isprintable() or len(file) > 255:
+            raise UserError(f"{folder / _INDEX}: {shown(file)} is not a plain file name")
+        if not is_file(folder / file):
             raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
     return files
 
@@ -131,8 +121,4 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{file}: damaged or cut short ({_line(error)}); download it again") from None
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{file}: damaged or cut short ({in_a_line(error)}); download it again") from None

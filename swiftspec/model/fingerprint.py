@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
+
+from swiftspec import files
+
+LARGEST = 256 << 20  # bytes of a tokenizer; no configuration comes near
+HEAD = 1 << 20
 
 
 def fingerprint(path: Path) -> str:
-    """What tells one model directory from another: its configs, and of its weights the names, sizes and first bytes."""
+    """What tells one model directory from another: its configs, and of its weights the names, sizes and first bytes.
+    Raises UserError where one of them cannot be read; what is no regular file belongs to no model."""
     digest = hashlib.sha256()
-    for file in sorted(path.glob("*.json")):
-        digest.update(file.name.encode() + file.read_bytes())
-    for file in sorted(path.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
+    for file in _regular(path, "*.json"):
+        digest.update(os.fsencode(file.name) + files.read_bytes(file, most=LARGEST))
+    for file in _regular(path, "*.safetensors"):
+        with files.open_file(file) as stream:
+            digest.update(os.fsencode(file.name) + f" {os.fstat(stream.fileno()).st_size}".encode())
+            digest.update(stream.read(HEAD))
     return digest.hexdigest()
+
+
+def _regular(path: Path, pattern: str) -> list[Path]:
+    return sorted(file for file in path.glob(pattern) if files.is_file(file))

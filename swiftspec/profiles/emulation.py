@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftspec.errors import UserError
+from swiftspec import files
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields
 from swiftspec.observe.emulate import Emulation, StepTimes
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BATCH = 8  # rows that Table 1 was measured at
+LEAST = 1e-9  # milliseconds in a file
 LONGEST = 60.0  # seconds of a step: beyond that somebody confused the units
 
 
@@ -31,7 +34,7 @@ def parse(text: str) -> Emulation:
     for part in text.split(","):
         side, _, value = part.strip().partition("=")
         if side not in ("target", "draft") or side in sides or not value:
-            raise UserError(f"--emulate {text!r}: write target=10.48ms,draft=3.25ms, or name a .json file")
+            raise UserError(f"--emulate {shown(text)}: write target=10.48ms,draft=3.25ms, or name a .json file")
         sides[side] = _times(value)
     return Emulation(sides.get("target"), sides.get("draft"))
 
@@ -47,32 +50,40 @@ def _times(value: str) -> StepTimes:
     except (AssertionError, ValueError):
         known = ", ".join(table)
         raise UserError(
-            f"--emulate: {value!r} is no step time: write 10.48ms (at most {LONGEST:g} s), or one of {known}"
+            f"--emulate: {shown(value)} is no step time: write 10.48ms (at most {LONGEST:g} s), or one of {known}"
         ) from None
 
 
 def _from_file(file: Path) -> Emulation:
+    name = f"--emulate {file}"
+    fields = Fields(files.read_object(file, name, files.SMALL))
+    unknown = sorted(set(fields.data) - {"target", "draft"})
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        unknown = set(data) - {"target", "draft"}
-        if unknown or not data:
-            raise ValueError(f"its keys must be target and draft, not {', '.join(sorted(unknown)) or 'none'}")
-        return Emulation(**{side: _from_table(table) for side, table in data.items()})
-    except OSError as error:
-        raise UserError(f"--emulate {file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+        if unknown or not fields.data:
+            raise ValueError(f"its keys must be target and draft, not {shown(unknown[0]) if unknown else 'none'}")
+        return Emulation(**{side: _from_table(fields.object(side)) for side in fields.data})
+    except (ValueError, UserError) as error:
         raise UserError(
-            f'--emulate {file} must hold {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
+            f'{name} must hold {{"target": {{"TP size": {{"rows": milliseconds}}}}, "draft": ...}} ({error})'
         ) from None
 
 
-def _from_table(table: dict[str, dict[str, float]]) -> StepTimes:
-    points = [
-        (int(tp), int(rows), _checked(float(ms) * 1e-3)) for tp, times in table.items() for rows, ms in times.items()
-    ]
-    if not points or any(tp < 1 or rows < 1 for tp, rows, _ in points):
-        raise ValueError("TP sizes and rows begin at 1")
+def _from_table(table: Fields) -> StepTimes:
+    points: list[tuple[int, int, float]] = []
+    for tp in table.data:
+        times = table.object(tp)
+        for rows in times.data:
+            seconds = times.number(rows, least=LEAST, most=1e3 * LONGEST) * 1e-3
+            points.append((_count(tp), _count(rows), seconds))
+    if not points:
+        raise ValueError("it has no times")
     return StepTimes(tuple(points))
+
+
+def _count(text: str) -> int:
+    if re.fullmatch("[0-9]{1,6}", text) is None or int(text) < 1:
+        raise ValueError(f"TP sizes and rows lie in 1..999999, and {shown(text)} does not")
+    return int(text)
 
 
 def _checked(seconds: float) -> float:

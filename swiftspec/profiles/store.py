@@ -31,9 +31,11 @@ from typing import Any
 
 import torch
 
-from swiftspec.errors import UserError
+from swiftspec import files
+from swiftspec.errors import UserError, shown
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.observe.emulate import Emulation
+from swiftspec.profiles import layout
 
 Json = dict[str, Any]
 VERSION = 1
@@ -58,6 +60,10 @@ def _cpu_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+class NoProfile(UserError):
+    """The file is JSON, and something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +115,25 @@ def name_of(key: Key, model: str) -> str:
 
 
 def load(file: Path) -> Json:
-    """A profile. Raises UserError on a file that is damaged, old, or something else."""
+    """A profile, which holds what layout.py says. Raises UserError on a file that is damaged, old, or no profile."""
+    again = "measure again with `python -m swiftspec.profile`"
+    text = files.read_text(file, f"profile {file}")
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"profile {file} cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise UserError(
-            f"profile {file} is damaged (not JSON): measure again with `python -m swiftspec.profile`"
-        ) from None
+        data = files.parse_json(text, "it")
+    except UserError as error:
+        raise UserError(f"profile {file} is damaged ({error}): {again}") from None
     if not isinstance(data, dict) or "swiftspec_profile" not in data:
-        raise UserError(f"{file} is no profile: make one with `python -m swiftspec.profile`")
-    if data["swiftspec_profile"] != VERSION:
-        raise UserError(
-            f"profile {file} has version {data['swiftspec_profile']}, this program reads {VERSION}: measure again"
-        )
-    _check(file, data)
-    return data
-
-
-def _check(file: Path, data: Json) -> None:
+        raise NoProfile(f"{file} is no profile: make one with `python -m swiftspec.profile`")
+    version = data["swiftspec_profile"]
+    if version != VERSION:
+        raise UserError(f"profile {file} has version {shown(version)}, this program reads {VERSION}: measure again")
     try:
-        Emulation.from_dict(data["key"]["emulate"])
-        for run in data["runs"]:
-            assert all(name in run["plan"] for name in PLAN)
-            assert run["dropped"] is not None or run["speeds"] or file.name.endswith(PARTIAL)
-            assert all(isinstance(speed, int | float) and speed > 0 for speed in run["speeds"])
-        for step in data["steps"]:
-            assert step["seconds"] and step["side"] in ("target", "draft")
-    except (KeyError, TypeError, ValueError, AttributeError, AssertionError):
-        raise UserError(f"profile {file} is damaged: measure again with `python -m swiftspec.profile`") from None
+        layout.check(layout.Profile, data, f"profile {file}")
+    except UserError as error:
+        raise UserError(f"{error}: {again}") from None
+    if not file.name.endswith(PARTIAL) and not all(run["speeds"] or run["dropped"] for run in data["runs"]):
+        raise UserError(f"profile {file} is damaged (a run without speeds, and not dropped): {again}")
+    return data
 
 
 def save(file: Path, text: str) -> None:
@@ -210,9 +205,10 @@ def find(folder: Path, key: Key) -> tuple[Json | None, Path | None, list[str]]:
             continue
         try:
             profile = load(file)
+        except NoProfile:
+            continue
         except UserError as error:
-            if "is no profile" not in str(error):
-                reasons.append(str(error))
+            reasons.append(str(error))
             continue
         reason = key.difference(profile["key"])
         if reason is None:

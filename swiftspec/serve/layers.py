@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from swiftspec import files
+from swiftspec.errors import UserError, shown
 from swiftspec.serve.settings import ENV_PREFIX, Settings, UsageError, env_name, explain, flag_name
 
 NO_SETTINGS = (  # variables of the build, the tests and the kernels
@@ -46,27 +48,29 @@ def strays(kind: type[Settings] = Settings) -> list[str]:
 
 
 def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
-    """The file's values by field name; empty ones count as left out."""
-    import yaml  # not needed for --help
+    """The file's values by field name, as text: what the flag would get on the command line. Empty ones count as left
+    out."""
+    from swiftspec.serve.yaml_text import NotPlain, mapping  # yaml is not needed for --help
 
+    name = f"--config {file}"
     try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {file} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    except yaml.YAMLError as error:
-        raise UsageError(f"--config {file} is not YAML: {' '.join(str(error).split())}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise UsageError(f"--config {file} must hold `flag: value` lines, not a {type(data).__name__}")
-    values = {str(key).replace("-", "_"): value for key, value in data.items()}
-    unknown = [str(key) for key in data if str(key).replace("-", "_") not in known]
-    dashed = [name.replace("_", "-") for name in known]
-    if unknown:
-        raise UsageError(f"--config {file}: unknown key {unknown[0]!r}{_hint(unknown[0].replace('_', '-'), dashed)}")
-    return {name: value for name, value in values.items() if value is not None}
+        data = mapping(files.read_text(file, name, files.SMALL))
+    except NotPlain as error:
+        raise UsageError(f"{name} {error}") from None
+    except UserError as error:
+        raise UsageError(str(error)) from None
+    values: dict[str, object] = {}
+    dashed = [known_field.replace("_", "-") for known_field in known]
+    for key, value in data:
+        field = key.replace("-", "_")
+        if field not in known:
+            raise UsageError(f"{name}: unknown key {shown(key)}{_hint(key.replace('_', '-'), dashed)}")
+        if field in values:
+            raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: take one of them out")
+        values[field] = value
+    return {field: value for field, value in values.items() if value is not None}
 
 
 def _hint(key: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(key, known, 1)
+    near = difflib.get_close_matches(key[:80], known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from swiftspec import files
+from swiftspec.errors import UserError
 from swiftspec.serve import answer
 from swiftspec.serve.cli import Command
 from swiftspec.serve.session import Session, open_session
@@ -26,18 +29,13 @@ def read_prompt(command: Command) -> str | None:
     if command.prompt is not None:
         text, source = command.prompt, "--prompt"
     elif command.prompt_file is not None:
-        try:
-            with command.prompt_file.open("rb") as file:
-                data = _bounded(file, f"--prompt-file {command.prompt_file}")
-        except OSError as error:
-            raise UsageError(f"--prompt-file {command.prompt_file} cannot be read: {error.strerror}") from None
-        text, source = _decode(data, f"--prompt-file {command.prompt_file}"), "--prompt-file"
+        text, source = _read(command.prompt_file), "--prompt-file"
     elif sys.stdin is None or sys.stdin.isatty():
         if not command.json and sys.stdin is not None and sys.stdout.isatty():
             return None
         raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
     else:
-        text, source = _decode(_bounded(sys.stdin.buffer, "standard input"), "standard input"), "standard input"
+        text, source = _bounded(sys.stdin.buffer, "standard input"), "standard input"
     if source != "--prompt" and not command.settings.raw:  # files and pipes end in a newline that nobody meant
         text = text.removesuffix("\n").removesuffix("\r")
     if not text:
@@ -45,19 +43,21 @@ def read_prompt(command: Command) -> str | None:
     return text
 
 
-def _bounded(stream: BinaryIO, source: str) -> bytes:
-    """All of a file or pipe, some of which have no end."""
-    data = stream.read(MOST_TEXT + 1)
-    if len(data) > MOST_TEXT:
-        raise UsageError(f"{source} gives more than {MOST_TEXT >> 20} MiB, which is no prompt")
-    return data
-
-
-def _decode(data: bytes, source: str) -> str:
+def _read(file: Path) -> str:
+    """A prompt's file, which may be a pipe: `--prompt-file <(...)`."""
+    name = f"--prompt-file {file}"
     try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not valid UTF-8 (byte {error.start})") from None
+        with file.open("rb") as stream:
+            return _bounded(stream, name)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _bounded(stream: BinaryIO, name: str) -> str:
+    try:
+        return files.decoded(files.read_stream(stream, name, MOST_TEXT), name)
+    except UserError as error:
+        raise UsageError(str(error)) from None
 
 
 def run(command: Command, prompt: str, world: World | None = None) -> int:

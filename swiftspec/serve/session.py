@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.files import Fields, expanded, is_file, is_folder, read_object
 from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 from swiftspec.serve.machine import cpus_here, device_of, dtype_of, use_threads
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
     from swiftspec.llm import LLM
+    from swiftspec.observe.emulate import Emulation
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 FROM_MODEL = {  # names in generation_config.json and ours
@@ -100,10 +101,11 @@ class Found:
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
         model, draft_model = _names(settings)
-        if settings.revision is not None and Path(model).expanduser().is_dir():
+        if settings.revision is not None and is_folder(expanded(model)):
             raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")
         plan = settings.make_plan(draft_model is not None, ranks)  # nonsense shows before anything is fetched
-        if not all(Path(name).expanduser().is_dir() for name in (model, draft_model) if name is not None):
+        _emulation(settings)
+        if not all(is_folder(expanded(name)) for name in (model, draft_model) if name is not None):
             phases.begin("download")
         target = locate(model, settings.revision)
         draft = None if draft_model is None else locate(draft_model)
@@ -178,8 +180,6 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
     """How to load the models; dtype and threads by name and number, for whoever tells the user."""
     import torch
 
-    from swiftspec.profiles import emulation
-
     device = device_of(settings.device)
     dtype = dtype_of(settings, target, device)
     threads = use_threads(settings, target, dtype, device, 1 if world is None else world.local_size)
@@ -189,7 +189,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
-        "emulate": None if settings.emulate is None else emulation.parse(settings.emulate),
+        "emulate": _emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
     }
     return options, dtype, threads
@@ -197,15 +197,16 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
 
 def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: Phases) -> Settings:
     """The settings with what is open of mode, split and tree filled in from a profile, and a word on which. Raises
-    UserError where a profile is named and is not of this machine and pair."""
+    UserError where a profile is named and is damaged, or not of this machine and pair. One that only lies in ./profiles
+    is passed over then, with a note."""
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
     if settings.plan == "none" or settings.mode == "smc" or not (named or any(folder.glob("*.json"))):
         return settings
-    from swiftspec.profiles import emulation, store
+    from swiftspec.profiles import store
 
     device = device_of(settings.device)
-    emulate = None if settings.emulate is None else emulation.parse(settings.emulate)
-    key = store.Key.of(device, ranks, target, draft, dtype_of(settings, target, device), settings.ops, emulate)
+    dtype, emulate = dtype_of(settings, target, device), _emulation(settings)
+    key = store.Key.of(device, ranks, target, draft, dtype, settings.ops, emulate)
     if named:
         file = Path(settings.plan)
         profile = store.load(file)
@@ -223,10 +224,17 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
         raise UsageError(f"--plan {settings.plan} has no run{given} whose text is the target's: leave one of them out")
     if run is None:
         return settings
-    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
     open_ = {name: value for name, value in store.settings_of(run["plan"]).items() if name not in fixed}
     filled = settings.model_copy(update=open_)
     filled.model_fields_set.difference_update(open_)  # nobody insists on what was measured
+    try:
+        filled.make_plan(True, ranks)
+    except UserError as error:  # the settings alone make one, so it is the profile that does not fit
+        if named:
+            raise UserError(f"--plan {file} is refused: {error}") from None
+        phases.note(f"{file} is not used: {error}")
+        return settings
+    phases.note(f"plan: {store.title(run['plan'])} of {file}, measured at {store.speed(run):.0f} tok/s")
     return filled
 
 
@@ -263,17 +271,27 @@ def _names(settings: Settings) -> tuple[str, str | None]:
     return str(target), settings.draft_model or str(DEMO / "draft")
 
 
+def _emulation(settings: Settings) -> Emulation | None:
+    """The step times that are asked for. Raises UserError on nonsense, at whatever point it is first asked."""
+    from swiftspec.profiles import emulation
+
+    return None if settings.emulate is None else emulation.parse(settings.emulate)
+
+
 def generation_defaults(path: Path) -> dict[str, Any]:
     """The sampling values that a checkpoint's generation_config.json sets. do_sample false means greedy."""
     file = path / "generation_config.json"
-    if not file.is_file():
+    if not is_file(file):
         return {}
+    fields = Fields(read_object(file))
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-        values = {ours: data[name] for name, ours in FROM_MODEL.items() if data.get(name) is not None}
-        if data.get("do_sample") is False:
+        given = {name: ours for name, ours in FROM_MODEL.items() if fields.data.get(name) is not None}
+        whole = {name for name, ours in given.items() if Settings.table.flags[ours].kind in (int, int | None)}
+        values: dict[str, Any] = {ours: fields.whole(name) for name, ours in given.items() if name in whole}
+        values |= {given[name]: fields.number(name, least=-1e9, most=1e9) for name in given if name not in whole}
+        if not fields.flag("do_sample", True):
             values["temperature"] = 0.0
         SamplingParams(**values)
-    except (OSError, ValueError, TypeError, AttributeError, UserError) as error:
-        raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
+    except UserError as error:
+        raise UserError(f"{file} cannot be used: {error}") from None
     return values

@@ -5,7 +5,6 @@ Importing this must stay cheap (no torch, no transformers): `--help` goes throug
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
@@ -13,7 +12,8 @@ from pydantic import Field, ValidationError, ValidationInfo, create_model, field
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import parse_json
 from swiftspec.params import SamplingParams
 from swiftspec.serve.flags import CONTRADICTS, WITHOUT, Flag, OwnSettings, Table
 from swiftspec.serve.plan import split_ranks
@@ -192,8 +192,8 @@ def _as_list(value: object, of_text: bool) -> object:
 def _from_json(text: str) -> Any:
     """None for what is no JSON."""
     try:
-        return json.loads(text)
-    except ValueError:
+        return parse_json(text, "it")
+    except UserError:
         return None
 
 
@@ -221,4 +221,4 @@ def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
         "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
         "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
     }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
-    return f"{label(name)} must {wanted}, not {first['input']!r}"
+    return f"{label(name)} must {wanted}, not {shown(first['input'])}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swiftspec.errors import UserError
+from swiftspec import files
+from swiftspec.errors import UserError, shown
 from swiftspec.serve.template import Renderer, TooLong
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that the
 
 def locate(name: str, revision: str | None = None) -> Path:
     """The directory of a model. A hub id is fetched: safetensors, configs and tokenizer only, never code."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = files.expanded(name)
+    if files.is_folder(path):
         return path
-    if path.exists():
+    if os.path.exists(path):  # noqa: PTH110  (pathlib raises on names too long)
         raise UserError(f"{name} is a file: name the model's directory")
     if not HUB_ID.fullmatch(name):
-        raise UserError(f"{name}: no such directory")
+        raise UserError(f"{shown(name, 300)[1:-1]}: no such directory")
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.logging import set_verbosity_error
 
@@ -161,7 +161,7 @@ def _read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     set_verbosity_error()
     if (path / "tokenizer.json").is_file() and (path / "tokenizer_config.json").is_file():
-        config = json.loads((path / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config = files.read_object(path / "tokenizer_config.json")
         if config.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in config:
             from transformers import PreTrainedTokenizerFast
 

@@ -12,9 +12,9 @@ import pytest
 from tests.house.sources import circles, imported_files, imports, python_sources, room, uses
 
 ROOMS = (
-    "errors", "setting", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime", "decode",
-    "engine", "observe", "smc", "chains", "control", "distributed", "assemble", "llm", "profiles", "serve", "lab",
-    "profile", "exactness",
+    "errors", "setting", "files", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime",
+    "decode", "engine", "observe", "smc", "chains", "control", "distributed", "assemble", "llm", "profiles", "serve",
+    "lab", "profile", "exactness",
 )  # fmt: skip
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to

@@ -185,6 +185,53 @@ def test_refused_by_name(changes: dict[str, Any], names: str) -> None:
     assert names in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"architectures": 5}, "architectures must be a list of texts, not 5"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of texts, not 'LlamaForCausalLM'"),
+        ({"architectures": [5]}, "architectures must be a list of texts, not [5]"),
+        ({"architectures": ["x" * 5000]}, "architecture 'xxx"),
+        ({"model_type": 5}, "model_type must be text"),
+        ({"layer_types": 5}, "layer_types must be a list of texts, not 5"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be a whole number in 2..2147483647"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be a whole number in 2..2147483647, not 1"),
+        ({"hidden_size": 10**12}, "hidden_size must be a whole number in 1..262144"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 10**10}, "vocab_size"),
+        ({"head_dim": 10**400}, "head_dim"),
+        ({"intermediate_size": 2.5}, "intermediate_size"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 1e-300}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": 5}}, "rope_type must be text"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e300}}, "rope_scaling.factor must be a number"),
+        ({"partial_rotary_factor": "all"}, "partial_rotary_factor must be a number"),
+        ({"attention_bias": "no"}, "attention_bias must be true or false, not 'no'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be text"),
+        ({"torch_dtype": ["float32"]}, "torch_dtype must be text"),
+        ({"eos_token_id": [10**30]}, "eos_token_id"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, "quant_method must be text"),
+        ({"quantization_config": AWQ | {"bits": "4"}}, "quantization_config.bits must be a whole number"),
+        ({"quantization_config": AWQ | {"group_size": [128]}}, "quantization_config.group_size must be a whole number"),
+        ({"quantization_config": AWQ | {"zero_point": "yes"}}, "zero_point must be true or false"),
+        ({"quantization_config": packed({"group_size": None})}, "weights.group_size is missing"),
+        ({"quantization_config": packed() | {"config_groups": {"g": 5}}}, "config_groups.g must be an object"),
+        ({"quantization_config": packed() | {"sparsity_config": 5}}, "sparsity_config must be an object"),
+    ],
+)
+def test_hostile_values_are_refused_by_name(changes: dict[str, Any], names: str) -> None:
+    with pytest.raises(UserError) as caught:
+        format_of(read(**changes))
+    assert names in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_a_whole_number_may_be_written_as_a_float() -> None:
+    assert read(num_hidden_layers=2.0).num_layers == 2
+    assert format_of(read(quantization_config=AWQ | {"bits": 4.0, "group_size": 128.0})) == Awq(128)
+    assert read(eos_token_id=[2, -1]).eos_token_ids == (2,)  # below 0 stands for none
+
+
 def test_directories(tmp_path: Path) -> None:
     def message(path: Path) -> str:
         with pytest.raises(UserError) as caught:
@@ -201,7 +248,7 @@ def test_directories(tmp_path: Path) -> None:
         file.write_text(text)
         assert names in message(tmp_path) and "config.json" in message(tmp_path)
     file.write_bytes(b"\xff\xfe")
-    assert "JSON" in message(tmp_path)
+    assert "UTF-8" in message(tmp_path)
 
 
 def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
@@ -211,3 +258,11 @@ def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
     assert read_config(tmp_path).eos_token_ids == (5, 6)
     (tmp_path / "generation_config.json").write_text("{}")
     assert read_config(tmp_path).eos_token_ids == (2, 3)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id must be"):
+        read_config(tmp_path)
+
+
+def test_a_name_that_no_folder_can_have() -> None:
+    with pytest.raises(UserError, match="no such directory"):
+        read_config("x" * 5000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -58,6 +59,31 @@ def test_a_table_that_makes_no_sense(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match="--emulate"):
         emulation.parse(str(tmp_path / "t.json"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"target": {"1": {"8": NaN}}}', '{"target": {"1": {"8": "5"}}}', '{"target": {"1": {"8": 1e300}}}',
+        '{"target": {"' + "9" * 5000 + '": {"8": 5}}}', '{"target": 5}', '{"target": {"1": 5}}', '{"target": {}}',
+        "[" * 100_000, "5", '{"' + "x" * 5000 + '": {}}', '{"target": {"1": {"8": true}}}',
+    ],
+)  # fmt: skip
+def test_a_hostile_table_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(text)
+    with pytest.raises(UserError, match=r"^--emulate .*t\.json") as caught:
+        emulation.parse(str(tmp_path / "t.json"))
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_a_pipe_of_step_times_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.json")
+    with pytest.raises(UserError, match="it is a pipe"):
+        emulation.parse(str(tmp_path / "t.json"))
+    for text in ("target=" + "9" * 5000, "x" * 5000):
+        with pytest.raises(UserError) as caught:
+            emulation.parse(text)
+        assert len(str(caught.value)) < 300
 
 
 def test_waiting_ends_in_time_and_keeps_no_core() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -53,6 +56,63 @@ def test_what_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) 
     with pytest.raises(UserError, match=message) as caught:
         store.load(tmp_path / "p.json")
     assert "\n" not in str(caught.value)
+
+
+WHOLE = profile(
+    run("async", 3, 1, 300, d=4), steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": [0.5]}],
+    rounds=[{"plan": {"mode": "serial", "verify_batch": 8, "draft_leaves": 8, "draft_steps": 1}, "rounds": [[1, 1]]}],
+    lanes=[{"wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0]}], around={"verify": 0.1},
+    key={**KEY, "emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("runs", 0, "plan", "draft_steps"), 10**9), (("runs", 0, "plan", "draft_steps"), "4"),
+        (("runs", 0, "plan", "mode"), "else"), (("runs", 0, "plan", "target_tp"), 10**9),
+        (("runs", 0, "plan", "draft_tp"), 0), (("runs", 0, "plan", "verify_batch"), True),
+        (("runs", 0, "ops"), ...), (("runs", 0, "speeds"), ["300"]), (("runs", 0, "speeds"), [10**400]),
+        (("runs", 0, "tokens_per_round"), None), (("runs", 0, "target_busy"), "x"), (("runs", 0, "steps"), [1]),
+        (("runs", 0, "dropped"), 5), (("steps", 0, "tp"), "1"), (("steps", 0, "rows"), 0), (("steps", 0, "side"), []),
+        (("steps", 0, "seconds"), [0]), (("rounds", 0, "rounds"), [[1]]), (("rounds", 0, "rounds"), [[1, -1]]),
+        (("rounds", 0, "plan", "draft_steps"), None), (("lanes", 0, "wait"), None), (("lanes", 0, "path"), []),
+        (("lanes", 0, "target"), {}), (("around", "verify"), "x"), (("around", "else"), 1), (("around",), None),
+        (("orchestration",), {"seconds": 1}), (("stopped",), 5), (("settings", "prompts"), ...), (("runs",), {}),
+        (("key", "hardware"), None), (("key", "hardware", "count"), "2"), (("key", "ranks"), "4"), (("key",), []),
+        (("key", "target"), 5), (("key", "emulate", "target", "points"), []), (("key", "emulate", "else"), {}),
+        (("key", "emulate", "target", "points", 0), [1, 8, -1.0]), (("environment",), {"torch": {}}),
+    ],
+)  # fmt: skip
+def test_every_field_is_typed(place: tuple[Any, ...], value: object, tmp_path: Path) -> None:
+    data = copy.deepcopy(WHOLE)
+    store.save(tmp_path / "p.json", json.dumps(data))
+    assert store.load(tmp_path / "p.json") == WHOLE
+    holder: Any = data
+    for step in place[:-1]:
+        holder = holder[step]
+    if value is ...:
+        del holder[place[-1]]
+    else:
+        holder[place[-1]] = value
+    store.save(tmp_path / "p.json", json.dumps(data))
+    with pytest.raises(UserError, match=r"is damaged .*: measure again") as caught:
+        store.load(tmp_path / "p.json")
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_a_folder_with_damaged_profiles_gives_reasons(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "folder.json").mkdir()
+    (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    (tmp_path / "nan.json").write_text('{"swiftspec_profile": NaN}')
+    (tmp_path / "keys.json").write_text('{"swiftspec_profile": 1, "runs": []}')
+    found, _, reasons = store.find(tmp_path, store.Key(**KEY))
+    assert found is None and [reason.partition(".json ")[2][:14] for reason in reasons] == [
+        "is damaged (it", "cannot be read", "is damaged (ke", "is damaged (it", "cannot be read",
+    ]  # fmt: skip
+    store.save(tmp_path / "sound.json", json.dumps(profile()))
+    assert store.find(tmp_path, store.Key(**KEY))[0] == profile()
 
 
 @pytest.mark.parametrize(

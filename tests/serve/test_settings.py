@@ -1,6 +1,8 @@
 """Where settings come from, and what is said of those that make no sense."""
 
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +10,12 @@ import pytest
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
+from swiftspec.serve import oneshot
 from swiftspec.serve.cli import build_parser, parse
 from swiftspec.serve.layers import load
-from swiftspec.serve.session import generation_defaults
+from swiftspec.serve.session import Found, generation_defaults
 from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name
+from swiftspec.serve.terminal import Phases
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +116,28 @@ def test_bad_flags(argv: list[str], message: str) -> None:
         ("prompt: hi", "unknown key 'prompt'"),
         ("top-p: 7", "top-p in {file} must lie above 0"),
         ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
-        ("model: 3", "model in {file} must be text, not 3"),
+        ("model: [a]", "model in {file} must be text, not ['a']"),
         ("stop: {a: 1}", "stop in {file} must be a list"),
         ("just words", "must hold `flag: value` lines"),
+        ("max-tokens: yes", "max-tokens in {file} must be a whole number, not 'yes'"),
+        ("max-tokens: 1:30", "max-tokens in {file} must be a whole number, not '1:30'"),
+        ("max-tokens: 0x10", "max-tokens in {file} must be a whole number, not '0x10'"),
+        ("max-tokens: " + "9" * 5000, "max-tokens in {file} must be a whole number, not '9999"),
+        ("seed: 1\nseed: 2", "seed is given twice"),
+        ("top_p: 0.5\ntop-p: 0.6", "top-p is given twice"),
+        ("logit-bias: {5: 1, 5: 2}", "names '5' twice in 'logit-bias'"),
+        ("stop: [a, [b]]", "nests 'stop' deeper than a setting can be"),
+        ("stop: " + "[" * 100_000, "nests 'stop' deeper"),
+        ("[" * 100_000, "must hold `flag: value` lines, not a list"),
+        ("{a: b}: c", "a key must be the name of a flag"),
+        ("seed: &a 1", "has an anchor, an alias or a tag"),
+        ("seed: *a", "has an anchor, an alias or a tag"),
+        ("seed: !!int 1", "has an anchor, an alias or a tag"),
+        ("seed: 1\n---\nseed: 2", "holds more than one document"),
+        ("x" * 500 + ": 1", "unknown key 'xxxx"),
+        (b"seed: 1\n" + b"#" * (1 << 20), "is larger than 1 MiB"),
         ("top-p: [0.9", "is not YAML"),
-        (b"\xff\xfe\x00", "cannot be read: not UTF-8"),
+        (b"\xff\xfe\x00", "is not valid UTF-8 (byte 0)"),
     ],
 )
 def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
@@ -125,7 +146,43 @@ def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse(["--config", str(file)])
     assert message.format(file=file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "max-tokens: 010\nignore-eos: on\nadapt: No\nstop: yes\nrevision: 2020-01-01\nmodel: ~\ntrace: null\n"
+        "logit-bias: '{\"5\": -1}'\nstop-token-ids: [3, '4,5']\ntop-p: .5\nnegative-prompt: 'null'\n"
+    )
+    found = parse(["--config", str(file)]).settings
+    assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
+    assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
+    assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
+
+
+@pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])
+def test_a_file_without_settings(tmp_path: Path, text: str) -> None:
+    (tmp_path / "settings.yaml").write_text(text)
+    assert parse(["--config", str(tmp_path / "settings.yaml")]).settings == Settings()
+
+
+def test_a_pipe_of_settings_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it is a pipe"):
+        parse(["--config", str(tmp_path / "pipe")])
+
+
+@pytest.mark.parametrize("name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--logit-bias"])
+def test_long_values_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "variable":
+        with pytest.raises(UsageError) as caught:
+            parse([name, "9" * 5000])
+    else:
+        monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", "[" * 100_000)
+        with pytest.raises(UsageError) as caught:
+            parse([])
+    assert len(str(caught.value)) < 200
 
 
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +220,7 @@ def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ['{"top_p": 5}', '{"temperature": "warm"}', "[]", "{", '{"top_k": {}}'])
 def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"generation_config\.json cannot be used") as caught:
+    with pytest.raises(UserError, match=r"generation_config\.json") as caught:
         generation_defaults(tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -203,3 +260,44 @@ def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="top_p must lie above 0"):
         settings.top_p = 2
     assert settings.top_p is None
+
+
+def test_a_generation_config_may_write_whole_numbers_as_floats(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"top_k": 50.0, "max_new_tokens": 20, "temperature": 1, "top_p": null, "do_sample": true}')
+    found = generation_defaults(tmp_path)
+    assert found == {"top_k": 50, "max_tokens": 20, "temperature": 1.0} and type(found["top_k"]) is int
+    for bad in (
+        '{"top_k": "50"}',
+        '{"top_k": 2.5}',
+        '{"do_sample": "no"}',
+        '{"temperature": 1e999}',
+        '{"top_p": true}',
+    ):
+        file.write_text(bad)
+        with pytest.raises(UserError, match=r"generation_config\.json"):
+            generation_defaults(tmp_path)
+
+
+def test_nonsense_shows_before_a_model_is_looked_for() -> None:
+    settings = Settings(model="/nowhere", emulate="target=much")
+    with pytest.raises(UserError, match="'much' is no step time"):
+        Found.of(settings, 1, Phases(quiet=True))
+    with pytest.raises(UserError, match="no such user"):
+        Found.of(Settings(model="~nosuchuser/x"), 1, Phases(quiet=True))
+
+
+def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("hello\n"))
+    writer.start()
+    assert oneshot.read_prompt(parse(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
+    writer.join()
+    monkeypatch.setattr(oneshot, "MOST_PROMPT", 1000)
+    for file, reason in (
+        ("/dev/zero", "is larger than 1000 bytes"),
+        (str(tmp_path), "Is a directory"),
+        ("a\0b", "null"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            oneshot.read_prompt(parse(["--prompt-file", file]))

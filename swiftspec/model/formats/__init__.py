@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.awq import Awq
@@ -16,7 +17,7 @@ def format_of(config: ModelConfig) -> Format | None:
     one, that is not supported."""
     if not config.quantization:
         return None
-    method = config.quantization.get("quant_method")
+    method = Fields(config.quantization, "quantization_config.").text("quant_method", "none")
     if method not in FORMATS:
-        raise UserError(f"quantisation method {method!r} is not supported; {' and '.join(FORMATS)} are")
+        raise UserError(f"quantisation method {shown(method)} is not supported; {' and '.join(FORMATS)} are")
     return FORMATS[method](config.quantization)

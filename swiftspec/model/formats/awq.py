@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
@@ -32,12 +33,13 @@ class Awq:
     @staticmethod
     def of(data: Json) -> Awq:
         """From config.json's `quantization_config`."""
-        version = str(data.get("version") or data.get("format") or "gemm").lower()
+        fields = Fields(data, "quantization_config.")
+        version = (fields.text("version", "") or fields.text("format", "") or "gemm").lower()
         if version != "gemm":
-            raise UserError(f"AWQ version {version!r} is not supported; only 'gemm' is")
-        group_size = data.get("group_size", data.get("q_group_size", 128))
-        group_size = check("AWQ", data.get("bits", data.get("w_bit", 4)), group_size)
-        if not data.get("zero_point", True):
+            raise UserError(f"AWQ version {shown(version)} is not supported; only 'gemm' is")
+        bits, group_size = fields.whole("bits", fields.whole("w_bit", 4)), fields.whole("q_group_size", 128)
+        group_size = check("AWQ", bits, fields.whole("group_size", group_size))
+        if not fields.flag("zero_point", True):
             raise UserError("AWQ without zero points is not supported")
         return Awq(group_size)
 

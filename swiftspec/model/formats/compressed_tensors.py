@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
+from swiftspec.files import Fields
 from swiftspec.model.checkpoint import Source
-from swiftspec.model.config_json import Json, read_object
+from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
 
 
@@ -39,17 +40,18 @@ class CompressedTensors:
     @staticmethod
     def of(data: Json) -> CompressedTensors:
         """From config.json's `quantization_config`."""
-        found = read_object(data, "config_groups")
-        if len(found) != 1:
+        fields = Fields(data, "quantization_config.")
+        found = fields.object("config_groups")
+        if len(found.data) != 1:
             raise UserError("compressed-tensors with other than one config group is not supported")
-        group = read_object(found, *found)
-        layout = group.get("format") or data.get("format")
+        group = found.object(*found.data)
+        layout = group.text("format", fields.text("format", "none"))
         if layout != "pack-quantized":
-            raise UserError(f"compressed-tensors format {layout!r} is not supported; only 'pack-quantized' is")
-        weights = read_object(group, "weights")
-        _refuse(data, group, weights)
-        group_size = check("compressed-tensors", weights.get("num_bits"), weights.get("group_size"))
-        return CompressedTensors(group_size, not weights.get("symmetric", True))
+            raise UserError(f"compressed-tensors format {shown(layout)} is not supported; only 'pack-quantized' is")
+        weights = group.object("weights")
+        _refuse(fields, group, weights)
+        group_size = check("compressed-tensors", weights.whole("num_bits"), weights.whole("group_size"))
+        return CompressedTensors(group_size, not weights.flag("symmetric", True))
 
     def linear(self, tensors: Source, module: str, rows: int, columns: int, bias: Tensor | None) -> Int4Weight:
         words, count = (torch.int32,), groups(tensors, module, rows, columns, self.group_size)
@@ -64,19 +66,20 @@ class CompressedTensors:
         return from_pack_quantized(packed, scale, zeros, self.group_size, bias)
 
 
-def _refuse(data: Json, group: Json, weights: Json) -> None:
+def _refuse(fields: Fields, group: Fields, weights: Fields) -> None:
     """Raises UserError on what this layout may also have, and nobody here reads."""
-    sparsity = read_object(data, "sparsity_config").get("format", "dense")
-    order, kind, strategy = (weights.get(name) for name in ("actorder", "type", "strategy"))
+    sparsity = fields.object("sparsity_config").text("format", "dense")
+    kind, strategy = weights.text("type", "int"), weights.text("strategy", "group")
+    order = weights.data.get("actorder")
     refused = {
-        "quantised activations": group.get("input_activations") or group.get("output_activations"),
-        "a quantised KV cache": data.get("kv_cache_scheme"),
-        "weight transforms": data.get("transform_config"),
-        f"sparsity {sparsity!r}": sparsity != "dense",
-        f"activation order {order!r}": order not in (None, False),
-        f"weight type {kind!r}": kind not in (None, "int"),
-        f"weight strategy {strategy!r}": strategy not in (None, "group"),
-        "dynamic weights": weights.get("dynamic", False),
+        "quantised activations": group.data.get("input_activations") or group.data.get("output_activations"),
+        "a quantised KV cache": fields.data.get("kv_cache_scheme"),
+        "weight transforms": fields.data.get("transform_config"),
+        f"sparsity {shown(sparsity)}": sparsity != "dense",
+        f"activation order {shown(order)}": order is not None and order is not False,
+        f"weight type {shown(kind)}": kind != "int",
+        f"weight strategy {shown(strategy)}": strategy != "group",
+        "dynamic weights": weights.flag("dynamic"),
     }
     for what, used in refused.items():
         if used:

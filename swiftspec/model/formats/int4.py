@@ -20,11 +20,11 @@ GROUP_SIZES = (32, 64, 128)
 _IN_ORDER = tuple(range(8))
 
 
-def check(method: str, bits: object, group_size: object) -> int:
+def check(method: str, bits: int, group_size: int) -> int:
     """The group size. Raises UserError where it or the number of bits is not supported."""
     if bits != 4:
         raise UserError(f"{method} with {bits} bits is not supported; only 4 is")
-    if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
+    if group_size not in GROUP_SIZES:
         raise UserError(f"{method} with group size {group_size} is not supported; 32, 64 and 128 are")
     return group_size
 

@@ -1,5 +1,5 @@
-"""`python -m tests.support.fuzz --minutes 60`: hostile input for all targets by turns, and how many of each were taken and
-refused. Exit code 1 where one was a fault; its smallest example is printed."""
+"""`python -m tests.support.fuzz --minutes 60`: hostile input for all targets by turns, and how many of each were taken
+and refused. Exit code 1 where one was a fault; its smallest example is printed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests.support.fuzz import Target, attempt, files, messages, requests
 
 HANGS = 120.0  # seconds: a run that lasts longer ends the command, with a traceback of all threads
 TURN = 40  # examples of a target at a time, where one costs 1
+CHECKS: list[HealthCheck] = list(HealthCheck)  # pyright: ignore[reportAssignmentType]
 TARGETS = (*files.TARGETS, *messages.TARGETS, *requests.TARGETS)
 
 
@@ -25,7 +26,7 @@ def one_turn(target: Target, number: int, count: Counter[str]) -> str | None:
 
     @seed(number)
     @settings(
-        max_examples=max(TURN // target.cost, 1), deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        max_examples=max(TURN // target.cost, 1), deadline=None, database=None, suppress_health_check=CHECKS,
         phases=(Phase.generate, Phase.shrink), print_blob=False,
     )  # fmt: skip
     @given(target.strategy)

@@ -1,0 +1,64 @@
+"""A trace is read line by line, and what is wrong with one is told with its number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.lab import timeline
+from tests.support.fuzz.files import HEAD, LANE, PARTICLES
+
+
+def read(folder: Path, *lines: Any, end: str = "\n") -> timeline.Trace:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "t.jsonl").write_text(text + end)
+    return timeline.Trace.read(folder / "t.jsonl")
+
+
+def test_sound_lines(tmp_path: Path) -> None:
+    trace = read(tmp_path, HEAD, LANE, LANE | {"round": 2}, end='\n{"cut')
+    assert trace.head == HEAD and trace.rounds == [LANE, LANE | {"round": 2}]
+    assert len(timeline.costs(trace)) == 1 and "2 rounds" in timeline.summary(trace)
+    assert "mode smc" in timeline.summary(read(tmp_path, HEAD | {"mode": "smc"}, PARTICLES))
+    assert timeline.chrome(read(tmp_path, HEAD, {**PARTICLES, "population": [1.0, 1.0]}))["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "line 2, is not readable as JSON"),
+        ("", "line 2, is not readable as JSON"),
+        ("[" * 100_000 + "]" * 100_000, "line 2, is not usable as JSON"),
+        ("[]", "line 2, is damaged (it:"),
+        ({}, "line 2, is damaged (request:"),
+        (LANE | {"wait": None}, "line 2, is damaged (wait:"),
+        (LANE | {"wait": [1]}, "line 2, is damaged (wait.1:"),
+        (LANE | {"target": {"verify": ["a", "b"]}}, "line 2, is damaged (target.verify.0:"),
+        (LANE | {"target": {"verify": [0, 1]}}, "forward, proposal and path"),
+        (LANE | {"tokens": 5}, "line 2, is damaged (tokens:"),
+        (LANE | {"round": "1"}, "line 2, is damaged (round:"),
+        ("x" * (2 << 20), "line 2, is longer than 1 MiB"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path: Path, line: object, reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, HEAD, line, LANE)
+    assert reason in str(caught.value) and str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_a_first_line_that_is_none(tmp_path: Path) -> None:
+    for first in ("{", "[]", {}, {"swiftspec_trace": 99}):
+        with pytest.raises(UserError, match=r"is no trace of this version|line 1"):
+            read(tmp_path, first, LANE)
+    with pytest.raises(UserError, match="line 1, is damaged"):
+        read(tmp_path, {"swiftspec_trace": 1}, LANE)
+
+
+def test_a_trace_without_a_span(tmp_path: Path) -> None:
+    bare = {"request": 0, "round": 0, "tokens": [], "target": {}}
+    assert timeline.chrome(read(tmp_path, HEAD, bare)) == {"traceEvents": []}
+    timeline.summary(read(tmp_path, HEAD, LANE, LANE | {"round": 2, "target": {}}))

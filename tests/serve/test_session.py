@@ -1,0 +1,87 @@
+"""What a profile in ./profiles may do to the start: fill in what is open, or be passed over with a note."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.profiles import store
+from swiftspec.serve.session import DEMO, planned
+from swiftspec.serve.settings import Settings
+from swiftspec.serve.terminal import Phases
+from tests.support.profiles import profile, run
+
+TARGET, DRAFT = DEMO / "target", DEMO / "draft"
+
+
+class Heard(Phases):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(quiet=True)
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    def warn(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def plan(heard: Heard, ranks: int = 1, **given: Any) -> Settings:
+    return planned(Settings(dtype="float32", device="cpu", **given), TARGET, DRAFT, ranks, heard)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "profiles").mkdir()
+    return tmp_path / "profiles"
+
+
+def write(folder: Path, name: str, *runs: dict[str, Any], ranks: int = 1) -> None:
+    key = asdict(store.Key.of("cpu", ranks, TARGET, DRAFT, "float32", "auto", None))
+    (folder / name).write_text(json.dumps(profile(*runs, key=key)))
+
+
+def test_a_fitting_profile_is_followed(folder: Path) -> None:
+    write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
+    heard = Heard()
+    assert plan(heard).draft_steps == 5 and heard.lines[0].startswith("plan: serial 1 bs 8 w 8 d 5")
+
+
+def test_what_cannot_be_used_is_noted_and_the_start_goes_on(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.json")
+    (folder / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
+    (folder / "bare.json").write_text('{"swiftspec_profile": 1, "runs": [{}]}')
+    write(folder, "huge.json", run("serial", 1, 1, 50.0, d=10**9))
+    (folder / "something.json").write_text("{}")
+    heard = Heard()
+    found = plan(heard)
+    assert found.draft_steps is None and len(heard.lines) == 4
+    for name, words in (("huge", "draft_steps must lie in 1..64"), ("pipe", "cannot be read"), ("deep", "is damaged")):
+        assert any(f"{name}.json" in line and words in line for line in heard.lines)
+        with pytest.raises(UserError, match=words):
+            plan(Heard(), plan=str(folder / f"{name}.json"))
+
+
+def test_a_plan_that_the_front_end_cannot_follow_is_no_fault_of_the_flags(folder: Path) -> None:
+    """An asynchronous plan of one rank is for a GPU."""
+    write(folder, "a.json", run("async", 1, 0, 50.0, d=4))
+    heard = Heard()
+    assert plan(heard).mode is None and "a.json is not used: mode async needs two ranks" in heard.lines[0]
+    with pytest.raises(UserError, match=r"--plan .*a\.json is refused: mode async needs two ranks"):
+        plan(Heard(), plan=str(folder / "a.json"))
+
+
+def test_a_named_profile_without_a_fitting_run_is_not_ignored_in_silence(folder: Path) -> None:
+    write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
+    heard = Heard()
+    assert plan(heard, plan=str(folder / "a.json"), verify_batch=3).draft_steps is None
+    assert "a.json is not used: no run in it has the values" in heard.lines[0]

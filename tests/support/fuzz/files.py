@@ -1,0 +1,277 @@
+"""Files that somebody else wrote: models, profiles, traces, settings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from swiftspec.config import EngineConfig
+from swiftspec.lab import latency, results, timeline
+from swiftspec.lab.profile import read_prompts
+from swiftspec.lab.simulate import Acceptance
+from swiftspec.llm import LLM
+from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.fingerprint import fingerprint
+from swiftspec.params import SamplingParams
+from swiftspec.profiles import emulation, store
+from swiftspec.serve import layers
+from swiftspec.serve.session import generation_defaults
+from swiftspec.serve.settings import Settings
+from tests.support.fuzz import Target
+from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
+from tests.support.profiles import KEY, profile, run
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 48, "hidden_size": 16, "head_dim": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "torch_dtype": "float32", "bos_token_id": 1,
+    "eos_token_id": [2, 3], "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "layer_types": None,
+    "tie_word_embeddings": True, "use_sliding_window": False,
+}  # fmt: skip
+ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+CONFIGS = [CONFIG, CONFIG | {"rope_scaling": {"rope_type": "llama3", **ROPE}}, CONFIG | {
+    "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}]  # fmt: skip
+PACKED = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "kv_cache_scheme": None,
+    "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "actorder": None,
+        "dynamic": False}}}, "sparsity_config": {"format": "dense"},
+}  # fmt: skip
+
+
+def _of(path: str) -> Any:
+    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+
+
+AWQ = "tests/data/awq_gemm_tiny"
+QUANTISED = [_of(f"{AWQ}/config.json"), _of("swiftspec/demo/target/config.json"), CONFIG | {
+    "quantization_config": PACKED}]  # fmt: skip
+GENERATION = {
+    "bos_token_id": 0, "eos_token_id": 0, "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50.0,
+    "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 20,
+}  # fmt: skip
+
+
+@functools.cache
+def weights() -> Path:
+    """A file of random weights that fits CONFIG."""
+    sizes = {
+        "self_attn.q_proj": (16, 16), "self_attn.k_proj": (8, 16), "self_attn.v_proj": (8, 16),
+        "self_attn.o_proj": (16, 16), "mlp.gate_proj": (24, 16), "mlp.up_proj": (24, 16), "mlp.down_proj": (16, 24),
+        "input_layernorm": (16,), "post_attention_layernorm": (16,),
+    }  # fmt: skip
+    named = {f"model.layers.0.{name}.weight": size for name, size in sizes.items()}
+    named |= {"model.embed_tokens.weight": (48, 16), "model.norm.weight": (16,)}
+    draw = torch.Generator().manual_seed(0)
+    file = Path(tempfile.mkdtemp()) / "model.safetensors"
+    save_file({name: torch.rand(size, generator=draw) - 0.5 for name, size in named.items()}, file)
+    return file
+
+
+def decode(folder: Path) -> None:
+    """Loads a model and generates four tokens."""
+    config = read_config(folder)
+    fingerprint(folder)
+    llm = LLM(folder, None, EngineConfig("ar"), max_model_len=min(64, config.max_position_embeddings), ops="reference")
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert 1 <= len(llm.generate([1], sampling).token_ids) <= 4
+    llm.close()
+
+
+def _config(text: bytes, folder: Path, model: Path | None = None) -> None:
+    (folder / "config.json").write_bytes(text)
+    (folder / "model.safetensors").symlink_to(weights() if model is None else model)
+    decode(folder)
+
+
+def _quantised(text: bytes, folder: Path) -> None:
+    _config(text, folder, ROOT / AWQ / "model.safetensors")
+
+
+def _generation(text: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(written(CONFIG))
+    (folder / "generation_config.json").write_bytes(text)
+    read_config(folder)
+    Settings().sampling(generation_defaults(folder))
+
+
+@functools.cache
+def _parts() -> tuple[dict[str, Any], bytes]:
+    """Header and data of the weights."""
+    data = weights().read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+@st.composite
+def safetensors(draw: st.DrawFn) -> bytes:
+    """The file of weights with a damaged header, whose length is mostly right, or with a sound one that lies."""
+    header, data = _parts()
+    lies = dict(header)
+    for name in draw(st.lists(st.sampled_from([name for name in header if name != "__metadata__"]), max_size=2)):
+        one = lies.pop(name, header[name])
+        change = draw(st.sampled_from([{"dtype": "I32"}, {"shape": [*one["shape"], 1]}, {"shape": one["shape"][::-1]}]))
+        lies[draw(st.sampled_from([name, "a\nb", "x" * 3000]))] = one | change
+    text = written(draw(st.just(lies) | mutated(header)))
+    wrong = [0, 1, len(text) - 1, len(text) + 1, 2**31, 2**63, 2**64 - 1]
+    length = len(text) if draw(st.integers(0, 4)) else draw(st.sampled_from(wrong))
+    return length.to_bytes(8, "little") + text + data[: draw(st.sampled_from([len(data), len(data), len(data) - 1, 0]))]
+
+
+def _safetensors(data: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(written(CONFIG))
+    (folder / "model.safetensors").write_bytes(data)
+    decode(folder)
+
+
+def _index(text: bytes, folder: Path) -> None:
+    (folder / "a.safetensors").symlink_to(weights())
+    (folder / "model.safetensors.index.json").write_bytes(text)
+    open_tensors(folder).take("model.norm.weight", 16)
+
+
+LANE = {
+    "request": 0, "round": 1, "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0], "forward": 0.5, "open": [0.0, 0.1]},
+    "proposal": {"tokens": [1, 2], "parents": [-1, 0]}, "path": [0, 1], "tokens": [2, 5], "draft": {
+        "observe": [1.0, 1.1], "propose": [1.1, 1.2], "grow": [0.2, 0.9], "forwards": [[0.2, 0.6, 8]], "nodes": 3,
+        "expanded": 2, "reused": 1, "wasted": 0},
+}  # fmt: skip
+HEAD = {
+    "swiftspec_trace": 1, "mode": "async", "target_tp": 3, "draft_tp": 1, "verify_batch": 8, "draft_leaves": 8,
+    "draft_steps": 3, "model": "m", "emulate": {"target": None, "draft": None},
+}  # fmt: skip
+PARTICLES = {
+    "request": 0, "round": 3, "population": [2.0, 3.0], "tokens": [1, 2], "target": {"forwards": [[2.0, 2.5, 8]]},
+    "draft": {"forwards": [[2.5, 2.9, 8]]},
+}  # fmt: skip
+TRACE = [HEAD, LANE, LANE | {"round": 2}, LANE | {"round": 3}]
+PROFILE = profile(
+    run("async", 3, 1, 300, 500, d=4), run("serial", 4, 4, 100, d=2, ops="reference"), run("ar", 4, 0, 90.0),
+    run("async", 2, 2, dropped="too slow"), run("async", 3, 1, 310, d=4, verify_batch=16, variation=True),
+    lanes=[LANE], steps=[{"side": "target", "tp": 1, "rows": 8, "seconds": [0.5, 1]}],
+    rounds=[{"plan": {"mode": "serial", "verify_batch": 8, "draft_leaves": 8, "draft_steps": 1}, "rounds": [[1, 1]]}],
+    around={"verify": 0.1, "link": 0.2}, orchestration={"seconds": 0.1, "share": 0.5},
+    key=KEY | {"emulate": {"target": {"points": [[1, 8, 0.01]]}, "draft": None}},
+)  # fmt: skip
+
+
+def _profile(text: bytes, folder: Path) -> None:
+    file = folder / "x.json"
+    file.write_bytes(text)
+    store.find(folder, store.Key(**KEY))  # never an error
+    found = store.load(file)
+    results.table(found)
+    results.as_csv(found)
+    store.Key(**KEY).difference(found["key"])
+    Acceptance(found["rounds"])
+    best = store.best(found)
+    if best is not None:
+        (folder / "best.yaml").write_text(results.as_yaml(best, "x"))
+        layers.load({}, folder / "best.yaml").make_plan(has_draft=True, ranks=store.ranks_of(best["plan"]))
+
+
+def _report(text: bytes, folder: Path) -> None:
+    from swiftspec.lab import report
+
+    (folder / "x.json").write_bytes(text)
+    report.html(store.load(folder / "x.json"))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> bytes:
+    """Lines, one of which is damaged."""
+    base = draw(st.sampled_from([TRACE, [*TRACE, PARTICLES], [HEAD], [HEAD | {"mode": "smc"}, PARTICLES, PARTICLES]]))
+    lines = [written(line) for line in base]
+    at = draw(st.integers(0, len(lines) - 1))
+    lines[at] = draw(texts(base[at]))
+    return b"\n".join(lines) + draw(st.sampled_from([b"\n", b"", b"\n{"]))
+
+
+def _trace(data: bytes, folder: Path) -> None:
+    (folder / "t.jsonl").write_bytes(data)
+    found = timeline.Trace.read(folder / "t.jsonl")
+    json.dumps(timeline.chrome(found), allow_nan=False)
+    timeline.summary(found)
+
+
+TABLE = {"target": {"1": {"1": 10.0, "8": 12}, "2": {"8": 6}}, "draft": {"1": {"8": 3.0}}}
+SPECS = [
+    "target=10ms,draft=3ms", "target=llama3-70b", "target=", "=", "target=1.2.3s", "target=9e-400s", "x" * 5000,
+    "draft=" + "9" * 5000 + "s", "target=1ms,target=1ms", "~nobody.json", "\0.json", "/.json", "target=\ud8001ms",
+]  # fmt: skip
+
+
+def _emulation(text: bytes | str, folder: Path) -> None:
+    (folder / "e.json").write_bytes(text if isinstance(text, bytes) else b"")
+    times = emulation.parse(text if isinstance(text, str) else str(folder / "e.json"))
+    for side in (times.target, times.draft):
+        assert side is None or all(side.at(tp, rows) > 0 for tp in (1, 3, 64) for rows in (1, 7, 4096))
+
+
+POINTS = {"points": [{"op": op, "bytes": 1e6 * n, "us": 3.0 + n} for op in ("linear", "attention") for n in (1, 2, 3)]}
+
+
+def _kernels(text: bytes, folder: Path) -> None:
+    (folder / "k.json").write_bytes(text)
+    latency.fitted(folder / "k.json", latency.GPUS["h200"])
+
+
+def _prompts(text: bytes, folder: Path) -> None:
+    (folder / "p.jsonl").write_bytes(text)
+    read_prompts(folder / "p.jsonl", "a")
+
+
+WORDS = [
+    "yes", "1:30", "010", "0x10", "1_000", ".5", ".inf", ".nan", "~", "", "null", "'null'", "''", "2001-01-01", "<<",
+    "[1, 2]", "[a, [b]]", "{5: -1}", "{5: -1, 5: 2}", "'{\"5\": 1}'", "&a 1", "*a", "!!int 5", "|\n  x", "serial",
+    "!!python/name:os.system x", "[" * 3000, "{a: " * 50, "9" * 5000, "-1", "1e999", "\"\\ud800\"", "- a", "? x",
+    "{{x: 1}: 2}", "%x", "@x", "x\t: y", "'a\n  b'", "0.5", "3", "nan", "async",
+]  # fmt: skip
+
+
+@st.composite
+def yaml_texts(draw: st.DrawFn) -> bytes:
+    """Lines of settings."""
+    keys = [*Settings.model_fields, "top-p", "top-k", "<<", "nonsense", "x" * 3000, "? a", "true", "5", "prompt"]
+    lines = draw(st.lists(st.tuples(st.sampled_from(keys), st.sampled_from(WORDS)), max_size=3))
+    start = draw(st.sampled_from(["", "", "", "---\n", "%YAML 9.9\n---\n", "- ", "&a ", "--- 1\n---\n"]))
+    return (start + "\n".join(f"{key}: {word}" for key, word in lines)).encode("utf-8", "surrogatepass")
+
+
+def _settings(text: bytes, folder: Path) -> None:
+    (folder / "s.yaml").write_bytes(text)
+    settings = layers.load({}, folder / "s.yaml")
+    settings.make_plan(has_draft=True)
+    settings.sampling({})
+
+
+def _flags(given: list[tuple[str, str]], folder: Path) -> None:
+    layers.load(dict(given)).make_plan(has_draft=True)
+
+
+GIVEN = [*map(str, SCALARS[:16]), *map(str, SCALARS[18:]), "9" * 5000, "[" * 5000, '{"5": 1e999}', '{"a": 1}', "5"]
+FLAGS = st.lists(st.tuples(st.sampled_from(list(Settings.model_fields)), st.sampled_from(GIVEN)), max_size=3)
+
+TARGETS = [
+    Target("config.json", texts(*CONFIGS), _config),
+    Target("quantised config.json", texts(*QUANTISED), _quantised),
+    Target("generation_config.json", texts(GENERATION), _generation),
+    Target("safetensors header", safetensors(), _safetensors),
+    Target("safetensors index", texts({"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}), _index),
+    Target("profile", texts(PROFILE), _profile),
+    Target("report of a profile", texts(PROFILE), _report, cost=50),
+    Target("trace", traces(), _trace),
+    Target("emulated step times", texts(TABLE) | st.sampled_from(SPECS), _emulation),
+    Target("measured operators", texts(POINTS), _kernels),
+    Target("prompts", texts({"prompt": "a", "family": "a"}), _prompts),
+    Target("settings in YAML", damaged(yaml_texts()), _settings),
+    Target("settings as flags", FLAGS, _flags),
+]
