@@ -59,12 +59,12 @@ class Setting:
         if self.choices:
             return f"be one of {', '.join(self.choices)}"
         if self.above is not None:
-            return f"lie above {self.above:g}" + ("" if self.most is None else f" and at most {self.most:g}")
+            return f"lie above {self.above:.15g}" + ("" if self.most is None else f" and at most {self.most:.15g}")
         if self.least is not None and self.most is not None:
-            return f"lie in {self.least:g}..{self.most:g}"
+            return f"lie in {self.least:.15g}..{self.most:.15g}"
         if self.least is not None:
-            return f"be at least {self.least:g}"
-        return "" if self.most is None else f"be at most {self.most:g}"
+            return f"be at least {self.least:.15g}"
+        return "" if self.most is None else f"be at most {self.most:.15g}"
 
     def check(self, name: str, value: Any) -> None:
         """Raises UserError on a value that breaks the rule."""

@@ -82,8 +82,8 @@ def test_lines_are_bounded(tmp_path: Path) -> None:
 
 def test_values_are_shown_on_a_line_and_cut() -> None:
     assert shown("a\nb") == "'a\\nb'" and shown(3.5) == "3.5" and shown(True) == "True"
-    assert shown("x" * 5000) == "'" + "x" * 76 + "..."
-    assert shown(10**5000).startswith("0x") and len(shown(10**5000)) == 80
+    assert shown("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
+    assert shown(10**5000) == shown([10**5000]) == "a number of too many digits"
 
 
 def test_fields_are_typed_and_bounded() -> None:

@@ -13,7 +13,7 @@ import pytest
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
 from swiftspec.serve.session import DEMO, planned
-from swiftspec.serve.settings import Settings
+from swiftspec.serve.settings import Settings, UsageError
 from swiftspec.serve.terminal import Phases
 from tests.support.profiles import profile, run
 
@@ -83,5 +83,5 @@ def test_a_plan_that_the_front_end_cannot_follow_is_no_fault_of_the_flags(folder
 def test_a_named_profile_without_a_fitting_run_is_not_ignored_in_silence(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
     heard = Heard()
-    assert plan(heard, plan=str(folder / "a.json"), verify_batch=3).draft_steps is None
-    assert "a.json is not used: no run in it has the values" in heard.lines[0]
+    with pytest.raises(UsageError, match="a.json has no run with --verify-batch 3"):
+        plan(heard, plan=str(folder / "a.json"), verify_batch=3)

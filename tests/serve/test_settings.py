@@ -76,7 +76,7 @@ BAD = [
     (["--guidance-scale", "-1"], "--guidance-scale must lie in 0..100 (1: off), not -1"),
     (["--guidance-scale", "nan"], "--guidance-scale must be a finite number"),
     (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
-    (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+    (["--max-tokens", "0"], "--max-tokens must lie in 1..2147483647, not 0"),
     (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
     (["--calibration", "much"], "--calibration must be a number, not 'much'"),
     (["--calibration", "0"], "--calibration must lie in 0.05..20, not 0"),
@@ -293,7 +293,7 @@ def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, mo
     writer.start()
     assert oneshot.read_prompt(parse(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
     writer.join()
-    monkeypatch.setattr(oneshot, "MOST_PROMPT", 1000)
+    monkeypatch.setattr(oneshot, "MOST_TEXT", 1000)
     for file, reason in (
         ("/dev/zero", "is larger than 1000 bytes"),
         (str(tmp_path), "Is a directory"),

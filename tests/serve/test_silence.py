@@ -17,6 +17,7 @@ from swiftspec.serve.layers import load, strays
 from swiftspec.serve.session import Found
 from swiftspec.serve.settings import Settings, UsageError, env_name, flag_name
 from swiftspec.serve.terminal import Phases
+from tests.support import profiles
 from tests.support.toy_pair import make_pair
 
 FLAGS = Settings.table.flags
@@ -76,18 +77,17 @@ def test_rejection_and_an_adaptation_that_was_asked_for(monkeypatch: pytest.Monk
         load({"verify": "reject"}).make_plan(True)
 
 
-def profile(pair: tuple[Path, Path], file: Path) -> Path:
+def stored(pair: tuple[Path, Path], file: Path) -> Path:
     """One serial run of this pair on this machine."""
     key = store.Key.of("cpu", 1, *pair, "float32", "auto", None)
     plan = {"mode": "serial", "target_tp": 1, "draft_tp": 1, "verify_batch": 6, "draft_leaves": 4, "draft_steps": 2}
-    run = {"plan": plan, "ops": "auto", "speeds": [100.0], "tokens_per_round": 2.0, "dropped": None}
-    data = {"swiftspec_profile": store.VERSION, "key": json.loads(json.dumps(asdict(key))), "runs": [run]}
-    file.write_text(json.dumps(data | {"steps": []}))
+    one = {**profiles.run("serial", 1, 1, 100.0), "plan": plan}
+    file.write_text(json.dumps(profiles.profile(one) | {"key": asdict(key)}))
     return file
 
 
 def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    named = {"model": str(pair[0]), "plan": str(profile(pair, tmp_path / "p.json")), "device": "cpu"}
+    named = {"model": str(pair[0]), "plan": str(stored(pair, tmp_path / "p.json")), "device": "cpu"}
 
     def found(**given: Any) -> Found:
         return Found.of(load({**named, **given}), 1, Phases(quiet=True))
@@ -138,5 +138,5 @@ def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None
 def test_prompts_without_end(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = [*flags(pair)[:5], "--prompt-file", "/dev/zero"]
     assert main(argv) == 2
-    assert "--prompt-file /dev/zero gives more than 64 MiB, which is no prompt" in capsys.readouterr().err
+    assert "--prompt-file /dev/zero cannot be read: it is larger than 64 MiB" in capsys.readouterr().err
     assert oneshot.MOST_TEXT == 64 << 20

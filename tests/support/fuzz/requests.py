@@ -42,6 +42,7 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.integers() | st.text(max_size=2), inner, max_size=2),
     max_leaves=4,
 )
+TREES = 6  # shapes that engines are made with
 NAMES = [item.name for item in fields(SamplingParams)]
 
 
