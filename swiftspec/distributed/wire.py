@@ -92,6 +92,13 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**{**values, **tuples, "logit_bias": bias})
 
 
+def one_word(flat: Words, what: str) -> int:
+    """The only word of a message that says a number."""
+    if len(flat) != 1:
+        raise ValueError(f"a {what} of {len(flat)} words is not one number")
+    return flat[0]
+
+
 def to_words(text: str) -> Words:
     """Text as words, filled up with blanks."""
     return bytes_to_words(text.encode())

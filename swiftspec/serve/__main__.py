@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swiftspec.distributed.launcher import launched, own_rank
 from swiftspec.errors import RankLost, UserError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ def guarded(run: Callable[[bool], int]) -> int:
     """Runs a command, which is told whether this is the first rank, and returns its exit code, or 2 for a call that
     makes no sense, 1 for what does not work out, 130 after Ctrl-C. Whatever the user can mend is told in one line on
     stderr, by rank 0 where there are several."""
-    first = os.environ.get("RANK", "0") == "0"
+    rank = own_rank()
+    first = rank == 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store whose keeper left is told in a line of ours
     if first:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(143))  # so that the terminal is put in order
     else:
@@ -43,10 +46,10 @@ def guarded(run: Callable[[bool], int]) -> int:
             print(f"swiftspec: error: {error}", file=sys.stderr)
         else:
             time.sleep(PATIENCE)  # only a rank that is alone with its trouble is still here after that
-            print(f"swiftspec: rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
+            print(f"swiftspec: rank {rank}: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except RankLost as error:
-        print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
+        print(f"swiftspec: rank {rank} leaves: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -81,11 +84,11 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
 
 def own_world() -> World | None:
     """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if launched() is None:
         return None
     from swiftspec.distributed.world import join_world
 
-    return join_world()
+    return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":
