@@ -7,9 +7,9 @@ import socket
 from dataclasses import dataclass, field
 
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel, accept, dial
 from swiftspec.distributed.facts import Place
-from swiftspec.distributed.followers import Call
 from swiftspec.distributed.roll import first_line
 from swiftspec.distributed.wire import one_word, to_text, to_words
 from swiftspec.distributed.world import World

@@ -16,6 +16,7 @@ from swiftspec.distributed.facts import Facts, Place, agree, telling
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.distributed.groups.join import AnyGroup, join_group
 from swiftspec.distributed.links import Links
+from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World, run_on
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.group import Group
@@ -75,6 +76,7 @@ class Rank:
         agree(world, config, facts)
         self._links = Links.connect(world, config)
         vocab = self._links.share(builder.vocab_size)
+        self._bounds = Bounds(vocab, builder.max_model_len, config.verify_batch)
         self.verifier: LocalVerifier | None = None
         self.drafter: LocalDrafter | None = None
         self.population: SMC | None = None
@@ -125,7 +127,9 @@ class Rank:
         team = Team(self._links.followers)
         verifier = LeadingVerifier(self.verifier, team)
         if self._links.drafts is not None:
-            drafter = GroupDrafter(self._links.drafts, config.steps, records=log)
+            drafter = GroupDrafter(
+                self._links.drafts, config.steps, self._bounds, rejects=config.verify == "reject", records=log
+            )
             if config.draft_steps is None:
                 config = replace(config, draft_steps=self._measured(config, verifier, drafter))
             return verifier, drafter, config
@@ -160,7 +164,7 @@ class Rank:
             if self._links.target is not None and self.drafter is not None:
                 observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
                 drafter = LeadingDrafter(self.drafter, Team(self._links.followers))
-                DraftService(self._links.target, drafter, observer).run()
+                DraftService(self._links.target, drafter, self._bounds, observer).run()
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
         finally:
@@ -169,7 +173,7 @@ class Rank:
     def _follow(self, leader: Channel) -> None:
         """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
         try:
-            follow(leader, self.verifier, self.drafter, self.population)
+            follow(leader, self.verifier, self.drafter, self.population, self._bounds)
         except FAILURES:
             if self.verifier is not None or self.population is not None:
                 raise
