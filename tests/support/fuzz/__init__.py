@@ -1,0 +1,1 @@
+"""What is fed with hostile input, and what may come of it."""
