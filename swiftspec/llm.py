@@ -15,6 +15,7 @@ import torch
 from swiftspec.assemble.models import Models, Options
 from swiftspec.assemble.roles import assemble
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.facts import telling
 from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
@@ -110,7 +111,8 @@ class LLM:
         **options: Unpack[Options],
     ) -> None:
         config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
-        models = Models.check(target, draft, config, world, options)
+        with telling(world):
+            models = Models.check(target, draft, config, world, options)
         self.roles = assemble(models, config, world, options.get("progress"))
         self.config = self.roles.config
         self.engine = OneAtATime(self.roles.decoding, self.roles.limits)
@@ -150,7 +152,8 @@ def serve_rank(
     world: World, target: str | Path, draft: str | Path | None, config: EngineConfig, **options: Unpack[Options]
 ) -> None:
     """The life of any rank but 0, until rank 0 leaves. Raises RankLost when that, or a group's leader, is just gone."""
-    models = Models.check(target, draft, config, world, options)
+    with telling(world):
+        models = Models.check(target, draft, config, world, options)
     rank = Rank(world, config, models, options.get("progress"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
     try:

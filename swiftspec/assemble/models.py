@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -10,9 +9,11 @@ from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
+from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, library, reference
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import MOST_STEPS
+from swiftspec.distributed.facts import Facts, settings_of
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
@@ -132,15 +133,28 @@ class Models:
         return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
 
     def with_vocab(self, vocab_size: int) -> Models:
-        """The same with the vocabulary of the whole job."""
+        """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
+        if not 1 <= vocab_size <= self.vocab_size:
+            raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
         return replace(self, vocab_size=vocab_size)
 
-    def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> list[str]:
-        """What all ranks of a job must agree on, then what those of the group with these models must."""
-        same_draft = "" if self.draft is None else fingerprint(self.draft)
-        limits = (self.max_model_len, self.vocab_size)
-        how = (str(plan), str(self.dtype), self.device.type, self.ops, str(self.emulate))
-        return [json.dumps([*how, *limits, same_draft]), *map(fingerprint, self._paths(target=target, draft=draft))]
+    def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> Facts:
+        """What all ranks of a job must agree on, and what those of the group with these models must. The vocabulary is
+        not among it: rank 0 alone knows the tokenizer. Raises UserError where a file cannot be read."""
+        paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
+        settings = {
+            **settings_of(plan),
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "share_gpus": self.share_device,
+            "ops": self.ops,
+            **{name: None if times is None else str(times.points) for name, times in paces.items()},
+            "max_model_len": self.max_model_len,
+            "trace": self.trace is not None,
+            "version": __version__,
+        }
+        files = {} if self.draft is None else {"draft": _told_apart(self.draft)}
+        return Facts(settings, files, {"target": _told_apart(self.target)} if target else {})
 
     def described(self, plan: EngineConfig) -> dict[str, object]:
         """What the first line of a trace says of a run."""
@@ -213,6 +227,14 @@ class Models:
 
     def _kind(self, config: ModelConfig) -> torch.dtype:
         return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+
+def _told_apart(path: Path) -> str:
+    """What tells a model directory from another. Raises UserError where a file of it cannot be read."""
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:

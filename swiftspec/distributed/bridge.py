@@ -9,11 +9,26 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
+from swiftspec.config import MAX_TREE
 from swiftspec.control.step_times import DraftTimes, draft_times
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
-from swiftspec.distributed.followers import Call, LeadingDrafter, has_left
-from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal, read_result, to_text, to_words
+from swiftspec.distributed.followers import LeadingDrafter, has_left
+from swiftspec.distributed.standing import Bounds, Standing, in_range
+from swiftspec.distributed.wire import (
+    Words,
+    one_word,
+    pack,
+    read_opening,
+    read_proposal,
+    read_record,
+    read_result,
+    to_text,
+    to_words,
+)  # fmt: skip
 from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.trace import Observer, Record, TraceLog
@@ -21,32 +36,43 @@ from swiftspec.runtime.fallback import FAILURES
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
+LATE = 1.0  # seconds after its time in which what lies unread is still looked through
+REASON = 300  # characters of a draft's reason to give up
+ANSWERS = (Call.PROPOSAL, Call.TIME, Call.LOST, Call.TRACE)
 LAST_ROUND = 1.0  # seconds to wait for what the draft says of a request's last round
 
 
 class GroupDrafter:
-    """Stands for the draft group on the target's leader. Every call may raise DrafterLost."""
+    """Stands for the draft group on the target's leader. Every call may raise DrafterLost, and for whatever the draft
+    says that it should not, nothing else."""
 
     def __init__(
         self,
         bridge: Channel,
         steps: int,
+        bounds: Bounds,
         *,
+        rejects: bool = False,
         answer_timeout: float = ANSWER_TIMEOUT,
         open_timeout: float = OPEN_TIMEOUT,
         records: TraceLog | None = None,
     ) -> None:
-        """`records`: where the draft's records of its rounds go, which it sends while a trace is asked for."""
+        """`rejects`: proposals say what they were drawn from. `records`: where the draft's records of its rounds go,
+        which it sends while a trace is asked for."""
         self.busy = 0.0
         self._steps, self._records = steps, records
         if records is not None:
             records.drain = self.drain
-        self._request, self._round, self._prefix_len = 0, 0, 0
+        self._standing, self._round = Standing(bounds, rejects), 0
         self._bridge = bridge
         self._answer_timeout, self._open_timeout = answer_timeout, open_timeout
 
     def open(self, opening: Opening) -> None:
-        self._request, self._round, self._prefix_len = opening.request, 0, len(opening.tokens) - 1
+        try:
+            self._standing.open(opening)
+        except ValueError as error:
+            raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
+        self._round = 0
         self._send(Call.DRAFTER_OPEN, pack(opening))
 
     def propose(self) -> Proposal:
@@ -54,21 +80,24 @@ class GroupDrafter:
         while True:
             words = self._answer(Call.PROPOSAL, deadline)
             try:
-                proposal = read_proposal(words[1:])
+                spent, proposal = one_word(words[:1], "time"), read_proposal(words[1:])
+                if (proposal.request, proposal.round) != (self._standing.request, self._round):
+                    continue  # an answer that came too late
+                self._standing.check(proposal)
+                self.busy += in_range(spent, 0, 2**31 - 1, "the microseconds of a round") * 1e-6
             except ValueError as error:
-                raise DrafterLost(str(error)) from None
-            if (proposal.request, proposal.round) != (self._request, self._round):
-                continue  # an answer that came too late
-            if proposal.prefix_len != self._prefix_len:
-                raise DrafterLost(f"the draft stands at {proposal.prefix_len}, the target at {self._prefix_len}")
-            self.busy += words[0] * 1e-6
+                raise _nonsense(error) from None
             return proposal
 
     def grow(self) -> None:
         pass  # it is growing already
 
     def observe(self, result: VerifyResult) -> None:
-        self._round, self._prefix_len = result.round + 1, result.prefix_len + len(result.tokens)
+        self._round = result.round + 1
+        try:
+            self._standing.move(result)
+        except ValueError as error:
+            raise DrafterLost(f"the draft cannot be told of this result: {error}") from None
         self._send(Call.OBSERVE, pack(result))
 
     def close(self) -> None:
@@ -80,8 +109,10 @@ class GroupDrafter:
 
     def times(self) -> DraftTimes:
         """What has been measured since `measure`."""
-        turn, expansion = self._answer(Call.TIME, time.monotonic() + self._open_timeout)
-        return DraftTimes(turn * 1e-6, expansion * 1e-6)
+        words = self._answer(Call.TIME, time.monotonic() + self._open_timeout)
+        if len(words) != 2 or words[0] < 0 or words[1] < 1:
+            raise _nonsense(f"times of {len(words)} words are none")
+        return DraftTimes(words[0] * 1e-6, words[1] * 1e-6)
 
     @property
     def draft_steps(self) -> int:
@@ -99,11 +130,11 @@ class GroupDrafter:
         assert self._records is not None
         deadline = time.monotonic() + LAST_ROUND
         try:
-            while self._records.lacks(round_):
+            while self._records.lacks(round_) and time.monotonic() < deadline:
                 kind, words = self._bridge.recv(max(deadline - time.monotonic(), 0.0))
                 if kind == Call.TRACE:
-                    self._records.draft(json.loads(to_text(words)))
-        except (ConnectionError, TimeoutError):
+                    self._records.draft(read_record(words))
+        except (ConnectionError, TimeoutError, ValueError):
             return  # the line has no draft lane then
 
     def _send(self, call: Call, words: Sequence[int] = ()) -> None:
@@ -113,20 +144,32 @@ class GroupDrafter:
             raise DrafterLost(str(error)) from None
 
     def _answer(self, wanted: Call, deadline: float) -> Words:
-        """The next message of that kind. Says why when the draft gives up this request."""
+        """The next message of that kind. Says why when the draft gives up this request. One look is always taken: the
+        answer may have come in time and be read late."""
         while True:
+            left = deadline - time.monotonic()
             try:
-                kind, words = self._bridge.recv(max(deadline - time.monotonic(), 0.0))
+                kind, words = self._bridge.recv(max(left, 0.0))
+                if kind == wanted:
+                    return words
+                if kind == Call.TRACE and self._records is not None:
+                    self._records.draft(read_record(words))
+                elif kind == Call.LOST and one_word(words[:1], "loss") == self._standing.request:
+                    raise DrafterLost(to_text(words[1:])[:REASON])
+                elif kind not in ANSWERS:
+                    raise ValueError(f"a draft does not send messages of kind {kind}")
             except TimeoutError:
                 raise DrafterLost("the draft group did not answer in time") from None
             except ConnectionError as error:
                 raise DrafterLost(str(error)) from None
-            if kind == Call.TRACE and self._records is not None:
-                self._records.draft(json.loads(to_text(words)))
-            if kind == wanted:
-                return words
-            if kind == Call.LOST and words[0] == self._request:
-                raise DrafterLost(to_text(words[1:]))
+            except ValueError as error:
+                raise _nonsense(error) from None
+            if left < -LATE:  # however much it says
+                raise DrafterLost("the draft group did not answer in time")
+
+
+def _nonsense(error: object) -> DrafterLost:
+    return DrafterLost(f"the draft group sent what is no message of ours: {error}")
 
 
 class DraftService:
@@ -136,7 +179,10 @@ class DraftService:
     while the target is at work already. With an observer that is left to Python, which alone the observer sees.
     """
 
-    def __init__(self, target: Channel, drafter: LeadingDrafter, observer: Observer | None = None) -> None:
+    def __init__(
+        self, target: Channel, drafter: LeadingDrafter, bounds: Bounds, observer: Observer | None = None
+    ) -> None:
+        self._standing = Standing(bounds)
         self._target = target
         self._drafter = drafter
         self._tell = observer or (lambda event, *about: None)
@@ -147,14 +193,18 @@ class DraftService:
 
     def run(self) -> None:
         """Serves until it is sent home; a failing draft model only ends the request, and a group out of step every
-        request from then on. Raises RankLost when the target is gone without a word."""
+        request from then on. Raises RankLost when the target is gone without a word, or says what it should not."""
         try:
             while True:
                 kind, words, answered = self._next()
                 if kind == Call.LEAVE:
                     return
                 try:
-                    self._serve(Call(kind), words, answered)
+                    serve = self._read(kind, words, answered)
+                except ValueError as error:
+                    raise RankLost(f"{self._target.peer} sent what is no message of ours: {error}") from None
+                try:
+                    serve()
                 except (RankLost, *FAILURES) as error:
                     self._open = False
                     self._tell_failure(str(error) or type(error).__name__)
@@ -172,35 +222,54 @@ class DraftService:
         self._told += spent if answered else 0
         return kind, words, answered
 
-    def _serve(self, call: Call, words: Words, answered: bool) -> None:
-        """One message: first the answer, then whatever can be done ahead."""
-        drafter = self._drafter
-        match call:
+    def _read(self, kind: int, words: Words, answered: bool) -> Callable[[], object]:
+        """What a message asks for. Raises ValueError on what no target sends."""
+        bounds = self._standing.bounds
+        match kind:
             case Call.DRAFTER_OPEN:
-                opening = read_opening(words)
-                self._request, self._told = opening.request, int(1e6 * drafter.busy)
-                self._tell("opening", opening)
-                drafter.open(opening)
-                self._tell("drafter opened")
-                self._open = True
-                self._round(answered=False)
+                opening = replace(read_opening(words), steps="")  # they are chosen here
+                self._standing.open(opening)
+                return partial(self._serve_opening, opening)
             case Call.OBSERVE:
-                if self._open:  # else the target has been told, or will read it in a moment
-                    result = read_result(words)
-                    self._tell("verified", None, result)
-                    drafter.observe(result)
-                    self._tell("observed", result)
-                    self._round(answered)
+                if not self._open:  # the target has been told, or will read it in a moment
+                    return lambda: None
+                result = read_result(words)
+                self._standing.move(result)
+                return partial(self._serve_result, result, answered)
             case Call.DRAFTER_CLOSE:
-                self._open = False
-                drafter.close()
+                return self._serve_close
             case Call.STEPS:
-                drafter.draft_steps = words[0]
+                steps = in_range(one_word(words, "number of steps"), 1, MAX_TREE, "steps")
+                return partial(setattr, self._drafter, "draft_steps", steps)
             case Call.PACE:
-                times = draft_times(drafter, words[0])
-                self._target.send(Call.TIME, [int(1e6 * times.turn), max(int(1e6 * times.expansion), 1)])
+                room = in_range(one_word(words, "pace"), 1, bounds.context, "the room to measure in")
+                return partial(self._serve_pace, room)
             case _:
-                raise ValueError(f"a target does not send {call.name}")
+                raise ValueError(f"a target does not send messages of kind {kind}")
+
+    def _serve_opening(self, opening: Opening) -> None:
+        """First the answer, then whatever can be done ahead."""
+        self._request, self._told = opening.request, int(1e6 * self._drafter.busy)
+        self._tell("opening", opening)
+        self._drafter.open(opening)
+        self._tell("drafter opened")
+        self._open = True
+        self._round(answered=False)
+
+    def _serve_result(self, result: VerifyResult, answered: bool) -> None:
+        self._tell("verified", None, result)
+        self._drafter.observe(result)
+        self._tell("observed", result)
+        self._round(answered)
+
+    def _serve_close(self) -> None:
+        self._open = False
+        self._drafter.close()
+
+    def _serve_pace(self, room: int) -> None:
+        self._open = False
+        times = draft_times(self._drafter, room)
+        self._target.send(Call.TIME, [int(1e6 * times.turn), max(int(1e6 * times.expansion), 1)])
 
     def _round(self, answered: bool) -> None:
         """The answer, unless it has been given, and the tree grown ahead."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
 from typing import Any, TypeVar
 
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
-from swiftspec.distributed.wire import Message, Words, pack, read_opening, read_proposal, read_result
+from swiftspec.distributed.obeying import Follower
+from swiftspec.distributed.standing import Bounds
+from swiftspec.distributed.wire import Message, pack
 from swiftspec.errors import NotFinite, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.fallback import FAILURES
@@ -23,30 +25,6 @@ from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC, Answer, Report
 
 T = TypeVar("T")
-
-
-class Call(IntEnum):
-    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start."""
-
-    VERIFIER_OPEN = 1
-    VERIFY = 2
-    VERIFIER_CLOSE = 3
-    DRAFTER_OPEN = 4
-    PROPOSE = 5
-    GROW = 6
-    OBSERVE = 7
-    DRAFTER_CLOSE = 8
-    STEPS = 9
-    PACE = 10
-    POPULATION_OPEN = 11
-    POPULATION_ROUND = 12
-    POPULATION_CLOSE = 13
-    LEAVE = 14
-    READY = 15
-    PROPOSAL = 16
-    TIME = 17
-    LOST = 18
-    TRACE = 19
 
 
 class Team:
@@ -213,21 +191,24 @@ class LeadingPopulation:
         self._team.end(Call.POPULATION_CLOSE, self.population.close)
 
 
-def follow(leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None, smc: SMC | None) -> None:
+def follow(
+    leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None, smc: SMC | None, bounds: Bounds
+) -> None:
     """What a follower does: the leader's calls on its own roles, until the leader leaves. Raises RankLost when the
-    leader is gone without a word."""
+    leader is gone without a word, or says what it should not."""
+    follower = Follower(verifier, drafter, smc, bounds)
     while True:
         try:
-            call, words = leader.recv()
+            kind, words = leader.recv()
+            if kind == Call.LEAVE:
+                return
+            act = follower.read(kind, words)
         except ConnectionError as error:
             raise RankLost(str(error)) from None
-        if call == Call.LEAVE:
-            return
+        except ValueError as error:
+            raise RankLost(f"{leader.peer} sent what is no message of ours: {error}") from None
         with contextlib.suppress(NotFinite):  # the leader has found it, too, and ends the request
-            if smc is not None:
-                _obey_population(Call(call), words, smc)
-            else:
-                _obey(Call(call), words, verifier, drafter)
+            act()
 
 
 def has_left(peer: Channel) -> bool:
@@ -244,48 +225,3 @@ def park(leader: Channel) -> None:
     with contextlib.suppress(ConnectionError):
         while leader.recv()[0] != Call.LEAVE:
             pass
-
-
-def _obey_population(call: Call, words: Words, smc: SMC) -> None:
-    match call:
-        case Call.POPULATION_OPEN:
-            opening = read_opening(words)
-            ends = opening.sampling
-            assert ends.max_tokens is not None
-            smc.open(opening, ends.stop_token_ids, ends.max_tokens)
-        case Call.POPULATION_ROUND:
-            smc.launch()
-            smc.collect()
-        case Call.POPULATION_CLOSE:
-            smc.close()
-        case _:
-            raise ValueError(f"a leader of a population does not send {call.name}")
-
-
-def _obey(call: Call, words: Words, verifier: LocalVerifier | None, drafter: LocalDrafter | None) -> None:
-    if call in (Call.VERIFIER_OPEN, Call.VERIFY, Call.VERIFIER_CLOSE):
-        assert verifier is not None
-        if call == Call.VERIFIER_OPEN:
-            verifier.open(read_opening(words))
-        elif call == Call.VERIFY:
-            verifier.verify(read_proposal(words))
-            verifier.settle()
-        else:
-            verifier.close()
-        return
-    assert drafter is not None
-    match call:
-        case Call.DRAFTER_OPEN:
-            drafter.open(read_opening(words))
-        case Call.PROPOSE:
-            drafter.propose()
-        case Call.GROW:
-            drafter.grow()
-        case Call.OBSERVE:
-            drafter.observe(read_result(words))
-        case Call.DRAFTER_CLOSE:
-            drafter.close()
-        case Call.STEPS:
-            drafter.draft_steps = words[0]
-        case _:
-            raise ValueError(f"a leader does not send {call.name}")

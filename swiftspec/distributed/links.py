@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel, accept, dial
-from swiftspec.distributed.followers import Call
-from swiftspec.distributed.wire import Words, bytes_to_words, to_text, to_words
-from swiftspec.distributed.world import START_TIMEOUT, World
+from swiftspec.distributed.facts import Place
+from swiftspec.distributed.roll import first_line
+from swiftspec.distributed.wire import one_word, to_text, to_words
+from swiftspec.distributed.world import World
 from swiftspec.errors import RankLost, UserError
 
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank stands. The first rank of a group leads it, and rank 0 leads the target's and the job."""
-
-    side: str  # "target" or "draft"; in modes serial and ar there is one group, the target's
-    rank: int  # in its group
-    size: int
-
-    @staticmethod
-    def of(rank: int, plan: EngineConfig) -> Place:
-        if rank < plan.target_tp:
-            return Place("target", rank, plan.target_tp)
-        return Place("draft", rank - plan.target_tp, plan.draft_tp)
+CONNECT_TIMEOUT = 60.0  # seconds; all ranks have just answered the roll call
 
 
 @dataclass(slots=True)
@@ -49,50 +36,48 @@ class Links:
         try:
             host = None if world.one_machine else _address_towards(world.host)
             if here.rank > 0:
-                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=START_TIMEOUT)
+                links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=CONNECT_TIMEOUT)
                 return links
             for rank in range(first + 1, first + here.size):
-                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=START_TIMEOUT)
+                follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=CONNECT_TIMEOUT)
                 links.followers.append(follower)
             if plan.mode == "async" and here.side == "target":
-                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=START_TIMEOUT)
+                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=CONNECT_TIMEOUT)
             elif plan.mode == "async":
-                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=START_TIMEOUT)
-        except (OSError, RuntimeError) as error:  # the store's are RuntimeErrors
-            raise RankLost(f"rank {world.rank} found no connection at the start: {_line(error)}") from None
+                links.target = dial(store, "bridge", "the target group", spin=spin, timeout=CONNECT_TIMEOUT)
+        except (OSError, RuntimeError, ValueError) as error:  # the store's are RuntimeErrors
+            raise RankLost(f"rank {world.rank} found no connection at the start: {first_line(error)}") from None
         return links
 
     def share(self, value: int) -> int:
-        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone."""
+        """Rank 0's value, on all ranks. Raises RankLost when whoever should pass it on is gone or does not."""
         up = self.leader or self.target
         try:
             if up is not None:
-                value = up.recv()[1][0]
+                kind, words = up.recv()
+                value = one_word(words if kind == Call.READY else [], "value")
             for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
                 channel.send(Call.READY, [value])
-        except ConnectionError as error:
+        except (ConnectionError, ValueError) as error:
             raise RankLost(str(error)) from None
         return value
 
-    def report(self, facts: Sequence[str], error: str | None, kinds: set[str]) -> set[str]:
+    def report(self, error: str | None, kinds: set[str]) -> set[str]:
         """Tells upwards that this rank, and all it leads, are ready, or why not; returns at once except on leaders.
 
-        `facts`: what must be equal in the whole job, then what must be in the group. `kinds`: of steps that this rank
-        can use; returned are those that all ranks of its group can, as far as this rank knows. Raises UserError on rank
-        0 with the first reason.
+        `kinds`: of steps that this rank can use; returned are those that all ranks of its group can, as far as this
+        rank knows. Raises UserError on rank 0 with the first reason.
         """
-        marks = bytes_to_words(b"".join(hashlib.sha256(fact.encode()).digest()[:8] for fact in facts))
         for channel in self.followers:
-            heard, theirs = _heard(channel, marks, marks)
+            heard, theirs = _heard(channel)
             error, kinds = error or heard, kinds & theirs
         if self.drafts is not None:
-            heard, _ = _heard(self.drafts, marks[:2], marks)
-            error = error or heard
+            error = error or _heard(self.drafts)[0]
         up = self.leader or self.target
         if up is not None:
-            ready = [*marks, *to_words(",".join(sorted(kinds)))]
+            ready = (Call.READY, to_words(",".join(sorted(kinds))))
             try:
-                up.send(*((Call.READY, ready) if error is None else (Call.LOST, to_words(error))))
+                up.send(*(ready if error is None else (Call.LOST, to_words(error))))
             except ConnectionError as gone:
                 raise RankLost(str(gone)) from None
         elif error is not None:
@@ -109,23 +94,13 @@ class Links:
                 channel.close()
 
 
-def _heard(channel: Channel, wanted: Words, marks: Words) -> tuple[str | None, set[str]]:
+def _heard(channel: Channel) -> tuple[str | None, set[str]]:
     """What a rank that reports here has to complain of, or is to be blamed for; and its kinds of steps."""
     try:
         kind, words = channel.recv()
     except ConnectionError as error:
         return f"{error}: it left while the models were loading", set()
-    if kind == Call.LOST:
-        return to_text(words), set()
-    if words[:2] != marks[:2]:
-        return f"{channel.peer} was started with other settings: start all ranks with the same command", set()
-    if words[: len(wanted)] != wanted:
-        return f"{channel.peer} has another model directory than its leader: give all ranks the same files", set()
-    return None, set(to_text(words[len(marks) :]).split(","))
-
-
-def _line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (None, set(to_text(words).split(","))) if kind == Call.READY else (to_text(words), set())
 
 
 def _address_towards(host: str) -> str:

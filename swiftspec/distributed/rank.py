@@ -12,9 +12,11 @@ from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, steps_for, verification_time
 from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.facts import Facts, Place, agree, telling
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.distributed.groups.join import AnyGroup, join_group
-from swiftspec.distributed.links import Links, Place
+from swiftspec.distributed.links import Links
+from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World, run_on
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.model.group import Group
@@ -40,11 +42,12 @@ class Builder(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def with_vocab(self, vocab_size: int, /) -> Builder:
-        """The same with the vocabulary of the whole job."""
+        """The same with the vocabulary of the whole job. Raises UserError where a model has no such many tokens."""
         ...
 
-    def facts(self, config: EngineConfig, *, target: bool, draft: bool) -> list[str]:
-        """What all ranks of a job must agree on, then what those of the group with these models must."""
+    def facts(self, config: EngineConfig, *, target: bool, draft: bool) -> Facts:
+        """What all ranks of a job must agree on, and what those of the group with these models must. Raises UserError
+        where files cannot be read."""
         ...
 
     def kernel_sums(self, *, target: bool, draft: bool) -> int:
@@ -57,23 +60,30 @@ class Builder(Protocol):
 
 
 class Rank:
-    """Connects this rank to the others, loads its share of its group's models and waits until all have done so.
+    """Agrees with the other ranks on how they run, connects this one to them, loads its share of its group's models and
+    waits until all have done so.
 
-    Raises UserError on rank 0 when any rank cannot start; the others then are just sent home.
+    Raises UserError on all ranks where they were not started alike; and on rank 0 when any rank cannot start, the
+    others then are just sent home.
     """
 
     def __init__(self, world: World, config: EngineConfig, builder: Builder, progress: Progress | None) -> None:
         here = Place.of(world.rank, config)
+        holds = {"target": here.side == "target", "draft": here.side == "draft" or config.mode in ("serial", "smc")}
+        with telling(world):
+            facts = builder.facts(config, **holds)
         self._world = world = world.next_job()
+        agree(world, config, facts)
         self._links = Links.connect(world, config)
-        self._builder = builder = builder.with_vocab(self._links.share(builder.vocab_size))
+        vocab = self._links.share(builder.vocab_size)
+        self._bounds = Bounds(vocab, builder.max_model_len, config.verify_batch)
         self.verifier: LocalVerifier | None = None
         self.drafter: LocalDrafter | None = None
         self.population: SMC | None = None
         self._group: AnyGroup | None = None
-        holds = {"target": here.side == "target", "draft": here.side == "draft" or config.mode in ("serial", "smc")}
         error: str | None = None
         try:
+            self._builder = builder = builder.with_vocab(vocab)
             self._load(here, config, builder, holds, progress)
         except UserError as problem:
             error = str(problem)
@@ -81,7 +91,7 @@ class Rank:
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         kinds = {kind.name for role in self._roles() for kind in role.steps_known}
         try:
-            common = self._links.report(builder.facts(config, **holds), error, kinds)
+            common = self._links.report(error, kinds)
         except UserError:
             self.leave()
             raise
@@ -117,7 +127,9 @@ class Rank:
         team = Team(self._links.followers)
         verifier = LeadingVerifier(self.verifier, team)
         if self._links.drafts is not None:
-            drafter = GroupDrafter(self._links.drafts, config.steps, records=log)
+            drafter = GroupDrafter(
+                self._links.drafts, config.steps, self._bounds, rejects=config.verify == "reject", records=log
+            )
             if config.draft_steps is None:
                 config = replace(config, draft_steps=self._measured(config, verifier, drafter))
             return verifier, drafter, config
@@ -152,7 +164,7 @@ class Rank:
             if self._links.target is not None and self.drafter is not None:
                 observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
                 drafter = LeadingDrafter(self.drafter, Team(self._links.followers))
-                DraftService(self._links.target, drafter, observer).run()
+                DraftService(self._links.target, drafter, self._bounds, observer).run()
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
         finally:
@@ -161,7 +173,7 @@ class Rank:
     def _follow(self, leader: Channel) -> None:
         """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
         try:
-            follow(leader, self.verifier, self.drafter, self.population)
+            follow(leader, self.verifier, self.drafter, self.population, self._bounds)
         except FAILURES:
             if self.verifier is not None or self.population is not None:
                 raise

@@ -16,6 +16,7 @@ from swiftspec.distributed.wire import Words
 HEAD = struct.Struct("=II")  # kind, count of words
 MAX_WORDS = 1 << 24  # 64 MiB: far beyond any prompt, so more is a broken stream
 LOOK = 1e-3  # seconds that a look without waiting takes
+TICKET_TIMEOUT = 2.0  # seconds that who calls has to show its ticket; meanwhile nobody else gets in
 SEND_TIMEOUT = 30.0  # seconds; only a peer that reads nothing for so long makes a sender wait
 
 
@@ -105,12 +106,13 @@ class Door:
         self.address = f"{host} {self._server.getsockname()[1]} {self._ticket.hex()}"
 
     def wait(self, peer: str, timeout: float) -> TcpChannel:
-        """The channel to whoever calls. Raises TimeoutError."""
-        self._server.settimeout(timeout)
+        """The channel to whoever calls with the ticket. Raises TimeoutError."""
+        end = time.monotonic() + timeout
         with self._server:
             while True:
+                self._server.settimeout(max(end - time.monotonic(), LOOK))
                 sock, _ = self._server.accept()
-                sock.settimeout(timeout)
+                sock.settimeout(TICKET_TIMEOUT)
                 if secrets.compare_digest(_exactly(sock, len(self._ticket)), self._ticket):
                     return TcpChannel(sock, peer)
                 sock.close()

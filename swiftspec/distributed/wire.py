@@ -13,6 +13,7 @@ from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 
 Words = list[int]  # flat; each is a 32-bit integer
+SHOWN = 200  # characters of a reason that holds what somebody else has sent
 Message = Opening | Proposal | VerifyResult | int
 
 
@@ -80,8 +81,8 @@ def read_opening(flat: Words) -> Opening:
     try:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
         steps, sampling = str(told["steps"]), _sampling(told["sampling"])
-    except (ValueError, TypeError, KeyError, AttributeError, UserError) as error:
-        raise ValueError(f"an opening's sampling parameters make no sense ({error})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
+        raise ValueError(f"an opening's sampling parameters make no sense ({str(error)[:SHOWN]})") from None
     return Opening(request, tuple(tokens), sampling, prompt_len, steps)
 
 
@@ -89,7 +90,46 @@ def _sampling(values: dict[str, Any]) -> SamplingParams:
     """From what JSON left of `dataclasses.asdict`: it knows neither tuples nor numbers as keys."""
     tuples = {item.name: tuple(values[item.name]) for item in fields(SamplingParams) if item.default == ()}
     bias = {int(token): value for token, value in values["logit_bias"].items()}
-    return SamplingParams(**{**values, **tuples, "logit_bias": bias})
+    values = {**values, **tuples, "logit_bias": bias}
+    for item in fields(SamplingParams):
+        if not _is(values[item.name], str(item.type)):
+            raise ValueError(f"{item.name} is no {item.type}")
+    return SamplingParams(**values)
+
+
+def _is(value: Any, kind: str) -> bool:
+    """Whether a value is what a field of the sampling parameters is declared to be; JSON writes 1.0 as 1 at times."""
+    match kind:
+        case "float":
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case "int | None":
+            return value is None or type(value) is int
+        case "tuple[int, ...]":
+            return all(type(each) is int for each in value)
+        case "tuple[str, ...]":
+            return all(type(each) is str for each in value)
+        case "dict[int, float]":
+            return all(_is(each, "float") for each in value.values())
+        case _:
+            return type(value).__name__ == kind
+
+
+def one_word(flat: Words, what: str) -> int:
+    """The only word of a message that says a number."""
+    if len(flat) != 1:
+        raise ValueError(f"a {what} of {len(flat)} words is not one number")
+    return flat[0]
+
+
+def read_record(flat: Words) -> dict[str, Any]:
+    """A line of the draft's lane, which travels as JSON: an object with the numbers `request` and `round`."""
+    try:
+        record = json.loads(to_text(flat))
+        if type(record["request"]) is int and type(record["round"]) is int and record["round"] >= 0:
+            return record
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError("a record of a round is none")
 
 
 def to_words(text: str) -> Words:

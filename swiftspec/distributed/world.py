@@ -1,5 +1,4 @@
-"""The ranks of one job, as their launcher numbers them, and the cores that they run on. Only this module reads the
-launcher's environment."""
+"""The ranks of one job, as their launcher numbers them, where they meet, and the cores that they run on."""
 
 from __future__ import annotations
 
@@ -7,14 +6,14 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
+from swiftspec import __version__
+from swiftspec.distributed.launcher import launched
+from swiftspec.distributed.roll import Judge, Roll, Say, Waiting, Words, difference, silence
+from swiftspec.distributed.store import open_store
 from swiftspec.errors import UserError
-
-START_TIMEOUT = 300.0  # seconds between the first rank that calls and the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +28,12 @@ class World:
     store: Store
     cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # of this machine
     jobs: Iterator[int] = field(default_factory=itertools.count)
+    say: Say = silence  # a line for whoever waits with this rank
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def roll(self, name: str) -> Roll:
+        """The roll call of that name, which all ranks of this world make."""
+        return Roll(PrefixStore(name, self.store), self.rank, self.size, self.say, self.waiting)
 
     def next_job(self) -> World:
         """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
@@ -72,19 +77,35 @@ def run_on(cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def join_world() -> World | None:
-    """The ranks that a launcher such as torchrun has started, this one among them; None if it is alone. Raises
-    UserError where the launcher's variables make no sense."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+def join_world(say: Say = silence, waiting: Waiting | None = None) -> World | None:
+    """The ranks that a launcher such as torchrun has started, once all are there; None if this one is alone. `say`
+    hears for whom it waits. Raises UserError where the launcher's variables make no sense or a rank does not come, and
+    RankLost."""
+    here, waiting = launched(), waiting or Waiting()
+    if here is None:
         return None
-    try:
-        local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
-        host = os.environ["MASTER_ADDR"]
-        store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=START_TIMEOUT)))
-    except (KeyError, ValueError, RuntimeError) as error:  # the store's are RuntimeErrors
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"WORLD_SIZE is set, but {reason}: start several ranks with torchrun") from None
-    world = World(rank, size, local_rank, local_size, host, store)
+    store = open_store(here, say, waiting)
+    world = World(here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting)
+    if store.add(f"rank {here.rank}", 1) > 1:
+        raise UserError(
+            f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
+            " its own, and every job a port"
+        )
+    mine = {"WORLD_SIZE": here.size, "version": __version__}
+    world.roll("join").call(mine, same(mine, here.rank))
     run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
     return world
+
+
+def same(mine: Words, here: int) -> Judge:
+    """Judges that all ranks say the same as this one."""
+
+    def judge(said: dict[int, Words]) -> str | None:
+        found = (
+            difference(name, here, value, rank, words.get(name))
+            for rank, words in said.items()
+            for name, value in mine.items()
+        )
+        return next((line for line in found if line is not None), None)
+
+    return judge

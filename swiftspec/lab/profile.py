@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import files
 from swiftspec.errors import UserError
 from swiftspec.model.files import read_config
-from swiftspec.serve.__main__ import guarded
+from swiftspec.serve.__main__ import guarded, own_world
 from swiftspec.serve.flags import Table
 
 if TYPE_CHECKING:
@@ -86,7 +86,6 @@ def model_settings() -> list[str]:
 
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
-    from swiftspec.distributed.world import join_world
     from swiftspec.lab.pool import Pair, WorkerPool
     from swiftspec.serve.layers import load
     from swiftspec.serve.session import Found, load_options
@@ -94,7 +93,7 @@ def sweep(args: argparse.Namespace) -> int:
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
     settings = load({**given, "plan": "none"})
-    world = join_world()
+    world = own_world()
     found = Found.of(settings, 1, Phases(quiet=True))
     if found.draft is None:
         raise UserError("a sweep needs a draft model: name one with --draft-model")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from swiftspec.distributed.launcher import launched, own_rank
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import GRACE, SIGNALS, Ending
 from swiftspec.serve.streams import taken, warn
@@ -30,7 +31,9 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     makes no sense, 1 for what does not work out, 141 if the reader of its output left, 130, 143 or 129 after Ctrl-C,
     SIGTERM or SIGHUP (`grace`: see Ending). Whatever the user can mend is told in one line on stderr, by rank 0 where
     there are several."""
-    first = os.environ.get("RANK", "0") == "0"
+    rank = own_rank()
+    first = rank == 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store whose keeper left is told in a line of ours
     numbers = SIGNALS if first else (signal.SIGINT,)
     with taken(first) as streams, Ending(grace, numbers) as ending:
         try:
@@ -43,10 +46,10 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
                 streams.flush()
         except RankLost as error:
             if ending.code is None:
-                print(f"swiftspec: rank {os.environ.get('RANK')} leaves: {error}", file=sys.stderr)
+                print(f"swiftspec: rank {rank} leaves: {error}", file=sys.stderr)
             code = 1
         except UserError as error:
-            code = _complain(error, first) if ending.code is None else 1
+            code = _complain(error, rank) if ending.code is None else 1
         except KeyboardInterrupt:
             code = 130
         except BrokenPipeError:  # the reader left; so do we, without a word
@@ -66,15 +69,15 @@ def _warn_of_strays() -> None:
             warn(line)
 
 
-def _complain(error: UserError, first: bool) -> int:
+def _complain(error: UserError, rank: int) -> int:
     """One line for what the user can mend. Returns the exit code."""
     from swiftspec.serve.settings import UsageError
 
-    if first:
+    if rank == 0:
         print(f"swiftspec: error: {error}", file=sys.stderr)
     else:
         time.sleep(PATIENCE)  # only a rank that is alone with its trouble is still here after that
-        print(f"swiftspec: rank {os.environ['RANK']}: error: {error}", file=sys.stderr)
+        print(f"swiftspec: rank {rank}: error: {error}", file=sys.stderr)
     return 2 if isinstance(error, UsageError) else 1
 
 
@@ -101,11 +104,11 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
 
 def own_world() -> World | None:
     """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if launched() is None:
         return None
     from swiftspec.distributed.world import join_world
 
-    return join_world()
+    return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

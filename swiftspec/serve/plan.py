@@ -23,15 +23,18 @@ def split_ranks(
     if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
     require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    if target_tp is not None and draft_tp is not None:
+        require(
+            target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
+            f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
+        )
+        return target_tp, draft_tp
+    for name, given in (("target", target_tp), ("draft", draft_tp)):
+        fits = given is None or 1 <= given < ranks
+        require(fits, f"--{name}-tp {given} leaves no rank of {ranks} for the other model: take 1..{ranks - 1}")
     if draft_tp is None:
         draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
-    if target_tp is None:
-        target_tp = ranks - draft_tp
-    require(
-        target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
-        f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
-    )
-    return target_tp, draft_tp
+    return ranks - draft_tp, draft_tp
 
 
 def mismatch(plan: EngineConfig, sampling: SamplingParams) -> str | None:

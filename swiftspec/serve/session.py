@@ -170,9 +170,11 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
 def serve_rank(settings: Settings, world: World) -> None:
     """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
     from swiftspec import llm
+    from swiftspec.distributed.facts import telling
 
-    found = Found.of(settings, world.size, Phases(quiet=True))
-    options, _, _ = load_options(settings, found.target, world)
+    with telling(world):
+        found = Found.of(settings, world.size, Phases(quiet=True))
+        options, _, _ = load_options(settings, found.target, world)
     llm.serve_rank(world, found.target, found.draft, found.plan, **options)
 
 

@@ -129,6 +129,16 @@ class Rejection:
         return judged, residual
 
 
+def check_drawn(proposal: Proposal) -> None:
+    """Raises ValueError on a proposal that does not say what its children were drawn from, or on a child that cannot
+    have been drawn there."""
+    families = _families(proposal)
+    if families and proposal.drawn is None:
+        raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
+    if families and proposal.drawn is not None:
+        _places(proposal, proposal.drawn, families)
+
+
 def _columns(shard: Shard | None, shaped: Tensor) -> range:
     return range(shaped.shape[-1]) if shard is None else shard.tokens
 

@@ -16,8 +16,10 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import DraftService, GroupDrafter
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
-from swiftspec.distributed.followers import Call, LeadingDrafter, Team
+from swiftspec.distributed.followers import LeadingDrafter, Team
+from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
@@ -27,6 +29,7 @@ from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0)
+BOUNDS = Bounds(40, 200, 8)
 
 
 class FakeDraft:
@@ -68,9 +71,9 @@ class FakeDraft:
 def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
     here, there = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([]))).run)  # type: ignore[arg-type]
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS).run)  # type: ignore[arg-type]
     service.start()
-    drafter = GroupDrafter(here, 3, answer_timeout=0.3, open_timeout=0.6)
+    drafter = GroupDrafter(here, 3, BOUNDS, answer_timeout=0.3, open_timeout=0.6)
     yield drafter, draft, there
     with contextlib.suppress(ConnectionError):
         here.send(Call.LEAVE)
@@ -154,9 +157,9 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     propose = DraftService._propose
     monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
     here, there = connect(None)
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([]))).run)
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([])), BOUNDS).run)
     service.start()
-    drafter, heard = GroupDrafter(here, 3), []
+    drafter, heard = GroupDrafter(here, 3, BOUNDS), []
     try:
         for each in (drafter, ours):
             each.open(opening(prompt, GREEDY))

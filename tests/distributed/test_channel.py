@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from swiftspec.distributed import tcp
 from swiftspec.distributed.channel import Channel, accept, dial
 from swiftspec.distributed.tcp import HEAD, MAX_WORDS, TcpChannel
 
@@ -101,6 +102,24 @@ def test_who_does_not_know_the_ticket_stays_outside() -> None:
         assert stranger.recv(1) == b"", "turned away"
     friend = dial(store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
     waiting.join()
+    friend.send(5)
+    assert got[0].recv(5)[0] == 5
+
+
+def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "TICKET_TIMEOUT", 0.1)
+    store, got = FakeStore(), []
+
+    def wait() -> None:
+        got.append(accept(store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10))  # type: ignore[arg-type]
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    _, host, port, _ = store.get("door").decode().split()
+    with socket.create_connection((host, int(port))):
+        friend = dial(store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
+        waiting.join(5)
+    assert not waiting.is_alive() and got
     friend.send(5)
     assert got[0].recv(5)[0] == 5
 

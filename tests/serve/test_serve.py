@@ -304,6 +304,13 @@ def test_a_launcher_that_says_half(command: Command, monkeypatch: pytest.MonkeyP
     assert "start several ranks with torchrun" in command.refuses("--prompt", "a", code=1)
 
 
+def test_a_stray_rank_is_rank_0(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "5")
+    assert command.json("--prompt", "a", "--max-tokens", "2")["text"]
+    monkeypatch.setenv("WORLD_SIZE", "-1")
+    assert "WORLD_SIZE must be a whole number" in command.refuses("--prompt", "a", code=1)
+
+
 def test_mode_async_needs_ranks(command: Command) -> None:
     message = command.refuses("--prompt", "a", "--mode", "async", code=2)
     assert "mode async needs two ranks or more: start it with torchrun" in message

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -40,7 +40,8 @@ def python(*argv: str) -> subprocess.CompletedProcess[str]:
 class Ranks:
     """One process for each rank, started without a launcher: only the ranks themselves see to it that none is left."""
 
-    def __init__(self, count: int, argv: Sequence[str]) -> None:
+    def __init__(self, count: int, argv: Sequence[str], more: Mapping[int, Mapping[str, str]] | None = None) -> None:
+        """`more`: variables of single ranks."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -51,7 +52,8 @@ class Ranks:
                 text=True,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, **job, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, **job, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+                | dict((more or {}).get(rank, {})),
             )
             for rank in range(count)
         ]
@@ -188,3 +190,36 @@ def test_bad_input_gets_one_line(pair: list[str], started: list[Ranks]) -> None:
     reason = "error: --target-tp 2 and --draft-tp 1 do not add up to 2 ranks: take at least 1 each\n"
     assert (code, err) == (2, f"swiftspec: {reason}")
     assert other == f"swiftspec: rank 1: {reason}", "with no launcher to end it, it speaks for itself after a while"
+
+
+@pytest.mark.slow
+def test_ranks_with_other_modes_say_so_at_once(pair: list[str], started: list[Ranks]) -> None:
+    ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_MODE": "serial"}})
+    started.append(ranks)
+    ends = ranks.end(60)
+    line = "rank 1 was started with mode serial, rank 0 with mode async: start all ranks with the same command\n"
+    assert [code for code, _ in ends] == [1, 1]
+    assert ends[0][1].splitlines(keepends=True)[-1] == f"swiftspec: error: {line}"
+    assert ends[1][1] == f"swiftspec: rank 1: error: {line}"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_refused_ends_the_others(pair: list[str], started: list[Ranks]) -> None:
+    """Rank 1 alone finds no GPU where it looks for one: rank 0 hears of it."""
+    ranks = Ranks(2, [*pair, *LONG], {1: {"SWIFTSPEC_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}})
+    started.append(ranks)
+    (code, err), (other, _) = ranks.end(60)
+    assert (code, other) == (1, 1)
+    assert err.splitlines()[-1].startswith("swiftspec: error: rank 1: --device cuda: PyTorch finds no NVIDIA GPU here")
+
+
+def test_a_port_in_use_is_one_line(pair: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        done = subprocess.run(
+            [sys.executable, *SERVE, *pair, *EXACT], cwd=ROOT, text=True, capture_output=True, timeout=60,
+            env={**os.environ, **job},
+        )  # fmt: skip
+    line = f"swiftspec: error: port {port} is in use on this machine: choose another with MASTER_PORT\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)

@@ -83,5 +83,5 @@ def test_a_plan_that_the_front_end_cannot_follow_is_no_fault_of_the_flags(folder
 def test_a_named_profile_without_a_fitting_run_is_not_ignored_in_silence(folder: Path) -> None:
     write(folder, "a.json", run("serial", 1, 1, 50.0, d=5))
     heard = Heard()
-    with pytest.raises(UsageError, match="a.json has no run with --verify-batch 3"):
+    with pytest.raises(UsageError, match=r"a\.json has no run with --verify-batch 3"):
         plan(heard, plan=str(folder / "a.json"), verify_batch=3)

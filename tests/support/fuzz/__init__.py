@@ -4,7 +4,7 @@ A `Target` is a subject: a strategy for its input, and a function that hands thi
 was made of it. It may end well or in a UserError whose text is one line of bounded length. Anything else is a fault:
 another exception, a crash, no end. `TARGETS` of each module here is a list of them.
 
-    attempt(target, value)     "taken", or the words of the refusal; raises whatever is a fault
+    attempt(target, value)     "taken" or "refused"; raises whatever is a fault
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LONGEST = 600  # characters of a refusal
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`run(value, folder)` is given what was drawn and an empty folder. `cost`: of one run, the usual being 1."""
+    """`run(value, folder)` is given what was drawn and an empty folder, and returns "refused" where that is not said by
+    a UserError. `cost`: of one run, the usual being 1."""
 
     name: str
     strategy: st.SearchStrategy[Any]
@@ -36,9 +37,8 @@ def attempt(target: Target, value: object) -> str:
     """One run. Raises AssertionError on a refusal that is no line for a person, and whatever `run` lets through."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            target.run(value, Path(folder))
+            return "refused" if target.run(value, Path(folder)) == "refused" else "taken"
         except UserError as error:
             text = str(error).replace(folder, "")
             assert 0 < len(text) <= LONGEST and text.isprintable(), text
-            return text
-    return "taken"
+            return "refused"

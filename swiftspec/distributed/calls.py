@@ -1,0 +1,29 @@
+"""The kinds of messages between ranks."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Call(IntEnum):
+    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start."""
+
+    VERIFIER_OPEN = 1
+    VERIFY = 2
+    VERIFIER_CLOSE = 3
+    DRAFTER_OPEN = 4
+    PROPOSE = 5
+    GROW = 6
+    OBSERVE = 7
+    DRAFTER_CLOSE = 8
+    STEPS = 9
+    PACE = 10
+    POPULATION_OPEN = 11
+    POPULATION_ROUND = 12
+    POPULATION_CLOSE = 13
+    LEAVE = 14
+    READY = 15
+    PROPOSAL = 16
+    TIME = 17
+    LOST = 18
+    TRACE = 19

@@ -1,0 +1,182 @@
+"""The roll call: every rank says in the store how it was started, before anything is connected or loaded; rank 0 looks
+through it and says whether they go on. Who waits says for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.distributed_c10d import Store
+
+from swiftspec.errors import RankLost, UserError
+
+Say = Callable[[str], None]  # a line for whoever watches the start
+Words = Mapping[str, Any]  # what a rank says, as JSON has it
+Judge = Callable[[dict[int, Words]], str | None]  # what is wrong with those that have come so far
+SHOWN = 60  # characters of a value in a message
+NAMED = 6  # ranks that a line names at most
+LOOK = 0.02  # seconds between two looks at most
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How long a roll call waits, in seconds."""
+
+    timeout: float = 300.0  # for the last rank
+    silent: float = 5.0  # before it says for whom
+    again: float = 30.0  # between two such lines
+    grace: float = 5.0  # that rank 0 stays after a complaint, so that the others hear it
+
+
+def silence(text: str) -> None:
+    """Where nobody watches."""
+
+
+@dataclass(slots=True)
+class Roll:
+    """One roll call of `size` ranks in a page of the store that is theirs alone."""
+
+    store: Store
+    rank: int
+    size: int
+    say: Say = silence
+    waiting: Waiting = field(default_factory=Waiting)
+
+    def call(self, mine: Words, judge: Judge) -> dict[int, Words]:
+        """What all ranks say, on rank 0; elsewhere what rank 0 and this rank do. Rank 0 asks `judge` whenever some have
+        come. Raises UserError on all ranks with its complaint, or when one does not come; RankLost where rank 0 is
+        gone."""
+        try:
+            self.store.set(_said(self.rank), json.dumps(mine))
+            return self._hear(judge) if self.rank == 0 else self._obey(mine, judge)
+        except RuntimeError:  # the store's
+            raise RankLost("rank 0 is gone" if self.rank > 0 else "the launcher's store is gone") from None
+
+    def refuse(self, reason: str) -> None:
+        """Says that this rank does not go on, and why; the others do not then either. Waits for nobody."""
+        with contextlib.suppress(RuntimeError):  # nobody is there to hear it
+            key, words = ("verdict", reason) if self.rank == 0 else (_said(self.rank), json.dumps({"refused": reason}))
+            self.store.set(key, words)
+
+    def _hear(self, judge: Judge) -> dict[int, Words]:
+        """Rank 0's part."""
+        said: dict[int, Words] = {}
+        clock = Clock(self.waiting)
+        complaint = None
+        while complaint is None and len(said) < self.size:
+            came = [rank for rank in range(self.size) if rank not in said and self.store.check([_said(rank)])]
+            said |= {rank: _words(self.store.get(_said(rank))) for rank in came}
+            complaint = _refusal(said) or judge(said) if came else None
+            missing = [rank for rank in range(self.size) if rank not in said]
+            if complaint is None and missing and not clock.wait(lambda: self.say(f"waiting for {ranks(missing)}")):  # noqa: B023
+                complaint = f"{ranks(missing)} did not come within {self.waiting.timeout:g} s: start all {self.size}"
+        self.store.set("verdict", complaint or "")
+        self._linger()
+        if complaint is not None:
+            raise UserError(complaint)
+        return said
+
+    def _linger(self) -> None:
+        """The store may end with rank 0: until all have heard, or do not come."""
+        clock = Clock(Waiting(self.waiting.grace))
+        others = [f"heard {rank}" for rank in range(1, self.size)]
+        while others and not self.store.check(others) and clock.wait(lambda: None):
+            pass
+
+    def _obey(self, mine: Words, judge: Judge) -> dict[int, Words]:
+        """What any other rank does: rank 0's word holds. One that rank 0 does not know of judges by itself."""
+        clock = Clock(self.waiting, late=self.waiting.grace)
+        while not self.store.check(["verdict"]):
+            if not clock.wait(self._say_rank_0):
+                raise RankLost(f"rank 0 did not say within {self.waiting.timeout:g} s whether all ranks go on")
+        complaint = self.store.get("verdict").decode(errors="replace")
+        said = {self.rank: mine}
+        if not complaint:
+            said[0] = _words(self.store.get(_said(0)))
+        self.store.set(f"heard {self.rank}", "")
+        complaint = complaint or judge(said)
+        if complaint:
+            raise UserError(complaint)
+        return said
+
+    def _say_rank_0(self) -> None:
+        if not self.store.check([_said(0)]):  # once it is there, it says itself for whom it waits
+            self.say(f"rank {self.rank} is waiting for rank 0")
+
+
+class Clock:
+    """Sleeps between two looks, and knows when it is time to say something and when to give up."""
+
+    def __init__(self, waiting: Waiting, late: float = 0.0) -> None:
+        self._waiting = waiting
+        now = time.monotonic()
+        self._end, self._next = now + waiting.timeout + late, now + waiting.silent
+        self._nap = LOOK / 32
+
+    def wait(self, say: Callable[[], None]) -> bool:
+        """Until the next look; False when the time is over."""
+        now = time.monotonic()
+        if now >= self._end:
+            return False
+        if now >= self._next:
+            self._next = now + self._waiting.again
+            say()
+        time.sleep(self._nap)
+        self._nap = min(2 * self._nap, LOOK)
+        return True
+
+
+def difference(name: str, here: int, mine: Any, there: int, theirs: Any) -> str | None:
+    """The line about a value that two ranks should have in common."""
+    if mine == theirs:
+        return None
+    return (
+        f"rank {there} was started with {name} {shown(theirs)}, rank {here} with {name} {shown(mine)}: start all ranks"
+        " with the same command"
+    )
+
+
+def ranks(numbers: Collection[int]) -> str:
+    """`rank 1`; `ranks 1, 2 and 3`; of many the first ones and how many more."""
+    texts = [str(number) for number in list(numbers)[:NAMED]]
+    if len(numbers) > NAMED:
+        texts.append(f"{len(numbers) - NAMED} more")
+    return f"rank {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def shown(value: Any) -> str:
+    """A value as people write it, cut where it is long."""
+    text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """An error's first line that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _said(rank: int) -> str:
+    return f"said {rank}"
+
+
+def _words(data: bytes) -> Words:
+    """What a rank has said; something else than that is as good as nothing."""
+    try:
+        words = json.loads(data)
+    except (ValueError, RecursionError):
+        words = None
+    return words if isinstance(words, dict) else {}
+
+
+def _refusal(said: dict[int, Words]) -> str | None:
+    """The first reason why a rank does not go on."""
+    return next((f"rank {rank}: {shown_reason(words)}" for rank, words in said.items() if "refused" in words), None)
+
+
+def shown_reason(words: Words) -> str:
+    """A rank's reason, which is a line of ours."""
+    return " ".join(str(words["refused"]).split())[:500]
