@@ -1,5 +1,6 @@
 """The messages survive their packed form; anything else is refused."""
 
+import json
 from dataclasses import asdict
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.distributed.wire import pack, read_opening, read_proposal, read_result
+from swiftspec.distributed.wire import bytes_to_words, pack, read_opening, read_proposal, read_result
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 
@@ -52,6 +53,16 @@ def test_what_was_drawn_from_travels_with_a_proposal() -> None:
 def test_a_malformed_result_is_refused(flat: list[int]) -> None:
     with pytest.raises(ValueError, match="result"):
         read_result(flat)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"seed": 1.5}, {"top_k": 5.0}, {"stop": [1]}, {"stop_token_ids": ["1"]}, {"ignore_eos": 1}, {"top_p": "1"}],
+)
+def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) -> None:
+    text = json.dumps({"steps": "", "sampling": {**asdict(SamplingParams()), **values}}).encode()
+    with pytest.raises(ValueError, match=f"{next(iter(values))} is no"):
+        read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
 def test_every_sampling_value_travels_with_an_opening() -> None:

@@ -39,7 +39,8 @@ BOUNDS = Bounds(vocab=40, context=30, nodes=6)
 TEXT = (3, 1, 4)  # the request that is open; its root is the last token
 EDGES = st.sampled_from([-(2**31), -1, 0, 1, 2, 3, 4, 5, 39, 40, 64, 65, 2**24, 2**31 - 1])
 WORD = EDGES | st.integers(-(2**31), 2**31 - 1)
-VALUES = st.recursive(
+NEARLY = st.sampled_from([1.5, "1", True, [1], ["a"], [1.5], {"1": "a"}, {"5": 1}])  # of another type than it should be
+VALUES = NEARLY | st.recursive(
     st.none() | st.booleans() | st.integers(-(10**400), 10**400) | EDGES | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=4,
@@ -78,14 +79,14 @@ SAMPLING = st.builds(
     max_tokens=st.none() | st.integers(1, 9),
     negative_prompt_ids=st.lists(st.integers(0, 39), max_size=3).map(tuple),
 )
-OPENINGS = st.builds(
-    Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), st.sampled_from(["", "eager", "x"])
-)
+STEPS = st.sampled_from(["", "eager", "x"])
+OPENINGS = st.builds(Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS)
 TOKENS = st.lists(st.integers(0, 39), min_size=1, max_size=3)
 RESULTS = TOKENS.map(lambda tokens: VerifyResult(1, 0, 2, tuple(range(len(tokens))), tuple(tokens)))
 NUMBERS = st.integers(-1, 3) | VALUES
 RECORDS = st.fixed_dictionaries({"request": NUMBERS, "round": NUMBERS}, optional={"x": VALUES})
-JUNK_TEXT = st.sampled_from(["", "[", "[" * 50_000, "{}", "1", '{"request": 1, "round": []}', "\0", "NaN", "9" * 5000])
+JUNK = ("", "[", "[" * 50_000, "{}", "1", '{"request": 1, "round": []}', "\0", "NaN", "9" * 5000)
+JUNK_TEXT = st.integers(0, len(JUNK) - 1).map(JUNK.__getitem__)
 LINES = (RECORDS.map(json.dumps) | JUNK_TEXT).map(to_words)
 
 
@@ -105,14 +106,46 @@ def bent_opening(draw: st.DrawFn) -> Words:
     values: dict[str, Any] = json.loads(json.dumps(asdict(SamplingParams())))
     for name in draw(st.lists(st.sampled_from([*values, "more"]), max_size=2)):
         values[name] = draw(VALUES)
-    text = draw(JUNK_TEXT | st.just(json.dumps({"steps": "", "sampling": values}))).encode()
+    whole = st.just(json.dumps({"steps": draw(st.sampled_from(["", "eager"])), "sampling": values}))
+    text = draw(whole | whole | JUNK_TEXT).encode()
     return [1, 2, len(TEXT), *TEXT, len(text), *bytes_to_words(text)]
 
 
+TOKEN = st.integers(0, 39) | EDGES
+PLACE = st.tuples(st.sampled_from([1, 1, 1, 2]), st.just(0), st.sampled_from([2, 2, 2, 3]))  # request, round, prefix
+
+
+@st.composite
+def strange(draw: st.DrawFn) -> Words:
+    """A proposal that is whole, but may be about something else, from another root, too large or of no tokens."""
+    count = draw(st.integers(1, 8))
+    parents = (-1, *(draw(st.integers(0, i - 1)) for i in range(1, count)))
+    root = draw(st.just(TEXT[-1]) | TOKEN)
+    return pack(Proposal(*draw(PLACE), (root, *(draw(TOKEN) for _ in parents[1:])), parents))
+
+
+@st.composite
+def strange_result(draw: st.DrawFn) -> Words:
+    """As `strange`."""
+    count = draw(st.integers(1, 3) | st.just(40))
+    path = draw(st.just(tuple(range(count))) | st.lists(EDGES, min_size=count, max_size=count).map(tuple))
+    return pack(VerifyResult(*draw(PLACE), path, tuple(draw(TOKEN) for _ in path)))
+
+
+@st.composite
+def strange_opening(draw: st.DrawFn) -> Words:
+    """As `strange`."""
+    tokens = draw(st.lists(TOKEN, min_size=1, max_size=4) | st.just([1] * 99))
+    bias = draw(st.dictionaries(TOKEN, st.just(1.0), max_size=1))
+    negative = tuple(draw(st.lists(TOKEN, max_size=1)))
+    sampling = SamplingParams(logit_bias=bias, negative_prompt_ids=negative, top_k=draw(st.sampled_from([0, 9, 41])))
+    return pack(Opening(1, tuple(tokens), sampling, 1, draw(STEPS)))
+
+
 RANDOM = st.lists(WORD, max_size=20)
-OPENING_WORDS = damaged(OPENINGS.map(pack)) | bent_opening() | RANDOM
-PROPOSAL_WORDS = damaged(proposal().map(pack)) | RANDOM
-RESULT_WORDS = damaged(RESULTS.map(pack)) | RANDOM
+OPENING_WORDS = damaged(OPENINGS.map(pack)) | bent_opening() | strange_opening() | RANDOM
+PROPOSAL_WORDS = damaged(proposal().map(pack)) | strange() | RANDOM
+RESULT_WORDS = damaged(RESULTS.map(pack)) | strange_result() | RANDOM
 KIND = st.sampled_from([*map(int, Call)]) | WORD
 BODY = st.one_of(RANDOM, OPENING_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
 DRAFT_SAYS = st.one_of(
@@ -128,6 +161,9 @@ TARGET_SAYS = st.one_of(
     st.tuples(st.sampled_from([int(Call.STEPS), int(Call.PACE)]), st.lists(EDGES, max_size=2)),
     st.tuples(KIND, BODY),
 )
+
+
+FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are no numbers
 
 
 class FakeChannel:
@@ -165,6 +201,7 @@ class FakeRole:
 
     def open(self, opening: Opening) -> None:
         sound(opening.tokens)
+        typed(opening.sampling)
         self.opening, self.at, self.root, self.round = opening, len(opening.tokens) - 1, opening.tokens[-1], 0
 
     def verify(self, proposal: Proposal) -> VerifyResult:
@@ -201,6 +238,23 @@ class FakeRole:
 def sound(tokens: Sequence[int], most: int = BOUNDS.context + BOUNDS.nodes) -> None:
     """What a model's embedding can be asked for."""
     assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab for token in tokens)
+
+
+def typed(sampling: SamplingParams) -> None:
+    """What a sampler can compute with, and what a model's sizes allow."""
+    default = asdict(SamplingParams(max_tokens=1))
+    for name, value in asdict(sampling).items():
+        assert value is None or type(value) in (type(default[name]), *([int] if name not in FLAGS else [])), name
+    whole = (
+        *sampling.stop_token_ids,
+        *sampling.negative_prompt_ids,
+        *sampling.logit_bias,
+        sampling.seed,
+        sampling.top_k,
+    )
+    assert all(type(each) is int for each in whole) and all(type(each) is str for each in sampling.stop)
+    assert sampling.top_k <= BOUNDS.vocab
+    assert all(0 <= each < BOUNDS.vocab for each in (*sampling.logit_bias, *sampling.negative_prompt_ids))
 
 
 def read(reader: Any, words: Words) -> str:
