@@ -7,10 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
 
 MOST_RANKS = 4096  # more is a slip of the hand
-SHOWN = 40  # characters of a value in a message
 MEND = "start several ranks with torchrun"
 
 
@@ -67,6 +66,5 @@ def _number(environment: Mapping[str, str], name: str, least: int, most: int, de
         text = str(default)
     number = int(text) if text.removeprefix("-").isdecimal() and len(text) < 20 else None
     if number is None or not least <= number <= most:
-        shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-        raise UserError(f"{name} must be a whole number in {least}..{most}, not {shown!r}: {MEND}")
+        raise UserError(f"{name} must be a whole number in {least}..{most}, not {shown(text)}: {MEND}")
     return number

@@ -134,10 +134,8 @@ def difference(name: str, here: int, mine: Any, there: int, theirs: Any) -> str 
     """The line about a value that two ranks should have in common."""
     if mine == theirs:
         return None
-    return (
-        f"rank {there} was started with {name} {shown(theirs)}, rank {here} with {name} {shown(mine)}: start all ranks"
-        " with the same command"
-    )
+    values = f"rank {there} was started with {name} {_written(theirs)}, rank {here} with {name} {_written(mine)}"
+    return f"{values}: start all ranks with the same command"
 
 
 def ranks(numbers: Collection[int]) -> str:
@@ -148,15 +146,15 @@ def ranks(numbers: Collection[int]) -> str:
     return f"rank {texts[0]}" if len(texts) == 1 else f"ranks {', '.join(texts[:-1])} and {texts[-1]}"
 
 
-def shown(value: Any) -> str:
-    """A value as people write it, cut where it is long."""
-    text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
 def first_line(error: BaseException) -> str:
     """An error's first line that says something."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _written(value: Any) -> str:
+    """A value as people write it, cut where it is long."""
+    text = "unset" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _said(rank: int) -> str:
@@ -174,9 +172,9 @@ def _words(data: bytes) -> Words:
 
 def _refusal(said: dict[int, Words]) -> str | None:
     """The first reason why a rank does not go on."""
-    return next((f"rank {rank}: {shown_reason(words)}" for rank, words in said.items() if "refused" in words), None)
+    return next((f"rank {rank}: {_reason(words)}" for rank, words in said.items() if "refused" in words), None)
 
 
-def shown_reason(words: Words) -> str:
+def _reason(words: Words) -> str:
     """A rank's reason, which is a line of ours."""
     return " ".join(str(words["refused"]).split())[:500]

@@ -87,31 +87,11 @@ def read_opening(flat: Words) -> Opening:
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
-    """From what JSON left of `dataclasses.asdict`: it knows neither tuples nor numbers as keys."""
-    tuples = {item.name: tuple(values[item.name]) for item in fields(SamplingParams) if item.default == ()}
+    """From what JSON left of `dataclasses.asdict`, which knows no numbers as keys; of a whole one."""
+    if len(values) != len(fields(SamplingParams)):
+        raise ValueError("some are missing")
     bias = {int(token): value for token, value in values["logit_bias"].items()}
-    values = {**values, **tuples, "logit_bias": bias}
-    for item in fields(SamplingParams):
-        if not _is(values[item.name], str(item.type)):
-            raise ValueError(f"{item.name} is no {item.type}")
-    return SamplingParams(**values)
-
-
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value is what a field of the sampling parameters is declared to be; JSON writes 1.0 as 1 at times."""
-    match kind:
-        case "float":
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case "int | None":
-            return value is None or type(value) is int
-        case "tuple[int, ...]":
-            return all(type(each) is int for each in value)
-        case "tuple[str, ...]":
-            return all(type(each) is str for each in value)
-        case "dict[int, float]":
-            return all(_is(each, "float") for each in value.values())
-        case _:
-            return type(value).__name__ == kind
+    return SamplingParams(**{**values, "logit_bias": bias})
 
 
 def one_word(flat: Words, what: str) -> int:

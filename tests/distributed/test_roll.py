@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.facts import Facts, agree, settings_of, telling
-from swiftspec.distributed.roll import Roll, Waiting, ranks, shown
+from swiftspec.distributed.roll import Roll, Waiting, difference, ranks
 from swiftspec.distributed.world import World, same
 from swiftspec.errors import RankLost, UserError
 
@@ -129,7 +129,14 @@ def test_who_waits_says_for_whom() -> None:
 
 def test_only_rank_0_speaks_where_it_is_there() -> None:
     said: list[str] = []
-    found = start(job(3, said, BRIEF)[:2], (PLAN, FACTS), (PLAN, FACTS))
+    first, second, _ = job(3, said, BRIEF)
+
+    def comes_second() -> None:
+        while not first.roll("start").store.check(["said 0"]):
+            time.sleep(0.001)
+        agree(second, PLAN, FACTS)
+
+    found = outcomes(lambda: agree(first, PLAN, FACTS), comes_second)
     assert found == ["rank 2 did not come within 0.3 s: start all 3"] * 2
     assert set(said) == {"waiting for rank 2"}
 
@@ -163,4 +170,6 @@ def test_a_page_full_of_something_else(words: bytes) -> None:
 def test_names_and_values_are_cut() -> None:
     assert ranks([1]) == "rank 1" and ranks([1, 2, 3]) == "ranks 1, 2 and 3"
     assert ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
-    assert (shown(None), shown(True), shown("a\nb"), len(shown("y" * 10**6))) == ("unset", "true", "a b", 63)
+    said = difference("x", 0, None, 1, True), difference("x", 0, "a\nb", 1, "y" * 10**6)
+    assert "with x true, rank 0 with x unset" in str(said[0]) and "rank 0 with x a b:" in str(said[1])
+    assert len(str(said[1])) < 200

@@ -61,7 +61,7 @@ def test_a_malformed_result_is_refused(flat: list[int]) -> None:
 )
 def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) -> None:
     text = json.dumps({"steps": "", "sampling": {**asdict(SamplingParams()), **values}}).encode()
-    with pytest.raises(ValueError, match=f"{next(iter(values))} is no"):
+    with pytest.raises(ValueError, match=f"{next(iter(values))} takes"):
         read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 

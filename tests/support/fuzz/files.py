@@ -267,7 +267,7 @@ TARGETS = [
     Target("safetensors header", safetensors(), _safetensors),
     Target("safetensors index", texts({"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors"}}), _index),
     Target("profile", texts(PROFILE), _profile),
-    Target("report of a profile", texts(PROFILE), _report, cost=50),
+    Target("report of a profile", texts(PROFILE), _report, cost=8),
     Target("trace", traces(), _trace),
     Target("emulated step times", texts(TABLE) | st.sampled_from(SPECS), _emulation),
     Target("measured operators", texts(POINTS), _kernels),
