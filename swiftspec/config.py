@@ -4,8 +4,6 @@ Each setting is declared once, at its field (see setting.py). In code stands onl
 each other.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from swiftspec.params import SamplingParams

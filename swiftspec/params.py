@@ -1,7 +1,5 @@
 """The sampling parameters of a request. Each is declared once, at its field (see setting.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from swiftspec.setting import check_fields, require, setting

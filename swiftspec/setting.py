@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, TypeVar, cast, get_args, get_origin
 
 from swiftspec.errors import UserError, shown
 
@@ -70,7 +70,8 @@ class Setting:
         """Raises UserError on a value that breaks the rule."""
         if self.finite:
             require(math.isfinite(value), f"{name} must be a finite number")
-        require(self._allows(value), f"{name} must {self.rule}, not {shown(value)}")
+        if not self._allows(value):
+            raise UserError(f"{name} must {self.rule}, not {shown(value)}")
 
     def _allows(self, value: Any) -> bool:
         if self.choices:
@@ -97,8 +98,8 @@ def check_fields(config: Config) -> None:
     """Makes of each field's value what its type says, where that was meant: numpy's and torch's numbers for Python's, a
     whole one for any, a list or a single one for a tuple. Raises UserError on the first that is something else, or
     breaks its own rule; None is fine where it is the default."""
-    for name, kind in get_type_hints(type(config)).items():
-        object.__setattr__(config, name, meant(name, kind, getattr(config, name)))
+    for item in fields(config):  # whose types are types: their files leave annotations as they are, not as text
+        object.__setattr__(config, item.name, meant(item.name, item.type, getattr(config, item.name)))
     for item, declaration in declared(config):
         value = getattr(config, item.name)
         if value is not None or item.default is not None:
@@ -117,9 +118,9 @@ def meant(name: str, kind: Any, value: Any) -> Any:
         return tuple(items if plain else (meant(name, inner[0], item) for item in items))
     if outer is dict and isinstance(value, Mapping):
         return {meant(name, inner[0], key): meant(name, inner[1], item) for key, item in value.items()}
-    takes, words = TAKES.get(outer or kind, (kind, f"a {getattr(kind, '__name__', '')}"))
-    fits = isinstance(value, takes) and (kind is bool) == isinstance(value, bool)
-    require(fits, f"{name} takes {words}, not {shown(value)}")
+    takes, words = TAKES.get(outer or kind) or (kind, f"a {kind.__name__}")
+    if not isinstance(value, takes) or (kind is bool) != isinstance(value, bool):
+        raise UserError(f"{name} takes {words}, not {shown(value)}")
     if kind is float and abs(value) > 2**1000:  # float() would raise
         return math.inf if value > 0 else -math.inf
     return kind(value) if kind in (int, float) else value

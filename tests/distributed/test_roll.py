@@ -18,7 +18,7 @@ from swiftspec.distributed.roll import Roll, Waiting, difference, ranks
 from swiftspec.distributed.world import World, same
 from swiftspec.errors import RankLost, UserError
 
-SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=1.0)
+SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.3)
 BRIEF = replace(SOON, timeout=0.3)
 PLAN = EngineConfig(mode="async", target_tp=1, draft_tp=1)
 FACTS = Facts(settings_of(PLAN) | {"dtype": "bfloat16", "trace": False}, {"draft": "d" * 64}, {"target": "t" * 64})

@@ -1,7 +1,5 @@
 """A new setting is one entry: a field declared in a config, or among the front end's own, is all that it takes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -48,6 +48,7 @@ def test_a_full_disk_under_the_answer(pair: str) -> None:
     assert shell(f"serve {pair} --json >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_trace(pair: str) -> None:
     """One line of warning, after an answer that lacks nothing; and a file that is the standard output."""
     code, out, err = shell(f"serve {pair} --json --trace /dev/full")

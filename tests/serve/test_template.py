@@ -105,6 +105,7 @@ LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
 POWER = "{{ 2 ** (2 ** (40 * messages | length)) }}"  # without the length it would be computed while compiling
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [LOOP, POWER], ids=["loop", "power"])
 def test_a_template_without_end(codecs: Any, template: str) -> None:
     """Each time anew: the process was ended, and another takes its place."""
