@@ -41,6 +41,7 @@ def launch(driver: str, c: Chains, *, draft: bool, keys: bool) -> tuple[Tensor, 
 SHAPES = [(4, 0, 7), (5, 1, 1), (40, 3, 7), (6, 5, 700), (3, 4, 5003), (4, 40, 33), (2, 2, 40_000)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("batch", "steps", "vocab"), SHAPES)
 def test_as_the_reference(driver: str, batch: int, steps: int, vocab: int, dtype: torch.dtype) -> None:
@@ -53,6 +54,7 @@ def test_as_the_reference(driver: str, batch: int, steps: int, vocab: int, dtype
         agree(launch(driver, c, draft=True, keys=True), *reject)
 
 
+@pytest.mark.slow
 def test_every_end_of_a_chain_occurs(driver: str) -> None:
     """Chains of 35 tokens whose target likes the first n of them and forbids the next."""
     c = chains(3, 36, 35, 9, torch.float32)
@@ -67,6 +69,7 @@ def test_every_end_of_a_chain_occurs(driver: str) -> None:
     agree(launch(driver, c, draft=True, keys=True), want, sure)
 
 
+@pytest.mark.slow
 def test_laws_at_their_edges(driver: str) -> None:
     """p = q keeps all; disjoint supports keep nothing and replace by p; a row of nothing says token 0."""
     c = chains(4, 30, 3, 12, torch.float32)
@@ -84,6 +87,7 @@ def test_laws_at_their_edges(driver: str) -> None:
         assert launch(driver, nothing, draft=draft, keys=True)[2].tolist() == [0] * 30
 
 
+@pytest.mark.slow
 def test_of_equal_logits_the_first(driver: str) -> None:
     c = chains(5, 20, 4, 3000, torch.float32)
     rough = Chains(c.target.round(), c.draft, c.tokens, c.coins, c.keys)

@@ -33,13 +33,16 @@ def shell(command: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("command", ["serve --version", "serve --help", "serve", "exactness --help"])
+@pytest.mark.parametrize(
+    "command", ["serve --version", "serve --help", "serve", pytest.param("exactness --help", marks=pytest.mark.slow)]
+)
 def test_nowhere_to_print(command: str) -> None:
     assert shell(f"{command} >&-") == (1, "", f"swiftspec: error: {CLOSED}\n")
     if command != "serve":
         assert shell(f"{command} >/dev/full") == (1, "", f"swiftspec: error: {FULL}\n")
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_answer(pair: str) -> None:
     code, _, err = shell(f"serve {pair} >/dev/full")
     footer, error = err.splitlines()[-2:]

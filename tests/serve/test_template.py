@@ -150,6 +150,7 @@ def test_a_process_that_goes_away(codecs: Any) -> None:
     assert ours(codec, [USER]) == whole
 
 
+@pytest.mark.slow
 def test_without_anybody_who_waits_it_leaves_by_itself() -> None:
     """At the end of its input; in a template without end, at its limit of CPU seconds."""
     asked = {"template": LOOP, "messages": [USER], "variables": {}, "most": 9, "seconds": 0.1, "memory": 1 << 30}

@@ -33,6 +33,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize(("which", "said"), list(enumerate(FAULTS)))
 def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> None:

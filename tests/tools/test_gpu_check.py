@@ -67,6 +67,7 @@ def test_every_file_of_gpu_tests_is_run_once() -> None:
     assert sorted(run) == sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests" / "gpu").glob("test_*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memcheck", "racecheck"])
 def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None:
     """Its step selects tests of several ranks, few epochs of each, and fails where the tool finds something."""
@@ -108,6 +109,7 @@ def collected() -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_bare_image_can_run_all_of_it(collected: str) -> None:
     for file in (ROOT / "tests" / "gpu").glob("test_*.py"):
         assert f"tests/gpu/{file.name}::" in collected

@@ -89,7 +89,8 @@ def test_a_key_value_head_with_too_many_query_heads_is_held_twice(tmp_path: Path
     same(*both(tmp_path, shape(128, 2, 24, 8, 16, 128, 64), "f32", torch.float32), 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-5), ("int4", 5e-3), ("bf16", 0.05)])
+@pytest.mark.parametrize(("kind", "bound"), [pytest.param("f32", 1e-5, marks=pytest.mark.slow), ("int4", 5e-3),
+     pytest.param("bf16", 0.05, marks=pytest.mark.slow)])  # fmt: skip
 def test_the_embedded_target(kind: Kind, bound: float) -> None:
     """Int4 keeps the codes; the query's scales and the embedding, which is fp16 there, are rounded once more."""
     same(*both(TARGET, LARGE_TARGET, kind, torch.float32), bound)
@@ -116,6 +117,7 @@ def test_loading_in_memory_gives_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(logits(written, PROMPT), logits(made, PROMPT))
 
 
+@pytest.mark.slow
 def test_what_fills_up_is_random() -> None:
     """Dense weights that meet zeros are none; all codes of int4 are alike often; no layer is another's copy."""
     grown = Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0)
@@ -134,6 +136,7 @@ def test_what_fills_up_is_random() -> None:
             assert share.min() > 0.04 and share.max() < 0.1
 
 
+@pytest.mark.slow
 def test_blank_layers_add_exactly_nothing() -> None:
     """Their V and up are silent; O and down, which then meet zeros, are random throughout."""
     layers = list(Grown.of(TARGET, LARGE_TARGET, "bf16", "cpu", 0).layers())

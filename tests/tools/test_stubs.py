@@ -13,6 +13,7 @@ def test_the_types_of_the_extension_are_current() -> None:
     assert stubs.current(), "run python -m tools.stubs"
 
 
+@pytest.mark.slow
 def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = stubs.STUB.read_text()
     changed = tmp_path / "_C.pyi"

@@ -43,6 +43,7 @@ def test_a_program_that_hangs_or_is_not_there_is_one_line(monkeypatch: pytest.Mo
     assert constants.build() == "nvcc not found"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 def test_the_program_compiles_and_says_that_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
