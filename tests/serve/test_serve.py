@@ -17,6 +17,7 @@ from swiftspec.serve import answer, oneshot
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.cli import parse
 from swiftspec.serve.settings import Settings, env_name
+from swiftspec.serve.template import Renderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -149,6 +150,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         return started[-1]
 
     monkeypatch.setattr("swiftspec.serve.template.subprocess.Popen", noted)
+    monkeypatch.setattr("swiftspec.serve.session.Renderer", Renderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
     command.json(*pair, "--prompt", "a", "--max-tokens", "1")

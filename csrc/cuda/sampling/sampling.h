@@ -62,15 +62,12 @@ SWIFTSPEC_HD warp::PerLane<LogSum> joined(warp::PerLane<LogSum> sum) {
   return sum;
 }
 
-// What a block has found of its columns; `warps` is used before the block's own. `nan`: whether a score is NaN, of which
-// `best` knows nothing.
+// What a block has found of its columns; `warps` is used before the block's own.
 struct Found {
   Entry<float> warps[kWarps][best::kMost];
   LogSum warp_sums[kWarps];
-  bool warp_nan[kWarps];
   Entry<float> best[best::kMost];
   LogSum sum;
-  bool nan;
 };
 
 SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
@@ -82,23 +79,20 @@ SWIFTSPEC_HD float score(const ScoreArgs& a, int64_t row, int64_t column) {
   return a.tau == 1.0f ? x : ieee::div(x, a.tau);
 }
 
-// A warp's columns of a row, without `sums` no exponentials.
+// A warp's columns of a row. Without `sums` this is a draw: no exponentials, and a NaN counts as infinite, so that it is
+// found.
 SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int warp_index, bool sums, Found& found) {
   Best<float> best(k);
   warp::PerLane<LogSum> sum;
-  warp::PerLane<bool> nan;
-  SWIFTSPEC_EACH_LANE(lane) {
-    sum(lane) = {-INFINITY, 0};
-    nan(lane) = false;
-  }
+  SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
   for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
     warp::PerLane<warp::Regs<kAhead, float>> x;
     SWIFTSPEC_EACH_LANE(lane) {
       SWIFTSPEC_UNROLL
       for (int i = 0; i < kAhead; ++i) {
         const int64_t column = base + 32 * i + lane;
-        x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
-        nan(lane) |= x(lane).r[i] != x(lane).r[i];
+        const float value = column < a.vocab ? score(a, row, column) : -INFINITY;
+        x(lane).r[i] = !sums && value != value ? INFINITY : value;
       }
       if (sums) take(sum(lane), x(lane));
     }
@@ -116,12 +110,8 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
   }
   best.put_down(found.warps[warp_index]);
   if (sums) sum = joined(sum);
-  const bool any_nan = warp::ballot(nan) != 0;
   SWIFTSPEC_EACH_LANE(lane) {
-    if (lane == 0) {
-      found.warp_sums[warp_index] = sum(lane);
-      found.warp_nan[warp_index] = any_nan;
-    }
+    if (lane == 0) found.warp_sums[warp_index] = sum(lane);
   }
 }
 
@@ -133,11 +123,7 @@ SWIFTSPEC_HD void join_warps(int k, Found& found) {
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       found.sum = found.warp_sums[0];
-      found.nan = found.warp_nan[0];
-      for (int i = 1; i < kWarps; ++i) {
-        found.sum = add(found.sum, found.warp_sums[i]);
-        found.nan |= found.warp_nan[i];
-      }
+      for (int i = 1; i < kWarps; ++i) found.sum = add(found.sum, found.warp_sums[i]);
     }
   }
 }
@@ -155,11 +141,9 @@ template <class Blocks>
 SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* values) {
   Best<float> best(k);
   LogSum all = block(0)->sum;
-  bool nan = false;
   for (int i = 0; i < kBlocks; ++i) {
     best.offer_all(block(i)->best);
     if (i > 0) all = add(all, block(i)->sum);
-    nan |= block(i)->nan;
   }
   SWIFTSPEC_EACH_LANE(lane) {
     for (int half = 0; half < 2; ++half) {
@@ -170,7 +154,7 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
       tokens[rank] = token == best::kNobody ? rank : token;
       if (values != nullptr) {
         values[rank] = log_share(value, all);
-      } else if (nan || !(fabsf(value) < INFINITY)) {
+      } else if (!(fabsf(value) < INFINITY)) {
         tokens[rank] = -1;
       }
     }
