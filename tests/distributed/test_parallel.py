@@ -238,6 +238,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     """Three processes, then two of them: sums to the bit; a peer that is silent or dead is an error, in time."""
     command = [sys.executable, "-c", RANK]
