@@ -118,8 +118,9 @@ def to_words(text: str) -> Words:
 
 
 def to_text(words: Words) -> str:
-    """The inverse of `to_words`, without blanks at the end."""
-    return words_to_bytes(words).decode(errors="replace").rstrip()
+    """The inverse of `to_words`, in one line: what is no character of a line is a blank, and none stands at the end."""
+    text = words_to_bytes(words).decode(errors="replace")
+    return "".join(character if character.isprintable() else " " for character in text).rstrip()
 
 
 def bytes_to_words(data: bytes) -> Words:

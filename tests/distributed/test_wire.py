@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.distributed.wire import bytes_to_words, pack, read_opening, read_proposal, read_result
+from swiftspec.distributed.wire import (
+    bytes_to_words,
+    pack,
+    read_opening,
+    read_proposal,
+    read_result,
+    to_text,
+    to_words,
+)  # fmt: skip
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 
@@ -73,3 +81,7 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
     assert again == Opening(3, (1, 2, 3), sampling, 2)
     default = asdict(SamplingParams())
     assert all(value != default[name] for name, value in asdict(again.sampling).items())
+
+
+def test_a_reason_is_one_line() -> None:
+    assert to_text(to_words("out of memory\nat 0x1\x1b[2J\r\n")) == "out of memory at 0x1 [2J"
