@@ -29,16 +29,20 @@ int64_t peak(int64_t rounds, bool wide);
 
 // ---- linear
 
-enum class Format : uint8_t { f32, bf16, int4 };
+enum class Format : uint8_t { f32, bf16, int4, int8 };
+enum class Scales : uint8_t { f32, bf16, f16 };
 
 // A projection made ready at load, in blocks of 16 outputs; host/ops/product.h has their layout. N is padded to 16, K
-// to 8.
+// to 8. Of int4 and int8 a weight is (code - zero) scale, with one scale and one zero for each group of inputs.
 struct Weights {
   Format format;
   const void* data;
-  const float* groups;  // int4: [N / 16][K / group][2][16]; else null
-  const float* bias;    // [n], or null
-  int64_t k, n, group;  // inputs, outputs; of int4 the inputs of a group, a multiple of 16 that divides k
+  const void* scales;    // [N / 16][K / group][16] of `kind`; null where there are no codes
+  Scales kind;
+  const uint8_t* zeros;  // int4: [N / 16][K / group][16]; else null, and the zero of int8 is 128
+  const float* bias;     // [n], or null
+  int64_t k, n, group;   // inputs, outputs; the inputs of a group, a multiple of 16 that divides k
+  bool rounds;           // each row is rounded to int8, group by group, and sums are integers; int8 has no other way
 };
 
 // out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights go

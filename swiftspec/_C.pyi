@@ -125,9 +125,11 @@ class Tree:
 
 class Weights:
     """A projection of k inputs and n outputs, whose arrays it keeps alive."""
-    def __init__(self, data: Array, groups: Array | None, bias: Array | None, k: int, n: int) -> None:
-        """`data`: blocks of 16 outputs, float32, bfloat16 or, with `groups`, int4; host/ops/product.h has their
-        layouts."""
+    def __init__(
+        self, data: Array, scales: Array | None, zeros: Array | None, bias: Array | None, k: int, n: int, rounds: bool
+    ) -> None:
+        """`data`: blocks of 16 outputs, float32, bfloat16 or, with `scales`, int8 or, with `zeros` too, int4;
+        host/ops/product.h has their layouts. `rounds`: rows are rounded to int8."""
 
 def attention(
     qkv: Array,

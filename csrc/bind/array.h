@@ -21,7 +21,7 @@ struct Type {
   bool operator==(const Type&) const = default;
 };
 inline constexpr Type kBool{6, 8}, kUint8{1, 8}, kInt32{0, 32}, kUint32{1, 32}, kInt64{0, 64}, kFloat32{2, 32},
-    kFloat64{2, 64}, kBfloat16{4, 16};
+    kFloat64{2, 64}, kFloat16{2, 16}, kBfloat16{4, 16};
 
 // What a kernel knows elements as: `type` is what they are called, `C` what they are in C++.
 struct Bfloat16;

@@ -16,26 +16,39 @@ using host::Weights;
 
 constexpr int64_t kBlock = 16;  // outputs of a block; host/ops/product.h has the layouts
 
-std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& groups, const MaybeArray& bias, int64_t k,
-                                      int64_t n) {
+host::Scales kind_of(const Array& scales) {
+  if (scales.type() == kFloat16) return host::Scales::f16;
+  return scales.type() == kBfloat16 ? host::Scales::bf16 : host::Scales::f32;
+}
+
+std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scales, const MaybeArray& zeros,
+                                      const MaybeArray& bias, int64_t k, int64_t n, bool rounds) {
   size_arg("k", k, 1);
   size_arg("n", n, 1);
   const int64_t blocks = (n + kBlock - 1) / kBlock, padded = (k + 7) / 8 * 8;
-  Weights made{Format::f32, nullptr, nullptr, at_or_null<float>(bias, kCpu, "bias", {n}), k, n, 0};
-  if (groups) {
-    const int64_t count = groups->size(1);
-    made.format = Format::int4;
-    made.groups = groups->at<float>(kCpu, "groups", {blocks, kAny, 2, kBlock});
+  Weights made{};
+  made.bias = at_or_null<float>(bias, kCpu, "bias", {n});
+  made.k = k, made.n = n, made.rounds = rounds;
+  if (scales) {
+    const int64_t count = scales->size(1);
+    made.kind = kind_of(*scales);
+    const Type type = made.kind == host::Scales::f32 ? kFloat32 : scales->type();
+    made.scales = scales->at(type, kCpu, "scales", {blocks, kAny, kBlock});
     made.group = count == 0 ? 0 : k / count;
-    check(made.group >= 16 && made.group % 16 == 0 && made.group * count == k,
-          "a group must be a multiple of 16 that divides k");
-    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / 8, kBlock});
+    check(made.group >= 16 && made.group % 16 == 0 && made.group <= 128 && made.group * count == k,
+          "a group must be a multiple of 16, at most 128, that divides k");
+    made.format = zeros ? Format::int4 : Format::int8;
+    check(zeros || rounds, "int8 weights need rounded rows");
+    if (zeros) made.zeros = zeros->at<uint8_t>(kCpu, "zeros", {blocks, count, kBlock});
+    made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (zeros ? 8 : 4), kBlock});
   } else if (data.type() == kBfloat16) {
     made.format = Format::bf16;
     made.data = data.at<Bfloat16>(kCpu, "data", {blocks, padded / 2, kBlock, 2});
   } else {
+    made.format = Format::f32;
     made.data = data.at<float>(kCpu, "data", {blocks, padded, kBlock});
   }
+  check(!rounds || scales, "only rows for int4 and int8 weights are rounded");
   return std::make_unique<Weights>(made);
 }
 
@@ -65,10 +78,11 @@ void linear(const Weights& weights, const Array& x, const MaybeArray& norm, floa
 
 void bind_linear(py::module_& m) {
   py::class_<Weights>(m, "Weights", "A projection of k inputs and n outputs, whose arrays it keeps alive.")
-      .def(py::init(&make_weights), py::arg("data"), py::arg("groups"), py::arg("bias"), py::arg("k"), py::arg("n"),
-           py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-           "`data`: blocks of 16 outputs, float32, bfloat16 or, with `groups`, int4; host/ops/product.h has their "
-           "layouts.");
+      .def(py::init(&make_weights), py::arg("data"), py::arg("scales"), py::arg("zeros"), py::arg("bias"), py::arg("k"),
+           py::arg("n"), py::arg("rounds"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::keep_alive<1, 5>(),
+           "`data`: blocks of 16 outputs, float32, bfloat16 or, with `scales`, int8 or, with `zeros` too, int4; "
+           "host/ops/product.h has their layouts. `rounds`: rows are rounded to int8.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"),
         "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. With a float32 `out` a bfloat16 model's "

@@ -6,7 +6,7 @@ width, V the rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ class Weight(Protocol):
     def bias(self) -> Tensor | None: ...  # [N]
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The matrix [N, K] in `dtype`."""
+        ...
+
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
+        """y of x where the matrix has an arithmetic of its own, None where it is that of its dense form."""
         ...
 
     def outputs(self, index: Tensor) -> Weight:
@@ -53,6 +57,9 @@ class DenseWeight:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
+
+    def product(self, device: torch.device | str) -> None:
+        return None
 
     def outputs(self, index: Tensor) -> DenseWeight:
         bias = None if self.bias is None else select(self.bias, 0, index)

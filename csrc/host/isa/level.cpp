@@ -1,10 +1,13 @@
 // The choice of a level, and the way from every launch to it.
 #include "host/isa/level.h"
 
-#include <iterator>
 #include <stdexcept>
 
 #include "common/noise.h"
+
+#ifdef SWIFTSPEC_X86
+#include <cpuid.h>
+#endif
 
 namespace swiftspec::host {
 
@@ -18,15 +21,27 @@ struct Level {
 
 #ifdef SWIFTSPEC_X86
 
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#define SWIFTSPEC_HAS(feature) (__builtin_cpu_supports(feature) != 0)
+
+// of leaf 7.1 of cpuid, which older compilers' __builtin_cpu_supports does not know
+bool has_avxvnni_bit() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1U << 4) != 0;
 }
-bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+bool has_avx2() { return SWIFTSPEC_HAS("avx2") && SWIFTSPEC_HAS("fma") && SWIFTSPEC_HAS("f16c"); }
+bool has_avx_vnni() { return has_avx2() && has_avxvnni_bit(); }
+bool has_avx512() {
+  return has_avx2() && SWIFTSPEC_HAS("avx512f") && SWIFTSPEC_HAS("avx512bw") && SWIFTSPEC_HAS("avx512dq") &&
+         SWIFTSPEC_HAS("avx512vl");
+}
+bool has_avx512_vnni() { return has_avx512() && SWIFTSPEC_HAS("avx512vnni"); }
+bool has_avx512_bf16() { return has_avx512_vnni() && SWIFTSPEC_HAS("avx512bf16"); }
 
 const Level kLevels[] = {{"avx512_bf16", has_avx512_bf16, avx512_bf16_kernels},
+                         {"avx512_vnni", has_avx512_vnni, avx512_vnni_kernels},
                          {"avx512", has_avx512, avx512_kernels},
+                         {"avx_vnni", has_avx_vnni, avx_vnni_kernels},
                          {"avx2", has_avx2, avx2_kernels},
 #else
 const Level kLevels[] = {

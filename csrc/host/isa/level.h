@@ -42,12 +42,14 @@ struct Kernels {
 
 // Each is defined in the file of its level.
 Kernels avx2_kernels();
+Kernels avx_vnni_kernels();
 Kernels avx512_kernels();
+Kernels avx512_vnni_kernels();
 Kernels avx512_bf16_kernels();
 
 // Bits of one weight.
 constexpr int64_t bits_of(Format format) {
-  return format == Format::f32 ? 32 : format == Format::bf16 ? 16 : 4;
+  return format == Format::f32 ? 32 : format == Format::bf16 ? 16 : format == Format::int8 ? 8 : 4;
 }
 
 }  // namespace swiftspec::host

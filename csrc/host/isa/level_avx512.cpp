@@ -5,7 +5,7 @@
 
 #include "host/isa/headers.h"
 
-SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma")
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")
 
 namespace swiftspec::host {
 namespace avx512 {
@@ -14,6 +14,8 @@ namespace {
 #include "host/isa/vector512.h"
 #include "host/isa/vector.h"
 #include "host/ops/product.h"
+#include "host/ops/product_int8.h"
+#include "host/ops/tiles.h"
 #include "host/ops/linear.h"
 #include "host/ops/attention.h"
 #include "host/ops/sampling.h"

@@ -1,4 +1,4 @@
-// The kernels on AVX-512 BF16, which multiplies bfloat16 pairs; all that is float32 is as on AVX-512.
+// The kernels on AVX-512 with BF16 and VNNI, which multiply pairs of bfloat16 and bytes by fours; all that is float32 is as on AVX-512.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86
@@ -6,7 +6,8 @@
 #include "host/isa/headers.h"
 
 #define SWIFTSPEC_DOT_BF16 1
-SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")
+#define SWIFTSPEC_DOT_INT8 1
+SWIFTSPEC_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma,f16c")
 
 namespace swiftspec::host {
 namespace avx512_bf16 {
@@ -15,6 +16,8 @@ namespace {
 #include "host/isa/vector512.h"
 #include "host/isa/vector.h"
 #include "host/ops/product.h"
+#include "host/ops/product_int8.h"
+#include "host/ops/tiles.h"
 #include "host/ops/linear.h"
 #include "host/ops/attention.h"
 // clang-format on
@@ -22,7 +25,7 @@ namespace {
 }  // namespace avx512_bf16
 
 Kernels avx512_bf16_kernels() {
-  Kernels kernels = avx512_kernels();
+  Kernels kernels = avx512_vnni_kernels();
   kernels.peak_bf16 = avx512_bf16::peak;
   kernels.linear_bf16 = avx512_bf16::linear<uint16_t>;
   kernels.attention_bf16 = avx512_bf16::attention<uint16_t>;

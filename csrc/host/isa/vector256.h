@@ -79,6 +79,39 @@ inline F widen(const uint16_t* p) {
   return as_float(left<16>(lanes));
 }
 
+inline F widen_half(const void* p) {
+  const __m128i* at = static_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(at)), _mm256_cvtph_ps(_mm_loadu_si128(at + 1))};
+}
+inline F widen_bytes(const uint8_t* p) {  // unsigned
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return to_float({_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))});
+}
+inline __m128i narrow_bytes(I x) {
+  const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  return _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+}
+
+// Bytes of a lane: unsigned ones times signed ones, added to the lane's sum.
+#ifdef SWIFTSPEC_DOT_INT8
+inline I dot_bytes(I sum, I codes, I row) {
+  return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, row.a), _mm256_dpbusd_avx_epi32(sum.b, codes.b, row.b)};
+}
+#else
+inline I pairs(I codes, I row) {  // sums of two as 16 bits
+  return {_mm256_maddubs_epi16(codes.a, row.a), _mm256_maddubs_epi16(codes.b, row.b)};
+}
+inline I add_halves(I x, I y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
+inline I sum_halves(I x) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  return {_mm256_madd_epi16(x.a, ones), _mm256_madd_epi16(x.b, ones)};
+}
+inline I absolute_bytes(I x) { return {_mm256_abs_epi8(x.a), _mm256_abs_epi8(x.b)}; }
+inline I signed_as(I x, I sign) {  // -x where the byte of `sign` is negative, 0 where it is 0
+  return {_mm256_sign_epi8(x.a, sign.a), _mm256_sign_epi8(x.b, sign.b)};
+}
+#endif
+
 inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
   const I halves = right<16>(x);
   const __m256i mixed = _mm256_packus_epi32(halves.a, halves.b);  // quarters 0, 2, 1, 3

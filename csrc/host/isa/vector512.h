@@ -55,6 +55,25 @@ inline F widen(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+inline F widen_half(const void* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline F widen_bytes(const uint8_t* p) {  // unsigned
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline __m128i narrow_bytes(I x) { return _mm512_cvtepi32_epi8(x); }
+
+// Bytes of a lane: unsigned ones times signed ones, added to the lane's sum.
+#ifdef SWIFTSPEC_DOT_INT8
+inline I dot_bytes(I sum, I codes, I row) { return _mm512_dpbusd_epi32(sum, codes, row); }
+#else
+inline I pairs(I codes, I row) { return _mm512_maddubs_epi16(codes, row); }  // sums of two as 16 bits
+inline I add_halves(I a, I b) { return _mm512_add_epi16(a, b); }
+inline I sum_halves(I a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
+inline I absolute_bytes(I a) { return _mm512_abs_epi8(a); }
+inline I signed_as(I a, I sign) {  // -a where the byte of `sign` is negative
+  return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(sign), _mm512_setzero_si512(), a);
+}
+#endif
+
 inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
 }

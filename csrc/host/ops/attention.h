@@ -100,7 +100,7 @@ void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* lis
       for (int64_t at = 0; at < bytes; at += 4 * kSquare)
         transpose_square(rows, at, bytes - at, block + at * kLanes);
     }
-    const Operand operand{laid_out.data(), bytes * kLanes, dim, nullptr, 0};
+    const Operand operand{laid_out.data(), bytes * kLanes, dim};
     for (int64_t q = 0; q < queries; q += kRowTile) {
       const Inputs<Query<T>> in{x + q * dim, nullptr};
       product<kFormat>(in, operand, std::min<int64_t>(kRowTile, queries - q), blocks,

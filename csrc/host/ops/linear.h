@@ -16,10 +16,9 @@ void normalise(const T* x, const T* weight, float eps, int64_t k, X* out) {
   }
 }
 
-// The rows as a product reads them: normalised if there is a norm, in X, K padded with zeros; and each
-// group's sum.
+// The rows in X, normalised if there is a norm, K padded with zeros.
 template <class T, class X>
-Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<float>& sums) {
+const X* ready_rows(const LinearArgs& a, std::vector<X>& scratch) {
   const Weights& w = *a.weights;
   const int64_t padded = (w.k + 7) / 8 * 8;
   const T* rows = static_cast<const T*>(a.x);
@@ -38,7 +37,13 @@ Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<f
     }
     x = scratch.data();
   }
-  if (w.format != Format::int4) return {x, nullptr};
+  return x;
+}
+
+template <class X>
+Inputs<X> with_sums(const LinearArgs& a, const X* x, std::vector<float>& sums) {
+  const Weights& w = *a.weights;
+  if (w.group == 0) return {x, nullptr};
   const int64_t groups = w.k / w.group;
   sums.resize(static_cast<size_t>(a.rows * groups));
   for (int64_t i = 0; i < a.rows * groups; ++i) {
@@ -49,16 +54,25 @@ Inputs<X> ready_rows(const LinearArgs& a, std::vector<X>& scratch, std::vector<f
   return {x, sums.data()};
 }
 
+// The rows rounded to int8. `sums` has room for scales, too.
 template <class X>
-void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks,
-                 float* out, int64_t stride) {
-  if (format == Format::bf16) {
-    product<Format::bf16>(in, w, rows, blocks, out, stride);
-  } else if (format == Format::int4) {
-    product<Format::int4>(in, w, rows, blocks, out, stride);
-  } else if constexpr (std::is_same_v<X, float>) {
-    product<Format::f32>(in, w, rows, blocks, out, stride);
+Bytes in_bytes(const LinearArgs& a, const X* x, std::vector<uint32_t>& words, std::vector<float>& sums) {
+  const Weights& w = *a.weights;
+  const int64_t groups = w.k / w.group;
+  words.resize(static_cast<size_t>(a.rows * w.k / 4));
+  sums.resize(static_cast<size_t>(2 * a.rows * groups));
+  float* scales = sums.data() + a.rows * groups;
+  const auto one = [&, words = words.data(), sums = sums.data()](int64_t row) {
+    const int64_t first = row / kRowTile * kRowTile, in_tile = std::min<int64_t>(kRowTile, a.rows - first);
+    const int64_t at = first * groups + row - first;
+    round_row(x + row * w.k, w.k, w.group, in_tile, words + first * (w.k / 4) + row - first, scales + at, sums + at);
+  };
+  if (a.rows * w.k >= kWorthSharing) {
+    share(a.rows, one);
+  } else {
+    for (int64_t row = 0; row < a.rows; ++row) one(row);
   }
+  return {words.data(), scales, sums.data()};
 }
 
 inline F biased(F x, const float* bias, int64_t column, int64_t count) {
@@ -101,15 +115,12 @@ constexpr int64_t kStrip =
     8;  // blocks of outputs that all rows meet before the next: their weights stay in the cache
 
 // The outputs of `strip` for all rows. With swiglu a strip is half as many gates, and their ups.
-template <class T, class X>
-void linear_strip(const LinearArgs& a, const Inputs<X>& in, int64_t strip) {
+template <class T, class In>
+void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
-  const int64_t k = (w.k + 7) / 8 * 8, groups = w.format == Format::int4 ? k / w.group : 0;
-  const int64_t block_bytes = k * kLanes * bits_of(w.format) / 8;
-  const auto at_block = [&](int64_t block) {
-    return Operand{static_cast<const uint8_t*>(w.data) + block * block_bytes, block_bytes, k,
-                   groups == 0 ? nullptr : w.groups + block * groups * 2 * kLanes, w.group};
-  };
+  const int64_t k = (w.k + 7) / 8 * 8;
+  const Operand whole{static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
+                      static_cast<const uint8_t*>(w.scales), w.kind, w.zeros, w.group};
   constexpr int64_t kStride = (kStrip + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
   const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,
@@ -120,9 +131,9 @@ void linear_strip(const LinearArgs& a, const Inputs<X>& in, int64_t strip) {
   const int64_t up_blocks = (up_shift + end - column + kLanes - 1) / kLanes;
   for (int64_t row = 0; row < a.rows; row += kRowTile) {
     const int64_t rows = std::min<int64_t>(kRowTile, a.rows - row);
-    const Inputs<X> tile{in.x + row * k, in.sums + row * groups};
-    product_any(w.format, tile, at_block(column / kLanes), rows, blocks, sums, kStride);
-    if (a.swiglu) product_any(w.format, tile, at_block(up_block), rows, up_blocks, ups, kStride);
+    const In tile = in.from(row, whole);
+    product_any(w.format, tile, after(whole, column / kLanes), rows, blocks, sums, kStride);
+    if (a.swiglu) product_any(w.format, tile, after(whole, up_block), rows, up_blocks, ups, kStride);
     for (int64_t r = 0; r < rows; ++r) {
       const float* mine = sums + r * kStride;
       if (a.swiglu) {
@@ -134,17 +145,27 @@ void linear_strip(const LinearArgs& a, const Inputs<X>& in, int64_t strip) {
   }
 }
 
-template <class T>
-void linear(const LinearArgs& a) {
-  using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
-  thread_local std::vector<X> scratch;  // both grow to the largest input once
-  thread_local std::vector<float> sums;
-  const Inputs<X> in = ready_rows<T, X>(a, scratch, sums);
+template <class T, class In>
+void linear_strips(const LinearArgs& a, const In& in) {
   const int64_t width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
   const int64_t strips = ((a.swiglu ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
   const auto one = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
   if (a.rows * a.weights->n * a.weights->k >= kWorthSharing) return share(strips, one);
   for (int64_t strip = 0; strip < strips; ++strip) one(strip);
+}
+
+template <class T>
+void linear(const LinearArgs& a) {
+  using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
+  thread_local std::vector<X> scratch;  // these grow to the largest input once
+  thread_local std::vector<uint32_t> words;
+  thread_local std::vector<float> sums;
+  const X* x = ready_rows<T, X>(a, scratch);
+  if (a.weights->rounds) {
+    linear_strips<T>(a, in_bytes(a, x, words, sums));
+  } else {
+    linear_strips<T>(a, with_sums(a, x, sums));
+  }
 }
 
 template <class T>

@@ -3,22 +3,48 @@
 // depend on the other rows.
 //
 // A block is sixteen outputs. Its inputs lie in pairs: bf16 [K / 2][16][2]; f32 [K][16]; int4 [K / 8][16]
-// words of eight codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i. K is padded to a multiple
-// of 8.
+// words of eight codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i; int8 [K / 4][16] words, of
+// eight inputs 0 4 1 5 in the bytes of one word and 2 6 3 7 in those of the next, which is how the low and
+// the high nibbles of int4 lie. K is padded to a multiple of 8.
 
 struct Operand {
   const uint8_t* data;
   int64_t block_bytes;  // from one block to the next
   int64_t k;            // padded
-  const float*
-      groups;     // int4: [block][K / group][2][16], the scale and what is to be added to (code - 8); or null
-  int64_t group;  // inputs of a quantisation group
+  const uint8_t* scales = nullptr;  // and what follows: as in Weights, from this block on
+  Scales kind = Scales::f32;
+  const uint8_t* zeros = nullptr;
+  int64_t group = 0;
 };
+
+inline int64_t size_of(Scales kind) { return kind == Scales::f32 ? 4 : 2; }
+
+// The operand some blocks further.
+inline Operand after(Operand w, int64_t blocks) {
+  w.data += blocks * w.block_bytes;
+  if (w.group == 0) return w;
+  const int64_t count = blocks * (w.k / w.group) * kLanes;
+  w.scales += count * size_of(w.kind);
+  if (w.zeros != nullptr) w.zeros += count;
+  return w;
+}
+
+// The scales of a group, counted over the blocks.
+inline F load_scales(const Operand& w, int64_t group) {
+  const uint8_t* p = w.scales + group * kLanes * size_of(w.kind);
+  if (w.kind == Scales::f16) return widen_half(p);
+  if (w.kind == Scales::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
+  return load(reinterpret_cast<const float*>(p));
+}
 
 template <class X>
 struct Inputs {
   const X* x;         // [rows, k]
   const float* sums;  // [rows, K / group], of each group's inputs; for int4
+
+  Inputs from(int64_t row, const Operand& w) const {
+    return {x + row * w.k, w.group == 0 ? nullptr : sums + row * (w.k / w.group)};
+  }
 };
 
 #ifdef SWIFTSPEC_DOT_BF16  // AVX-512 BF16 multiplies two inputs of sixteen outputs at once
@@ -174,56 +200,13 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
       add_codes<3>(sum, codes, in.x + k, w.k);
     }
     for (int b = 0; b < B; ++b) {
-      const float* meta = w.groups + (b * groups + g) * 2 * kLanes;
-      const F scale = load(meta), shift = load(meta + kLanes);
+      const F scale = load_scales(w, b * groups + g);
+      const F shift = sub(all(8.0f), widen_bytes(w.zeros + (b * groups + g) * kLanes));
       for (int m = 0; m < M; ++m) {
         float* at = out + m * stride + b * kLanes;
         store(at, fma(fma(shift, all(in.sums[m * groups + g]), sum[m][b]), scale, load(at)));
       }
     }
-  }
-}
-
-template <Format W, int M, int B, class X>
-inline void product_tile(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
-  if constexpr (W == Format::bf16) {
-    product_bf16<M, B>(in, w, out, stride);
-  } else if constexpr (W == Format::int4) {
-    product_int4<M, B>(in, w, out, stride);
-  } else {
-    product_f32<M, B>(in, w, out, stride);
-  }
-}
-
-// M rows against `blocks` blocks, as many at a time as the registers hold.
-template <Format W, int M, int B, class X>
-void product_blocks(const Inputs<X>& in, Operand w, int64_t blocks, float* out, int64_t stride) {
-  const int64_t group_floats = w.groups == nullptr ? 0 : w.k / w.group * 2 * kLanes;
-  for (; blocks >= B; blocks -= B) {
-    product_tile<W, M, B>(in, w, out, stride);
-    w.data += B * w.block_bytes;
-    w.groups += B * group_floats;
-    out += B * kLanes;
-  }
-  if constexpr (B > 1) {
-    if (blocks > 0) product_blocks<W, M, B / 2>(in, w, blocks, out, stride);
-  }
-}
-
-constexpr int blocks_at_once(int rows) {
-  int blocks = kBlocks;
-  while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
-  return blocks;
-}
-
-// out[r, 16 b + i] = x[r] . W_b[i] for `rows` rows, at most kRowTile, and `blocks` blocks.
-template <Format W, int M = kRowTile, class X>
-void product(const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
-             int64_t stride) {
-  if (rows == M) {
-    product_blocks<W, M, blocks_at_once(M)>(in, w, blocks, out, stride);
-  } else if constexpr (M > 1) {
-    product<W, M - 1>(in, w, rows, blocks, out, stride);
   }
 }
 

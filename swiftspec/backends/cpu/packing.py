@@ -21,6 +21,15 @@ class Int4(Protocol):
     scales: Tensor  # [K/g, N]
     zeros: Tensor  # [K/g, N/8] int32, packed like the codes
     group_size: int
+    rounds: bool  # its rows of activations are rounded to int8
+
+
+@runtime_checkable
+class Int8(Protocol):
+    """What model.formats.int8.Int8Weight holds."""
+
+    codes: Tensor  # [N, K] int8
+    scales: Tensor  # [N, K / g]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +39,30 @@ class Packed:
     native: _C.Weights
     outputs: int
     data: Tensor  # blocks of 16 outputs; csrc/host/ops/product.h has the layouts
-    groups: Tensor | None  # int4: [N / 16, K / g, 2, 16] float32
+    scales: Tensor | None  # int4, int8: [N / 16, K / g, 16]
+    zeros: Tensor | None  # int4: [N / 16, K / g, 16] uint8
     bias: Tensor | None  # [N] float32
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K], dense or int4, in blocks of 16 outputs."""
+    """A checkpoint's matrix [N, K], dense, int4 or int8, in blocks of 16 outputs."""
     bias = None if weight.bias is None else weight.bias.to(device, torch.float32).contiguous()
-    groups = None
+    scales = zeros = None
+    rounds = False
     if isinstance(weight, Int4) and weight.group_size % 16 == 0:
         inputs, outputs = weight.packed.shape[0], weight.scales.shape[1]
-        data, groups = _pack_codes(weight), _pack_groups(weight)
+        rounds = weight.rounds
+        data, scales, zeros = _pack_codes(weight), _by_blocks(weight.scales), _by_blocks(_unpack(weight.zeros))
+    elif isinstance(weight, Int8):
+        outputs, inputs = weight.codes.shape
+        rounds = True
+        data, scales = _pack_bytes(weight.codes), _by_blocks(weight.scales.T)
     else:
         dense = weight.dequantize(dtype)
         outputs, inputs = dense.shape
         data = _pack_dense(dense)
-    return Packed(_C.Weights(data, groups, bias, inputs, outputs), outputs, data, groups, bias)
+    native = _C.Weights(data, scales, zeros, bias, inputs, outputs, rounds)
+    return Packed(native, outputs, data, scales, zeros, bias)
 
 
 def _pack_dense(dense: Tensor) -> Tensor:
@@ -58,21 +75,30 @@ def _pack_dense(dense: Tensor) -> Tensor:
 
 
 def _unpack(words: Tensor) -> Tensor:
-    """int32 [R, C/8] -> int32 [R, C padded to 16] of codes; the padding is zero."""
-    codes = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15).flatten(1)
-    return F.pad(codes, (0, -codes.shape[1] % 16))
+    """int32 [R, C/8] -> uint8 [R, C] of codes."""
+    codes = (words.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)).bitwise_and_(15)
+    return codes.to(torch.uint8).flatten(1)
 
 
 def _pack_codes(weight: Int4) -> Tensor:
     """[N / 16, K / 8, 16] int32: of the eight codes of a word input 2i is nibble i, input 2i + 1 nibble 4 + i."""
-    codes = _unpack(weight.packed).unflatten(0, (-1, 4, 2))  # [K / 8, 4, 2, N]
+    codes = _unpack(weight.packed)
+    codes = F.pad(codes, (0, -codes.shape[1] % 16)).int().unflatten(0, (-1, 4, 2))  # [K / 8, 4, 2, N]
     shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32)
     words = (codes << shifts.unsqueeze(-1)).sum((1, 2), dtype=torch.int32)  # the bits do not meet: a sum is an or
     return words.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()
 
 
-def _pack_groups(weight: Int4) -> Tensor:
-    """[N / 16, K / g, 2, 16] float32: the scale, and 8 - z, which makes of (code - 8) x the (code - z) x."""
-    scales = F.pad(weight.scales.float(), (0, -weight.scales.shape[1] % 16))
-    pairs = torch.stack((scales, 8.0 - _unpack(weight.zeros)), 1)  # [K / g, 2, N]
-    return pairs.unflatten(2, (-1, 16)).permute(2, 0, 1, 3).contiguous()
+def _pack_bytes(codes: Tensor) -> Tensor:
+    """[N, K] int8 -> [N / 16, K / 4, 16] int32 of bytes with 128 added; of eight inputs 0 4 1 5 are one word, 2 6 3 7
+    the next."""
+    stored = F.pad(codes, (0, 0, 0, -codes.shape[0] % 16)).view(torch.uint8) ^ 128
+    eights = stored.unflatten(1, (-1, 8))[:, :, [0, 4, 1, 5, 2, 6, 3, 7]]  # [N, K / 8, 8]
+    words = eights.flatten(1).view(torch.int32)  # [N, K / 4]
+    return words.unflatten(0, (-1, 16)).transpose(1, 2).contiguous()
+
+
+def _by_blocks(groups: Tensor) -> Tensor:
+    """[K / g, N] -> [N / 16, K / g, 16], N padded with zeros."""
+    padded = F.pad(groups, (0, -groups.shape[1] % 16))
+    return padded.unflatten(1, (-1, 16)).transpose(0, 1).contiguous()

@@ -23,7 +23,10 @@ class Norm:
 
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K] as a dense projection."""
+    """A checkpoint's matrix [N, K] as a projection: a dense one, unless it has an arithmetic of its own."""
+    own = weight.product(device)
+    if own is not None:
+        return own
     dense = weight.dequantize(dtype).to(device)
     bias = None if weight.bias is None else weight.bias.to(device, dtype)
     return lambda x: F.linear(x, dense, bias)

@@ -6,14 +6,16 @@ Letters: N outputs, K inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Source
+from swiftspec.model.formats.rounding import rounded_product
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
@@ -74,6 +76,7 @@ class Int4Weight:
     zeros: Tensor  # [K/g, N/8] int32, packed like the codes
     group_size: int
     bias: Tensor | None = None  # [N]
+    rounds: bool = False  # whether rows of activations are rounded to int8 before they meet it
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in `dtype`: (q - z) * s, rounded once."""
@@ -83,12 +86,21 @@ class Int4Weight:
         weight = codes.sub_(zeros).mul_(self.scales.to(wide).unsqueeze(1))
         return weight.flatten(0, 1).T.contiguous().to(dtype)
 
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
+        """See `Weight.product`."""
+        if not self.rounds:
+            return None
+        codes = unpack_int4(self.packed).to(device, torch.float32).unflatten(0, (-1, self.group_size))
+        zeros, scales = unpack_int4(self.zeros).to(device, torch.float32), self.scales.to(device, torch.float32)
+        bias = None if self.bias is None else self.bias.to(device, torch.float32)
+        return partial(rounded_product, codes=codes, scales=scales, zeros=zeros, bias=bias)
+
     def outputs(self, index: Tensor) -> Int4Weight:
         """As `Weight.outputs`; the index comes in aligned eights."""
         eights = _runs(index, 8)
         packed, zeros = select(self.packed, 1, eights), select(self.zeros, 1, eights)
         bias = None if self.bias is None else select(self.bias, 0, index)
-        return Int4Weight(packed, select(self.scales, 1, index), zeros, self.group_size, bias)
+        return replace(self, packed=packed, scales=select(self.scales, 1, index), zeros=zeros, bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int4Weight:
         """As `Weight.inputs`. Where a run is not made of whole groups (heads narrower than a group) the groups become
@@ -96,7 +108,7 @@ class Int4Weight:
         weight = self.regroup(math.gcd(self.group_size, run))
         groups = _runs(index, weight.group_size)
         scales, zeros = select(weight.scales, 0, groups), select(weight.zeros, 0, groups)
-        return Int4Weight(select(weight.packed, 0, index), scales, zeros, weight.group_size, self.bias)
+        return replace(weight, packed=select(weight.packed, 0, index), scales=scales, zeros=zeros)
 
     def without_bias(self) -> Int4Weight:
         return replace(self, bias=None)
@@ -106,7 +118,7 @@ class Int4Weight:
         packed, scales, zeros = (
             torch.cat(tensors, 1) for tensors in zip(*((part.packed, part.scales, part.zeros) for part in parts))
         )
-        return Int4Weight(packed, scales, zeros, self.group_size, bias)
+        return replace(self, packed=packed, scales=scales, zeros=zeros, bias=bias)
 
     def regroup(self, group_size: int) -> Int4Weight:
         """The same matrix in smaller groups, several of which have the same scale and zero point."""

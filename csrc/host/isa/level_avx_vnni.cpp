@@ -1,0 +1,36 @@
+// The kernels on AVX2 and AVX-VNNI, which multiplies bytes by fours; all but `linear` is as on AVX2.
+#include "host/isa/level.h"
+
+#ifdef SWIFTSPEC_X86
+
+#include "host/isa/headers.h"
+
+#define SWIFTSPEC_DOT_INT8 1
+SWIFTSPEC_BEGIN_TARGET("avx2,fma,f16c,avxvnni")
+
+namespace swiftspec::host {
+namespace avx_vnni {
+namespace {
+// clang-format off: each header needs those before it
+#include "host/isa/vector256.h"
+#include "host/isa/vector.h"
+#include "host/ops/product.h"
+#include "host/ops/product_int8.h"
+#include "host/ops/tiles.h"
+#include "host/ops/linear.h"
+// clang-format on
+}  // namespace
+}  // namespace avx_vnni
+
+Kernels avx_vnni_kernels() {
+  Kernels kernels = avx2_kernels();
+  kernels.linear_f32 = avx_vnni::linear<float>;
+  kernels.linear_bf16 = avx_vnni::linear<uint16_t>;
+  return kernels;
+}
+
+}  // namespace swiftspec::host
+
+SWIFTSPEC_END_TARGET
+
+#endif

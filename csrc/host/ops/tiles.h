@@ -1,0 +1,61 @@
+// From any number of rows and blocks to the tiles of product.h and product_int8.h.
+
+template <Format W, int M, int B, class In>
+inline void product_tile(const In& in, const Operand& w, float* out, int64_t stride) {
+  if constexpr (std::is_same_v<In, Bytes>) {
+    product_bytes<W, M, B>(in, w, out, stride);
+  } else if constexpr (W == Format::bf16) {
+    product_bf16<M, B>(in, w, out, stride);
+  } else if constexpr (W == Format::int4) {
+    product_int4<M, B>(in, w, out, stride);
+  } else {
+    product_f32<M, B>(in, w, out, stride);
+  }
+}
+
+// M rows against `blocks` blocks, as many at a time as the registers hold.
+template <Format W, int M, int B, class In>
+void product_blocks(const In& in, Operand w, int64_t blocks, float* out, int64_t stride) {
+  for (; blocks >= B; blocks -= B) {
+    product_tile<W, M, B>(in, w, out, stride);
+    w = after(w, B);
+    out += B * kLanes;
+  }
+  if constexpr (B > 1) {
+    if (blocks > 0) product_blocks<W, M, B / 2>(in, w, blocks, out, stride);
+  }
+}
+
+constexpr int blocks_at_once(int rows) {
+  int blocks = kBlocks;
+  while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
+  return blocks;
+}
+
+// out[r, 16 b + i] = x[r] . W_b[i] for `rows` rows, at most kRowTile, and `blocks` blocks.
+template <Format W, int M = kRowTile, class In>
+void product(const In& in, const Operand& w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
+  if (rows == M) {
+    product_blocks<W, M, blocks_at_once(M)>(in, w, blocks, out, stride);
+  } else if constexpr (M > 1) {
+    product<W, M - 1>(in, w, rows, blocks, out, stride);
+  }
+}
+
+inline void product_any(Format format, const Bytes& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+                        int64_t stride) {
+  if (format == Format::int4) return product<Format::int4>(in, w, rows, blocks, out, stride);
+  product<Format::int8>(in, w, rows, blocks, out, stride);
+}
+
+template <class X>
+void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+                 int64_t stride) {
+  if (format == Format::bf16) {
+    product<Format::bf16>(in, w, rows, blocks, out, stride);
+  } else if (format == Format::int4) {
+    product<Format::int4>(in, w, rows, blocks, out, stride);
+  } else if constexpr (std::is_same_v<X, float>) {
+    product<Format::f32>(in, w, rows, blocks, out, stride);
+  }
+}

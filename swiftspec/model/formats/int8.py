@@ -1,0 +1,76 @@
+"""Eight-bit weights, made of dense ones at load: w = q s, with one scale for each output and group of inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from swiftspec.model.formats.rounding import rounded_product
+from swiftspec.model.weights import select
+
+GROUPS = (128, 64, 32)  # inputs of a group: the largest that divides a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """An eight-bit matrix [N, K], whose rows of activations are rounded to int8, too."""
+
+    codes: Tensor  # [N, K] int8, -127..127
+    scales: Tensor  # [N, K / g] bfloat16
+    bias: Tensor | None = None  # [N]
+
+    @staticmethod
+    def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
+        """A dense matrix [N, K], rounded; None where no group divides K."""
+        group = next((size for size in GROUPS if dense.shape[1] % size == 0), None)
+        if group is None:
+            return None
+        codes = torch.empty(dense.shape, dtype=torch.int8)
+        scales = torch.empty(dense.shape[0], dense.shape[1] // group, dtype=torch.bfloat16)
+        for start in range(0, dense.shape[0], 4096):  # what lies between is wide: a part at a time
+            part = dense[start : start + 4096].float().unflatten(1, (-1, group))
+            scale = (part.abs().amax(2) / 127).to(torch.bfloat16)
+            scales[start : start + 4096] = scale
+            inverse = torch.where(scale == 0, 0.0, 1 / scale.float()).unsqueeze(2)
+            codes[start : start + 4096] = (part * inverse).round_().clamp_(-127, 127).flatten(1).to(torch.int8)
+        return Int8Weight(codes, scales, bias)
+
+    @property
+    def group_size(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K] in `dtype`."""
+        wide = self.codes.float().unflatten(1, (-1, self.group_size))
+        return wide.mul_(self.scales.float().unsqueeze(2)).flatten(1).to(dtype)
+
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+        """See `Weight.product`."""
+        codes = self.codes.to(device, torch.float32).T.unflatten(0, (-1, self.group_size)).contiguous()
+        scales = self.scales.to(device, torch.float32).T.contiguous()
+        bias = None if self.bias is None else self.bias.to(device, torch.float32)
+        return partial(rounded_product, codes=codes, scales=scales, zeros=torch.zeros_like(scales), bias=bias)
+
+    def outputs(self, index: Tensor) -> Int8Weight:
+        """As `Weight.outputs`."""
+        bias = None if self.bias is None else select(self.bias, 0, index)
+        return Int8Weight(select(self.codes, 0, index), select(self.scales, 0, index), bias)
+
+    def inputs(self, index: Tensor, run: int) -> Int8Weight:
+        """As `Weight.inputs`. Where a run is not made of whole groups the groups become smaller."""
+        group = math.gcd(self.group_size, run)
+        scales = self.scales.repeat_interleave(self.group_size // group, 1)
+        groups = torch.div(index[::group], group, rounding_mode="floor")
+        return Int8Weight(select(self.codes, 1, index), select(scales, 1, groups), self.bias)
+
+    def without_bias(self) -> Int8Weight:
+        return replace(self, bias=None)
+
+    def stack(self, others: Sequence[Int8Weight], bias: Tensor | None) -> Int8Weight:
+        parts = (self, *others)
+        return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), bias)
