@@ -19,6 +19,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.files import read_config
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
@@ -39,6 +40,8 @@ from swiftspec.tree.reject import Rejection
 
 Side = Literal["target", "draft"]
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
+RoundingName = Literal["auto", "int8", "native"]
+ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
 
 
 class Ranks(Protocol):
@@ -61,6 +64,8 @@ class Options(TypedDict, total=False):
     max_model_len: int | None
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
     ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
+    activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
+    head: RoundingName  # auto if left out: int8 for the draft where activations are
     load: Load  # what makes a model of a directory; load_model if left out
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
@@ -80,6 +85,7 @@ class Load(Protocol):
         ops: Any,
         max_positions: int,
         group: Group | None,
+        rounding: Rounding,
         progress: Progress | None,
     ) -> Transformer: ...
 
@@ -96,6 +102,8 @@ class Models:
     max_model_len: int
     vocab_size: int
     ops: OpsName
+    activations: RoundingName
+    head: RoundingName
     load: Load
     emulate: Emulation
     trace: Path | None
@@ -129,8 +137,12 @@ class Models:
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
-        dtype = options.get("dtype")
-        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
+        activations, head = options.get("activations", "auto"), options.get("head", "auto")
+        check_rounding(activations, head, ops, device)
+        return Models(
+            Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
+            emulate, trace,
+        )  # fmt: skip
 
     def with_vocab(self, vocab_size: int) -> Models:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
@@ -148,6 +160,8 @@ class Models:
             "device": self.device.type,
             "share_gpus": self.share_device,
             "ops": self.ops,
+            "activations": self.activations,
+            "head": self.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
             "trace": self.trace is not None,
@@ -211,14 +225,21 @@ class Models:
         ops = operators(self.ops, config, dtype, self.device)
         positions = context + tree_slots
         model = self.load(
-            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
-        )
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
+            rounding=self._rounding(side, ops is cpu and dtype == torch.bfloat16),
+        )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
         runner = Runner(model, ops, self.vocab_size, context=context, tree_slots=tree_slots, shard=shard)
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES
         return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
+
+    def _rounding(self, side: Side, usual: bool) -> Rounding:
+        """What of a model is rounded to int8. `usual`: whether rows are where nothing else is said."""
+        activations = usual if self.activations == "auto" else self.activations == "int8"
+        head = activations and side == "draft" if self.head == "auto" else self.head == "int8"
+        return Rounding(activations, head)
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Of the models that a group holds."""
@@ -227,6 +248,17 @@ class Models:
 
     def _kind(self, config: ModelConfig) -> torch.dtype:
         return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+
+def check_rounding(activations: RoundingName, head: RoundingName, ops: OpsName, device: torch.device) -> None:
+    """Raises UserError where int8 is asked for and the operators have none."""
+    asked = {"activations": activations, "head": head}
+    for name, value in asked.items():
+        if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
+            where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
+            raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
+    if head == "int8" and activations == "native":
+        raise UserError("head int8 rounds the rows that it meets, and activations native rounds none: leave one out")
 
 
 def _told_apart(path: Path) -> str:

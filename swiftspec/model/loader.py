@@ -10,9 +10,12 @@ from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.files import Progress, open_tensors, read_config
 from swiftspec.model.formats import format_of
+from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
 from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import Ops, Transformer
+
+NO_ROUNDING = Rounding()
 
 
 def load_model(
@@ -23,12 +26,14 @@ def load_model(
     ops: Ops,
     max_positions: int,
     group: Group | None = None,
+    rounding: Rounding = NO_ROUNDING,
     progress: Progress | None = None,
 ) -> Transformer:
     """A checkpoint directory as a model that computes in `dtype`; None takes the one that config.json names.
 
-    With a group it is this rank's share, and every rank of the group must run the same forwards. Raises UserError on a
-    checkpoint that is damaged, of another kind, or cannot be cut for so many ranks.
+    `rounding`: what is rounded to int8, for the operators of a CPU. With a group it is this rank's share, and every
+    rank of the group must run the same forwards. Raises UserError on a checkpoint that is damaged, of another kind, or
+    cannot be cut for so many ranks.
     """
     config = read_config(path)
     shard = None
@@ -39,7 +44,7 @@ def load_model(
             raise UserError(f"{path}: {error}") from None
     tensors = open_tensors(path, progress)
     weights = Checkpoint(config, tensors, format_of(config)).read()
-    weights = weights if shard is None else shard.cut(weights)
+    weights = rounding.of_weights(weights if shard is None else shard.cut(weights))
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     model = Transformer(config, weights, ops, device, kind, max_positions, share=shard, group=group)
     tensors.check_all_taken()

@@ -73,6 +73,14 @@ class OwnSettings:
         "auto", "Operators: plain torch; its libraries, int4 as int4; or the CUDA kernels.", MODELS,
         shown="auto: the fastest that fit",
     )  # fmt: skip
+    activations: Literal["auto", "int8", "native"] = setting(
+        "auto", "How rows meet int4 weights on a CPU: rounded to int8, with exact integer sums, or in --dtype.", MODELS,
+        shown="auto: int8 under bfloat16, else native",
+    )  # fmt: skip
+    head: Literal["auto", "int8", "native"] = setting(
+        "auto", "Round a dense vocabulary projection to int8 at load, on a CPU.", MODELS,
+        shown="auto: the draft's, where activations are int8",
+    )  # fmt: skip
     emulate: str | None = setting(
         None, "Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"
         " paper's Table 1 (target=llama3-70b,draft=llama3-3b); or a .json file by TP size and rows.", MODELS, "SPEC",

@@ -191,6 +191,8 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "max_model_len": settings.max_model_len,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
+        "activations": settings.activations,
+        "head": settings.head,
         "emulate": _emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
     }

@@ -47,18 +47,23 @@ const float* floats(const std::vector<uint8_t>& bytes) {
 struct Linear {
   bool wide, swiglu, normed;
   int64_t rows, k, n;
-  std::vector<uint8_t> x, norm, data, groups, bias, residual;
+  std::vector<uint8_t> x, norm, data, scales, zeros, bias, residual;
   Weights weights;
 
-  Linear(Format format, bool wide_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group)
+  Linear(Format format, bool wide_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group, bool rounds = false)
       : wide(wide_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
     x = numbers(rows * k, wide), norm = numbers(k, wide), residual = numbers(rows * n, wide),
     bias = numbers(n, true);
-    data = numbers(blocks * 16 * padded / (format == Format::int4 ? 8 : 1), format != Format::bf16);
-    if (format == Format::int4) groups = numbers(blocks * 32 * (k / group), true);
-    weights = {format, data.data(), format == Format::int4 ? floats(groups) : nullptr, floats(bias), k,
-               n,      group};
+    const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // in 32 bits
+    data = numbers(blocks * 16 * padded / codes, format != Format::bf16);
+    if (codes > 1) scales = numbers(blocks * 16 * (k / group), true);
+    if (codes == 8) {
+      zeros.resize(static_cast<size_t>(blocks * 16 * (k / group)));
+      for (uint8_t& zero : zeros) zero = dice() % 16;
+    }
+    weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::Scales::f32,
+               codes == 8 ? zeros.data() : nullptr, floats(bias), k, n, codes > 1 ? group : 0, rounds};
   }
 
   std::vector<uint8_t> run() const {
@@ -209,6 +214,9 @@ void check_level() {
       Linear gated(Format::int4, wide, true, rows, 128, 150, 64);
       Linear large(Format::int4, wide, false, rows, 256, 272, 128);
       check(dense, "linear"), check(gated, "swiglu"), check(large, "int4");
+      Linear rounded(Format::int4, wide, true, rows, 128, 150, 64, true);
+      Linear bytes(Format::int8, wide, false, rows, 256, 272, 128, true);
+      check(rounded, "int4, rows in int8"), check(bytes, "int8");
       Attention tree(wide, rows, 6, 2, 70 + rows, 64, 48), all_seen(wide, rows, 5, 1, 40 + rows, 0, 32);
       Attention chunk(wide, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
       check(tree, "attention"), check(all_seen, "attention without a mask"),

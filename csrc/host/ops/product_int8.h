@@ -102,16 +102,20 @@ void product_bytes(const Bytes& in, const Operand& w, float* out, int64_t stride
     }
     for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8) {
       const uint32_t* words = in.words + k / 4 * M;
+      I first[B], second[B];
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) {
         const uint8_t* p = w.data + b * w.block_bytes + k / 8 * kEight;
-        I first, second;
-        load_codes<W>(p, first, second);
+        load_codes<W>(p, first[b], second[b]);
         prefetch(p + ahead);
         if (W == Format::int8) prefetch(p + 64 + ahead);
+      }
 #pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          sum[m][b] = add_eight<W>(sum[m][b], first, second, all_int(words[m]), all_int(words[M + m]));
+      for (int m = 0; m < M; ++m) {
+        const I row_first = all_int(words[m]), row_second = all_int(words[M + m]);
+#pragma GCC unroll 8
+        for (int b = 0; b < B; ++b) {
+          sum[m][b] = add_eight<W>(sum[m][b], first[b], second[b], row_first, row_second);
         }
       }
     }

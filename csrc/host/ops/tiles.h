@@ -26,8 +26,10 @@ void product_blocks(const In& in, Operand w, int64_t blocks, float* out, int64_t
   }
 }
 
+// So many that their sums fit the registers; bytes need two more for the codes of each block.
+template <class In>
 constexpr int blocks_at_once(int rows) {
-  int blocks = kBlocks;
+  int blocks = std::is_same_v<In, Bytes> && rows > 1 ? kBlocks / 2 : kBlocks;
   while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
   return blocks;
 }
@@ -36,7 +38,7 @@ constexpr int blocks_at_once(int rows) {
 template <Format W, int M = kRowTile, class In>
 void product(const In& in, const Operand& w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
   if (rows == M) {
-    product_blocks<W, M, blocks_at_once(M)>(in, w, blocks, out, stride);
+    product_blocks<W, M, blocks_at_once<In>(M)>(in, w, blocks, out, stride);
   } else if constexpr (M > 1) {
     product<W, M - 1>(in, w, rows, blocks, out, stride);
   }

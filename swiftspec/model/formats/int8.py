@@ -1,4 +1,4 @@
-"""Eight-bit weights, made of dense ones at load: w = q s, with one scale for each output and group of inputs."""
+"""What is rounded to int8 at load. Eight-bit weights are w = q s, one scale for each output and group of inputs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.rounding import rounded_product
-from swiftspec.model.weights import select
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, select
 
 GROUPS = (128, 64, 32)  # inputs of a group: the largest that divides a matrix
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """What of a model is rounded to int8. A dense head is, at load, and then so are the rows that it meets."""
+
+    activations: bool = False  # rows, before they meet int4 weights
+    head: bool = False
+
+    def of_weights(self, weights: ModelWeights) -> ModelWeights:
+        """The model with what is rounded; int4 matrices keep their codes."""
+        layers = map(_rounding_rows, weights.layers) if self.activations else weights.layers
+        head = weights.head
+        if isinstance(head, DenseWeight) and self.head:
+            head = Int8Weight.of(head.weight, head.bias) or head
+        return replace(weights, layers=layers, head=_row_rounding(head) if self.activations else head)
+
+
+def _rounding_rows(layer: LayerWeights) -> LayerWeights:
+    return replace(layer, **{name: _row_rounding(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")})
+
+
+def _row_rounding(weight: Weight) -> Weight:
+    return replace(weight, rounds=True) if isinstance(weight, Int4Weight) else weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,80 @@
+"""What rounding to int8 costs: bits a byte on text that the embedded pair has never seen.
+
+python -m bench.rounding [--windows 120] [--model PATH]
+
+Each model reads windows of held-out files, native, with rows rounded to int8, and with its head rounded as well; the
+same windows each time. The embedded draft is dense, so only its head can be rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.data.heldout import DEMO
+from swiftspec.backends import cpu
+from swiftspec.model.files import read_config
+from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.loader import load_model
+from swiftspec.runtime.runner import Runner
+
+WINDOW = 512  # tokens
+VARIANTS = {"native": Rounding(), "rows": Rounding(activations=True), "rows and head": Rounding(True, True)}
+
+
+def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:
+    """Token ids of disjoint windows of the held-out files, spread over all of them, and the bytes of each but its first
+    token."""
+    names = json.loads((DEMO / "provenance.json").read_text())["data"]["held_out_files"]
+    files = [Path(sysconfig.get_path("stdlib")) / name for name in names]
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    found = []
+    for file in files:
+        if file.is_file():
+            ids = encode(file.read_text(encoding="utf-8"), verbose=False)["input_ids"]
+            found += [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
+    chosen = found[:: max(1, len(found) // count)][:count]
+    return [(ids, len(encode.decode(ids[1:]).encode())) for ids in chosen]
+
+
+def bits_a_byte(path: Path, rounding: Rounding, texts: list[tuple[list[int], int]]) -> list[float]:
+    """Of each window."""
+    positions = WINDOW + 8
+    model = load_model(path, dtype=torch.bfloat16, ops=cpu, max_positions=positions, rounding=rounding)
+    runner = Runner(model, cpu, read_config(path).vocab_size, context=WINDOW, tree_slots=8)
+    found = []
+    for ids, size in texts:
+        runner.cache.reset()
+        logits = runner.logits(runner.chain_batch(ids))[:-1].double()
+        nats = torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum")
+        found.append(float(nats) / math.log(2) / size)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--windows", type=int, default=120)
+    parser.add_argument("--model", type=Path, action="append")
+    args = parser.parse_args()
+    for path in args.model or [DEMO / "target", DEMO / "draft"]:
+        texts = windows(path, args.windows)
+        size = sum(bytes_ for _, bytes_ in texts)
+        print(f"{path.name}: {len(texts)} windows of {WINDOW} tokens, {size} bytes")
+        native: list[float] = []
+        for name, rounding in VARIANTS.items():
+            found = bits_a_byte(path, rounding, texts)
+            native = native or found
+            mean, first = sum(found) / len(found), sum(native) / len(native)
+            differences = torch.tensor(found) / torch.tensor(native) - 1
+            error = float(differences.std()) / math.sqrt(len(found))
+            print(f"  {name:14} {mean:.5f} bits a byte, {100 * (mean / first - 1):+.3f} % (error {100 * error:.3f} %)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Rows rounded to int8: every level computes the reference's bits, and a row its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import swiftspec
+from swiftspec import _C
+from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig
+from swiftspec.llm import LLM
+from swiftspec.model.formats.int4 import Int4Weight
+from swiftspec.model.formats.int8 import Int8Weight, Rounding
+from swiftspec.model.formats.rounding import round_rows
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
+from swiftspec.params import SamplingParams
+from tests.backends.test_cpu import BF16, F32, dense, int4, random
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+DEMO = Path(swiftspec.__file__).parent / "demo"
+LEVELS = [name for name in ("avx512_bf16", "avx512_vnni", "avx512", "avx_vnni", "avx2") if _C.use_level(name)]
+_C.use_level(LEVELS[0])
+SCALES = [torch.float16, BF16, F32]
+
+
+def rounded_int8(n: int, k: int, seed: int, bias: bool = False) -> Int8Weight:
+    made = Int8Weight.of(dense(n, k, seed).weight, random(n, seed=seed) if bias else None)
+    assert made is not None
+    return made
+
+
+def native(weight: Weight, x: Tensor) -> Tensor:
+    """x W^T + b in the dtype of x, by the native operators."""
+    packed = host.pack(weight, x.dtype, "cpu")
+    return host.linear_residual(x, packed, torch.zeros(x.shape[0], packed.outputs, dtype=x.dtype))
+
+
+def oracle(weight: Weight, x: Tensor) -> Tensor:
+    product = weight.product("cpu")
+    assert product is not None
+    return product(x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_every_level_has_the_bits_of_the_reference(data: st.DataObject) -> None:
+    group = data.draw(st.sampled_from([32, 64, 128]))
+    n, k = 8 * data.draw(st.integers(1, 36)), group * data.draw(st.integers(1, 4))
+    seed, bias = data.draw(st.integers(0, 99)), data.draw(st.booleans())
+    weight: Weight = rounded_int8(n, k, seed, bias)
+    if data.draw(st.booleans()):
+        four = int4(n, k, group, seed, bias)
+        weight = replace(four, scales=four.scales.to(data.draw(st.sampled_from(SCALES))), rounds=True)
+    x = random(data.draw(st.integers(1, 19)), k, seed=seed, dtype=data.draw(st.sampled_from([BF16, F32])))
+    x[data.draw(st.integers(0, x.shape[0] - 1))] *= data.draw(st.sampled_from([0.0, 1e-36, 1e-3, 1e4]))
+    want = oracle(weight, x)
+    try:
+        for level in LEVELS:
+            assert _C.use_level(level)
+            assert torch.equal(native(weight, x), want), level
+    finally:
+        _C.use_level(LEVELS[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_shows_in_its_row_alone(level: str, bad: float) -> None:
+    for weight in (replace(int4(48, 128, 64, 1), rounds=True), rounded_int8(48, 128, 1)):
+        x = random(11, 128, seed=2)
+        clean = native(weight, x)
+        x[4, 70] = bad
+        spoilt = native(weight, x)
+        assert spoilt[4].isnan().all() and oracle(weight, x)[4].isnan().all()
+        assert torch.equal(spoilt[5:], clean[5:]) and torch.equal(spoilt[:4], clean[:4])
+
+
+def test_a_row_depends_on_no_other(level: str) -> None:
+    for weight in (replace(int4(208, 256, 128, 3), rounds=True), rounded_int8(208, 256, 3)):
+        packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
+        x = random(21, 256, seed=1)
+
+        def run(part: slice, x: Tensor = x, packed: host.Packed = packed, norm: host.Norm = norm) -> list[Tensor]:
+            mine = x[part].contiguous()
+            return [op(mine, norm, packed) for op in (host.norm_linear, host.norm_swiglu, host.norm_head)]
+
+        together = run(slice(None))
+        for start, end in ((0, 1), (3, 9), (5, 6), (7, 21)):
+            for alone, whole in zip(run(slice(start, end)), together, strict=True):
+                assert torch.equal(alone, whole[start:end])
+
+
+def test_threads_change_nothing() -> None:
+    weight, x = replace(int4(640, 384, 128, 4), rounds=True), random(40, 384, seed=1)
+    alone = native(weight, x)
+    host.set_threads(3)
+    try:
+        assert all(torch.equal(native(weight, x), alone) for _ in range(10))
+    finally:
+        host.set_threads(1)
+
+
+def test_rows_keep_seven_bits() -> None:
+    x = random(5, 256, seed=1, dtype=F32)
+    codes, scales = round_rows(x, 64)
+    assert codes.abs().amax(2).eq(127).all()  # of each group the largest
+    back = (codes * scales.unsqueeze(2)).flatten(1)
+    assert float((back - x).abs().max()) <= float(scales.max()) / 2 * 1.001
+
+
+def test_the_product_is_close_to_that_of_exact_rows() -> None:
+    weight, x = int4(128, 512, 128, 5), random(8, 512, seed=1)
+    exact = x.double() @ weight.dequantize(torch.float64).T
+    got = native(replace(weight, rounds=True), x).double()
+    assert float((got - exact).norm() / exact.norm()) < 1e-2
+
+
+def test_eight_bits_are_close_to_dense_weights() -> None:
+    weight = rounded_int8(96, 320, 5)
+    exact = dense(96, 320, 5).weight.double()
+    assert weight.group_size == 64
+    assert float((weight.dequantize(torch.float64) - exact).norm() / exact.norm()) < 8e-3
+    assert Int8Weight.of(torch.zeros(4, 40)) is None  # no group divides 40
+    zeros = Int8Weight.of(torch.zeros(4, 64))
+    assert zeros is not None and torch.equal(zeros.dequantize(F32), torch.zeros(4, 64))
+
+
+def test_a_rank_has_its_part_of_the_same_weights() -> None:
+    weight = rounded_int8(24, 256, 2, bias=True)
+    rows = torch.tensor([3, 4, -1, 23])
+    want = torch.where((rows < 0).unsqueeze(1), 0.0, weight.dequantize(F32)[rows])
+    assert torch.equal(weight.outputs(rows).dequantize(F32), want)
+    columns = torch.cat((torch.arange(32, 64), torch.full((32,), -1)))
+    cut = weight.inputs(columns, 32)
+    assert torch.equal(cut.dequantize(F32)[:, :32], weight.dequantize(F32)[:, 32:64])
+    assert not cut.dequantize(F32)[:, 32:].any()
+    four = replace(int4(64, 256, 128, 2), rounds=True)
+    parts = [four.outputs(torch.arange(16, 32)), four.inputs(torch.arange(64, 128), 64), four.stack([four], None)]
+    assert all(part.rounds for part in parts)
+
+
+def test_what_is_rounded_of_a_model() -> None:
+    def layer(weight: Weight) -> LayerWeights:
+        return LayerWeights(torch.ones(64), weight, weight, torch.ones(64), weight, weight)
+
+    def model(weight: Weight) -> ModelWeights:
+        return ModelWeights(torch.ones(8, 64), [layer(weight)], torch.ones(64), dense(8, 64, 1))
+
+    four = int4(64, 64, 32, 1)
+    both = Rounding(activations=True, head=True).of_weights(model(four))
+    assert isinstance(both.head, Int8Weight)
+    assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in both.layers)
+    neither = Rounding().of_weights(model(four))
+    assert isinstance(neither.head, DenseWeight) and [x.o for x in neither.layers] == [four]
+    bf16 = Rounding(activations=True).of_weights(model(dense(64, 64, 1)))
+    assert isinstance(bf16.head, DenseWeight) and all(x.o.product("cpu") is None for x in bf16.layers)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_speculation_changes_no_token(temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=48, ignore_eos=True)
+    plain = LLM(DEMO / "target", None, EngineConfig(mode="ar"), dtype=BF16, head="int8")
+    tree = LLM(DEMO / "target", DEMO / "draft", EngineConfig(), dtype=BF16, head="int8")
+    prompt = list(range(40, 60))
+    assert tree.generate(prompt, sampling).token_ids == plain.generate(prompt, sampling).token_ids
+
+
+def test_the_operators_agree_on_what_is_likely() -> None:
+    """Reference and native operators on the same rounded model: the same greedy text for a while."""
+    texts = []
+    for ops in ("auto", "reference"):
+        options = {"dtype": BF16, "ops": ops, "activations": "int8", "head": "int8"}
+        llm = LLM(DEMO / "target", None, EngineConfig(mode="ar"), **options)  # type: ignore[arg-type]
+        texts.append(llm.generate(list(range(40, 60)), SamplingParams(temperature=0, max_tokens=8)).token_ids)
+    assert texts[0] == texts[1]
