@@ -71,7 +71,7 @@ class EngineConfig:
         8, "Tree nodes verified per round, the root counted.", SPECULATION, "BS", least=1, most=MAX_TREE, shapes=TREE
     )
     draft_leaves: int = setting(
-        8, "Leaves expanded per draft forward.", SPECULATION, "W", least=1, most=MAX_TREE, shapes=TREE
+        4, "Leaves expanded per draft forward.", SPECULATION, "W", least=1, most=MAX_TREE, shapes=TREE
     )
     draft_steps: int | None = setting(  # None: 3, and in mode async measured at start-up
         None, "Draft forwards per round.", SPECULATION, "D", "async: as many as fit into a target forward; serial: 3",

@@ -41,8 +41,12 @@ class Forecast:
 
     def speed(self, steps: int, nodes: int) -> float:
         """Tokens a second."""
-        seconds = self._forwards(steps, nodes) + self._rest
+        seconds = self.seconds(steps, nodes)
         return self.tokens(steps, nodes) / seconds if seconds > 0 else 0.0
+
+    def seconds(self, steps: int, nodes: int) -> float:
+        """Of a round."""
+        return self._forwards(steps, nodes) + self._rest
 
     def tokens(self, steps: int, nodes: int) -> float:
         """Tokens a round. Each round seen tells how deep its text would have come with fewer nodes, and with a smaller

@@ -15,6 +15,10 @@ EVERY = 8  # rounds between two decisions; one takes about a tenth of a millisec
 REFRESH = 512  # rounds after which the time of a plain round is measured again
 MARGIN = 1.05  # speculation is given up only where plain rounds are faster by this factor
 GAIN = 1.04  # another shape is taken only where it promises more by this factor
+FIRST = 3  # rounds after which the cost of forwards is known
+# A usual acceptance, fitted by eye to the embedded pair with bs = 4, 8, 16 and d up to 6: the text comes down to depth
+# i with the chance USUAL^i, and less often where bs leaves few nodes for a depth.
+USUAL, NODES_A_DEPTH = 0.88, 2.5
 REACH = 2  # d changes by at most this much at a time: how far down the text would come is a guess
 
 
@@ -24,7 +28,12 @@ def decide(m: Measured) -> Decision:
     Speculation goes on while it is faster than plain rounds, in the shape that promises most. A few plain rounds are
     made where their time is not known or was measured long ago. Where speculation is slower, rounds stay plain until
     it is time to try it again.
+
+    The first rounds that were ever measured tell what forwards cost here, though not yet how much is accepted; with a
+    usual acceptance that is enough to choose d for models of any size.
     """
+    if m.speculating and m.config.adapt_steps and len(m.trees) == m.rounds == FIRST:
+        return Decision(_steps_by_cost(m), m.nodes, True)
     since = m.rounds - (WINDOW if m.speculating else PROBE)
     if since < 0 or since % EVERY != 0:
         return m.current
@@ -37,6 +46,20 @@ def decide(m: Measured) -> Decision:
         if not pays and (m.speculating or m.rounds < m.patience):
             return PLAIN
     return Decision(*best, True)
+
+
+def _steps_by_cost(m: Measured) -> int:
+    """d with the most tokens a second at a usual acceptance, for the present bs."""
+    forecast = Forecast(m)
+    if m.config.mode == "async":
+        return forecast.ratio(m.nodes)
+    tokens, speeds = 1.0, {}
+    for d in range(1, max(MOST_STEPS, m.config.steps) + 1):
+        tokens += USUAL**d * min(1.0, m.nodes / (NODES_A_DEPTH * d)) ** 2
+        seconds = forecast.seconds(d, m.nodes)
+        speeds[d] = tokens / seconds if seconds > 0 else 0.0
+    present = speeds[m.steps] * GAIN
+    return max(speeds, key=lambda d: max(speeds[d], present if d == m.steps else 0.0))
 
 
 def _best_shape(m: Measured, forecast: Forecast) -> tuple[int, int]:

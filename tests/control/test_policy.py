@@ -10,8 +10,8 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import SKIP, Controller
-from swiftspec.control.policy import EVERY, REFRESH, decide
-from swiftspec.control.record import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured
+from swiftspec.control.policy import EVERY, FIRST, REFRESH, decide
+from swiftspec.control.record import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
 from swiftspec.distributed.wire import pack, read_result
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -162,3 +162,19 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
 def test_the_switch_can_be_left_out(pair: tuple[Path, Path]) -> None:
     assert LLM(*pair, EngineConfig(), dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
     assert LLM(pair[0], dtype=torch.float64).generate(PROMPT, GREEDY).stats.policy is None
+
+
+@pytest.mark.parametrize(("draft", "low", "high"), [(0.02, 5, 8), (0.2, 3, 4), (1.0, 1, 2)])
+def test_the_first_rounds_choose_d_by_what_forwards_cost(draft: float, low: int, high: int) -> None:
+    """Of a draft forward, as a part of a verification; long before acceptance can be judged."""
+    m = Measured(EngineConfig(adapt_steps=True))
+    for _ in range(FIRST - 1):
+        m.add(MeasuredRound(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
+        assert decide(m) == m.current
+    m.add(MeasuredRound(1.0 + 3 * draft, 1.0, 3 * draft, 1, ()))
+    decided = decide(m)
+    assert low <= decided.steps <= high and decided.nodes == m.nodes and decided.speculate
+    fixed = Measured(EngineConfig(self_switch=True))
+    fixed.trees.extend(m.trees)
+    fixed.rounds = FIRST
+    assert decide(fixed) == fixed.current
