@@ -49,12 +49,18 @@ class Model:
         ends = 1 if s["tie_word_embeddings"] else 2
         return s["num_hidden_layers"] * layer, ends * s["vocab_size"] * s["hidden_size"]
 
+    @property
+    def bytes_grown(self) -> int:
+        """About the size of the checkpoint."""
+        inner, ends = self.weights
+        return int(inner * INT4 + ends * DENSE)
+
     def bytes_missing(self, kinds: tuple[str, ...]) -> int:
         """About what is not yet there of the checkpoint and its GGUF files."""
         inner, ends = self.weights
-        checkpoint = 0 if self.folder.is_dir() else inner * INT4 + ends * DENSE
-        one = inner * GGUF + ends * Q8_0
-        return int(checkpoint + sum(one for kind in kinds if not self.gguf(kind).is_file()))
+        one = int(inner * GGUF + ends * Q8_0)
+        checkpoint = 0 if self.folder.is_dir() else self.bytes_grown
+        return checkpoint + sum(one for kind in kinds if not self.gguf(kind).is_file())
 
     def files(self) -> list[Path]:
         """The weights."""

@@ -91,6 +91,7 @@ class Bench:
             self._skip(f"{SECOND}: no {flag_name(CACHE)} in this version: it is another first one")
         for name in (FIRST, SECOND):
             self._ours(Options(name, "start", {"mode": "serial"}), work, cache)
+        shutil.rmtree(cache, ignore_errors=True)
 
     def decode(self) -> None:
         """Our option sets."""
@@ -228,7 +229,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if min(args.tokens - 1, args.prompt, args.requests, args.threads, *args.drafts) < 1:
         parser.error("--tokens must be at least 2, the other numbers at least 1")
     if max(args.prompt + 1, SHORT + args.tokens) > CONTEXT - 64:
-        parser.error(f"prompt and answer must fit {CONTEXT - 64} tokens")
+        parser.error(f"--prompt and --tokens must fit into {CONTEXT - 64} tokens")
     return args
 
 
@@ -265,7 +266,8 @@ def prepared(args: argparse.Namespace, folder: Path) -> Bench:
     plain = "llama" in args.only and (args.llama_python or server) is not None
     spoken = "server" in args.only and server is not None
     kinds, theirs = KINDS if plain or spoken else (), ("q4_1",) if spoken else ()
-    check_room(folder, target.bytes_missing(kinds) + draft.bytes_missing(theirs), say)
+    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in Settings.table.flags else 0
+    check_room(folder, packed + target.bytes_missing(kinds) + draft.bytes_missing(theirs), say)
     target.make(kinds, say)
     draft.make(theirs, say)
     sizes = {"length": args.prompt, "requests": args.requests, "tokens": args.tokens}

@@ -5,10 +5,12 @@ python -m bench.one_start TASK.json        # what bench/large.py starts: {"flags
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 from bench.measured import WARM_UP, Measured, Task, answer, peak_of
+from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.cli import parse
 from swiftspec.serve.session import Session, open_session
@@ -82,4 +84,7 @@ def state(folder: Path) -> list[tuple[str, int, int]]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))
