@@ -164,6 +164,7 @@ class Bench:
         task.write(file)
         env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFTSPEC_")}
         done = subprocess.run([*command, str(file)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        file.unlink()
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
             raise UserError(f"failed with code {done.returncode}: {last[0]}")
