@@ -29,7 +29,8 @@ import torch
 
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
-from bench.rivals.engines import LlamaCpp, has_llama_cpp, load_transformers, write_dense
+from bench.rivals.engines import load_transformers, write_dense
+from bench.rivals.llama_plain import LlamaCpp, has_llama_cpp
 from bench.rivals.to_gguf import TYPES, write_gguf
 from swiftspec.backends import cpu as host
 from swiftspec.config import PROPOSALS, VERIFY, EngineConfig
@@ -154,7 +155,7 @@ def llama_cpp_system(llama: LlamaCpp, args: argparse.Namespace) -> Generate:
     """Plain decoding, a forward a token; the prefill gives the first."""
 
     def generate(prompt: list[int]) -> Answer:
-        tokens, seconds = llama.generate(prompt, args.max_tokens)
+        tokens, _, seconds = llama.generate(prompt, args.max_tokens)
         return Answer(tokens, len(tokens), len(tokens) - 1, seconds)
 
     return generate

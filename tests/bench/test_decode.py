@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bench import decode
-from bench.rivals.engines import has_llama_cpp
+from bench.rivals.llama_plain import has_llama_cpp
 from bench.rivals.to_gguf import TYPES
 
-needs_llama_cpp = pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python or gguf is not installed")
+needs_llama_cpp = pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is not installed")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, out: Path) -> list[dict[str, object]]:

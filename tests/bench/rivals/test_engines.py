@@ -9,14 +9,14 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from bench.rivals import engines, to_gguf
+from bench.rivals import engines, llama_plain, to_gguf
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
 from tests.support.tiny import make_checkpoint
 
-needs_llama_cpp = pytest.mark.skipif(not engines.has_llama_cpp(), reason="llama-cpp-python or gguf is not installed")
+needs_llama_cpp = pytest.mark.skipif(not llama_plain.has_llama_cpp(), reason="llama-cpp-python is not installed")
 
 
 @needs_llama_cpp
@@ -24,7 +24,7 @@ needs_llama_cpp = pytest.mark.skipif(not engines.has_llama_cpp(), reason="llama-
 def test_llama_cpp_chooses_our_tokens(tmp_path: Path, kind: str) -> None:
     """After each part of our greedy text; one near-tie in each may fall the other way."""
     to_gguf.write_gguf(DEMO / "target", tmp_path / "model.gguf", kind)
-    llama, ours = engines.LlamaCpp(tmp_path / "model.gguf", 1, 0.0, 0), LLM(DEMO / "target", dtype=torch.bfloat16)
+    llama, ours = llama_plain.LlamaCpp(tmp_path / "model.gguf", 1, 0.0, 0), LLM(DEMO / "target", dtype=torch.bfloat16)
     for prompt in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2]:
         text = ours.generate(prompt, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)).token_ids
         theirs = [llama.generate(prompt + text[:i], 1)[0][0] for i in range(len(text))]
@@ -38,7 +38,6 @@ def test_a_dense_copy_has_the_same_weights(tmp_path: Path) -> None:
     assert read_config(tmp_path).quantization == {}
 
 
-@needs_llama_cpp
 def test_only_plain_llama_is_written(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, family="qwen2")
     with pytest.raises(UserError, match="only Llama with plain RoPE"):

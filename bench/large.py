@@ -1,0 +1,280 @@
+"""A real size on this machine: the embedded pair in the shapes of an 8B and a 1B, beside llama.cpp on the same weights.
+
+    python -m bench.large [--folder DIR] [--llama-python PYTHON] [--llama-bin DIR] [--json out.json]
+
+Grows the pair, writes llama.cpp's files of it (Q4_1 holds AutoAWQ's codes, scales and zero points; Q4_0 is quantised
+anew), and then starts everything in a process of its own, one after the other, files in the page cache:
+
+- starts: the pair without packed weights on disk, and again with what the first start has left;
+- decode: our option sets (OURS), those whose flags this version lacks left out;
+- llama: its plain decoding, with one thread and with all, through its Python package or else its server;
+- server: `llama-server` with the grown draft as its own, drafting so many tokens a round as --drafts names.
+
+Everybody answers the same short prompts greedily and reads the same long ones. Rates are tokens a second once the
+prompt is read, as each side counts it: of the server's requests as it reports. What is not installed is a line.
+Alone on its machine only: a pass takes a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from bench import large_report as report
+from bench.data.heldout import ROOT, read_token_ids
+from bench.grown import Model, check_room, warm
+from bench.large_report import FIRST, OURS, PEER, SECOND, Row
+from bench.measured import Measured, Task, Work
+from bench.rivals.llama_plain import CONTEXT, has_llama_cpp
+from bench.rivals.llama_server import LlamaServer, find_server
+from swiftspec.errors import UserError
+from swiftspec.serve.settings import Settings, flag_name
+
+PARTS = ("starts", "decode", "llama", "server")
+KINDS = ("q4_1", "q4_0")  # of the peer's files
+LONG, SHORT = 3, 64  # how many long prompts, and tokens of a short one
+PEERS = 5  # requests of a peer's run at most: it is steady, and there are many runs
+CACHE = "packed_cache"  # the setting that names the folder of packed weights
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One of our runs: the settings that it is started with, and what it counts as in the report."""
+
+    name: str
+    kind: str
+    settings: dict[str, str]
+
+
+OUR_OPTIONS = (
+    Options("ar", "ar", {"mode": "ar"}),
+    Options("ar, head int8", "head int8", {"mode": "ar", "head": "int8"}),
+    Options("ar, native activations", "ar", {"mode": "ar", "activations": "native"}),
+    Options("serial", "tree", {"mode": "serial"}),
+    Options("serial, head int8", "tree", {"mode": "serial", "head": "int8"}),
+)
+
+
+@dataclass(slots=True)
+class Bench:
+    """One run: what it measures with, and what it has found."""
+
+    args: argparse.Namespace
+    target: Model
+    draft: Model
+    work: Work
+    folder: Path  # for tasks and packed weights
+    llama_server: LlamaServer | None
+    rows: list[Row] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """All parts that are asked for."""
+        for part in self.args.only:
+            getattr(self, part)()
+
+    def starts(self) -> None:
+        """The first start of the pair and the second, of one short request each."""
+        work, cache = replace(self.work.less(1), long=[]), self.folder / "packed"
+        shutil.rmtree(cache, ignore_errors=True)
+        if CACHE not in Settings.table.flags:
+            self._skip(f"{SECOND}: no {flag_name(CACHE)} in this version: it is another first one")
+        for name in (FIRST, SECOND):
+            self._ours(Options(name, "start", {"mode": "serial"}), work, cache)
+        shutil.rmtree(cache, ignore_errors=True)
+
+    def decode(self) -> None:
+        """Our option sets."""
+        for options in OUR_OPTIONS:
+            self._ours(options, self.work, None)
+
+    def llama(self) -> None:
+        """The peer's plain decoding."""
+        python, server = self.args.llama_python, self.llama_server
+        if python is None and server is None:
+            self._skip("llama.cpp plain: neither its Python package (--llama-python) nor llama-server (--llama-bin)")
+            return
+        for kind in KINDS:
+            file, work = self.target.gguf(kind), self.work.less(PEERS)
+            for threads in sorted({1, self.args.threads}):
+                name = f"{kind}, {threads} thread{'s' if threads > 1 else ''}"
+                with self._measured(PEER, name, "plain", [file]) as add:
+                    if python is not None:
+                        task = Task({"file": str(file), "threads": threads}, work)
+                        add(self._child([python, "-m", "bench.rivals.llama_plain"], task))
+                    elif server is not None:
+                        add(server.measure(work, file, threads))
+
+    def server(self) -> None:
+        """The peer's speculative decoding."""
+        server = self.llama_server
+        if server is None:
+            self._skip("llama.cpp with its draft: no llama-server (--llama-bin)")
+            return
+        draft, threads, work = self.draft.gguf("q4_1"), self.args.threads, self.work.less(PEERS)
+        for kind in KINDS:
+            for count in self.args.drafts:
+                file = self.target.gguf(kind)
+                with self._measured(PEER, f"{kind}, draft of {count}", "draft", [file, draft]) as add:
+                    add(server.measure(work, file, threads, (draft, count)))
+
+    def _ours(self, options: Options, work: Work, cache: Path | None) -> None:
+        """A run of ours, or the line why there is none."""
+        settings, known = dict(options.settings), Settings.table.flags
+        settings |= {"model": str(self.target.folder), "plan": "none"}
+        if settings["mode"] != "ar":
+            settings["draft_model"] = str(self.draft.folder)
+        if self.args.given_threads is not None:
+            settings["threads"] = str(self.args.given_threads)
+        if CACHE in known:
+            settings[CACHE] = "off" if cache is None else str(cache)
+        lacking = [flag_name(name) for name in settings if name not in known]
+        if lacking:
+            self._skip(f"{OURS} {options.name}: this version has no {' and no '.join(lacking)}")
+            return
+        files = self.target.files() + (self.draft.files() if "draft_model" in settings else [])
+        flags = ["--raw", *(word for name, value in settings.items() for word in (flag_name(name), value))]
+        what = {"flags": flags, "cache": None if cache is None or CACHE not in known else str(cache)}
+        with self._measured(OURS, options.name, options.kind, files) as add:
+            add(self._child([sys.executable, "-m", "bench.one_start"], Task(what, work)))
+
+    @contextmanager
+    def _measured(self, system: str, name: str, kind: str, files: list[Path]) -> Iterator[Callable[[Measured], None]]:
+        """Takes what a run finds as a row; one that does not work out is a line, and the others go on."""
+        warm(files)
+        say(f"{system} {name}")
+        try:
+            yield lambda measured: self.rows.append(Row(system, name, kind, measured))
+        except UserError as error:
+            self._skip(f"{system} {name}: {error}")
+
+    def _child(self, command: list[str], task: Task) -> Measured:
+        """What a process says of itself. Raises UserError where it fails."""
+        file = self.folder / "task.json"
+        task.write(file)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SWIFTSPEC_")}
+        done = subprocess.run([*command, str(file)], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+        file.unlink()
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["nothing on stderr"]
+            raise UserError(f"failed with code {done.returncode}: {last[0]}")
+        return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+    def _skip(self, line: str) -> None:
+        self.skipped.append(line)
+        say(f"skipped: {line}")
+
+    def result(self) -> dict[str, Any]:
+        """The JSON document."""
+        size = self.target.size + self.draft.size
+        verdicts = report.verdicts(self.rows, size)
+        settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(self.args).items() if name in SHOWN}
+        return {
+            "settings": settings, "machine": report.machine(), "weights_gb": round(size / 1e9, 3),
+            "rows": [row.record() for row in self.rows], "skipped": self.skipped,
+            "equal_tokens": report.agreement(self.rows),
+            "aims": [asdict(v) | {"holds": v.holds} for v in verdicts],
+        }  # fmt: skip
+
+    def print(self) -> None:
+        """The tables, and what is to be said of them."""
+        print(report.table(self.rows))
+        for line in self.skipped:
+            print(f"skipped: {line}")
+        print("equal tokens at the start of each text, beside plain decoding of ours:")
+        for line in report.agreement(self.rows) or ["nothing to compare"]:
+            print(f"  {line}")
+        for verdict in report.verdicts(self.rows, self.target.size + self.draft.size):
+            print(verdict.line())
+
+
+SHOWN = ("shapes", "tokens", "prompt", "requests", "threads", "drafts", "only")
+
+
+def say(line: str) -> None:
+    """Progress, beside the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="keeps the models and files; default: a temporary one")
+    parser.add_argument("--shapes", type=_words, default=["8b", "1b"], help="target and draft: 1b, 3b, 8b, 70b, or what"
+                        " tools.grow takes")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt")
+    parser.add_argument("--requests", type=int, default=10)
+    parser.add_argument("--threads", type=int, dest="given_threads", help="default: what each side takes; all")
+    parser.add_argument("--drafts", type=_numbers, default=[2, 4, 8], help="tokens that llama.cpp drafts a round")
+    parser.add_argument("--only", type=_words, default=list(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--llama-python", default=sys.executable, help="a Python with the package llama_cpp")
+    parser.add_argument("--llama-bin", type=Path, help="the folder of llama-server; default: as PATH says")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    args.threads = args.given_threads or len(os.sched_getaffinity(0))
+    if len(args.shapes) != 2:
+        parser.error("--shapes takes two, the target's and the draft's")
+    if not set(args.only) <= set(PARTS):
+        parser.error(f"--only takes some of {','.join(PARTS)}")
+    if min(args.tokens - 1, args.prompt, args.requests, args.threads, *args.drafts) < 1:
+        parser.error("--tokens must be at least 2, the other numbers at least 1")
+    if max(args.prompt + 1, SHORT + args.tokens) > CONTEXT - 64:
+        parser.error(f"--prompt and --tokens must fit into {CONTEXT - 64} tokens")
+    return args
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the bench and prints the table."""
+    args = arguments(argv)
+    try:
+        with TemporaryDirectory(prefix="swiftspec-large-") as scratch:
+            folder = Path(scratch) if args.folder is None else args.folder
+            folder.mkdir(parents=True, exist_ok=True)
+            bench = prepared(args, folder.resolve())
+            bench.run()
+            bench.print()
+            if args.json is not None:
+                args.json.write_text(json.dumps(bench.result(), indent=1) + "\n", encoding="utf-8")
+    except (UserError, OSError) as error:
+        sys.exit(f"bench.large: {error}")
+
+
+def prepared(args: argparse.Namespace, folder: Path) -> Bench:
+    """The peers, the pair, and the files that the peers need of it, made or found."""
+    server = find_server(args.llama_bin)
+    if not has_llama_cpp(args.llama_python):
+        args.llama_python = None
+    target, draft = (Model.of(folder, *side) for side in zip(("target", "draft"), args.shapes, strict=True))
+    plain = "llama" in args.only and (args.llama_python or server) is not None
+    spoken = "server" in args.only and server is not None
+    kinds, theirs = KINDS if plain or spoken else (), ("q4_1",) if spoken else ()
+    packed = target.bytes_grown + draft.bytes_grown if "starts" in args.only and CACHE in Settings.table.flags else 0
+    check_room(folder, packed + target.bytes_missing(kinds) + draft.bytes_missing(theirs), say)
+    target.make(kinds, say)
+    draft.make(theirs, say)
+    sizes = {"length": args.prompt, "requests": args.requests, "tokens": args.tokens}
+    work = Work.of(read_token_ids(8), long=LONG, short=SHORT, **sizes)
+    return Bench(args, target, draft, work, folder, server)
+
+
+if __name__ == "__main__":
+    main()

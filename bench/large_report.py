@@ -1,0 +1,159 @@
+"""What bench/large.py found, as a table, and whether it is what was aimed at."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.measured import Measured
+
+FIRST, SECOND = "first start", "second start"
+OURS, PEER = "swiftspec", "llama.cpp"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A system and what it did. `kind` tells what it stands for in the comparisons: ar, head int8, tree, start; plain
+    or draft of the peer's."""
+
+    system: str
+    name: str
+    kind: str
+    measured: Measured
+
+    @property
+    def title(self) -> str:
+        return f"{self.system} {self.name}"
+
+    def record(self) -> dict[str, Any]:
+        """For the JSON."""
+        found = asdict(self.measured)
+        figures = {f"rate_{what}": value for what, value in zip(("min", "median", "max"), self.rates(), strict=True)}
+        return {"system": self.system, "name": self.name, "kind": self.kind, **figures, **found}
+
+    def rates(self) -> tuple[float | None, float | None, float | None]:
+        """The least, the median and the best of the requests."""
+        rates = self.measured.rates
+        return (min(rates), statistics.median(rates), max(rates)) if rates else (None, None, None)
+
+    @property
+    def per_round(self) -> float | None:
+        """Tokens for each forward of the target, once the prompt is read."""
+        return self.measured.decoded / self.measured.rounds if self.measured.rounds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One of the aims: a figure that is to be at least, or at most, so much. None: could not be found in this run."""
+
+    what: str
+    aim: float
+    found: float | None
+    most: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        if self.found is None:
+            return None
+        return self.found <= self.aim if self.most else self.found >= self.aim
+
+    def line(self) -> str:
+        word = {True: "holds", False: "missed", None: "not measured"}[self.holds]
+        found = "-" if self.found is None else f"{self.found:.2f}"
+        return f"{word:12}  {found:>6}  {'at most' if self.most else 'at least':8} {self.aim:>5g}  {self.what}"
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as aligned text."""
+    head = ["system", "start s", "load s", "peak GB", "prompt tok/s", "tok/s", "least", "best", "tok/round", "accepted"]
+    lines = [head]
+    for row in rows:
+        m, (least, median, best) = row.measured, row.rates()
+        prompt = max(m.prompts, default=None)
+        share = m.accepted / m.drafted if m.drafted and row.kind == "draft" else None  # of a tree it says little
+        cells = [
+            _shown(m.start), _shown(m.load), _shown(m.peak / 1e9 or None), _shown(prompt), _shown(median),
+            _shown(least), _shown(best), _shown(row.per_round), _shown(share),
+        ]  # fmt: skip
+        lines.append([row.title, *cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(line, widths)))
+        for line in lines
+    )
+
+
+def verdicts(rows: list[Row], weights: int) -> list[Verdict]:
+    """The aims of a large pair on a laptop. `weights`: bytes of both models' files."""
+    ours, peers = ([row for row in rows if row.system == system] for system in (OURS, PEER))
+    plain = [row for row in peers if row.kind == "plain"]
+    best, best_plain = (max((max(r.measured.rates, default=0.0) for r in of), default=0.0) for of in (peers, plain))
+    medians = [m for row in ours if (m := row.rates()[1]) is not None]
+    int8 = [min(row.measured.rates) for row in ours if row.kind == "head int8" and row.measured.rates]
+    prompts, theirs = ([p for row in of for p in row.measured.prompts] for of in (_of(ours, "ar", "head int8"), plain))
+    both, spoken = ([p for row in of for p in row.measured.prompts] for of in (_of(ours, "tree"), _of(peers, "draft")))
+    found = [
+        Verdict("best mode's median / llama.cpp's best request, plain or with its draft", 2.0, _ratio(medians, best)),
+        Verdict("every plain request with --head int8 / llama.cpp's best plain one", 1.15, _ratio(int8, best_plain)),
+        Verdict("prompt, target alone / llama.cpp's best", 2.0, _ratio(prompts, max(theirs, default=0.0))),
+        Verdict("prompt, both models / llama.cpp's best with its draft", 2.0, _ratio(both, max(spoken, default=0.0))),
+    ]
+    for name, aim in ((FIRST, 12.0), (SECOND, 3.0)):
+        start = next((row.measured for row in ours if row.name == name), None)
+        found.append(Verdict(f"{name}, seconds of loading", aim, start and start.load, most=True))
+        found.append(Verdict(f"{name}, seconds with Python's imports", aim, start and start.start, most=True))
+        peak = start.peak / 1e9 if start is not None and start.peak else None
+        most = round(1.2 * weights / 1e9 + 0.5, 2)
+        found.append(Verdict(f"{name}, GB of memory at most (1.2 times the weights, and 0.5)", most, peak, most=True))
+    return found
+
+
+def agreement(rows: list[Row]) -> list[str]:
+    """How long the peer's texts are those of our plain decoding: equal tokens at the start of each."""
+    reference = next((row.measured.texts for row in rows if row.system == OURS and row.kind == "ar"), None)
+    lines: list[str] = []
+    for row in rows if reference else []:
+        if row.system == PEER and row.measured.texts:
+            pairs = zip(reference or [], row.measured.texts, strict=False)
+            lines.append(f"{row.title}: {', '.join(str(_together(*pair)) for pair in pairs)}")
+    return lines
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    from swiftspec import __version__
+    from swiftspec.backends import cpu
+
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": name, "instructions": cpu.level(), "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(memory / 1e9, 1), "torch": torch.__version__, "swiftspec": __version__,
+    }  # fmt: skip
+
+
+def _of(rows: list[Row], *kinds: str) -> list[Row]:
+    return [row for row in rows if row.kind in kinds]
+
+
+def _ratio(values: list[float], other: float) -> float | None:
+    return max(values) / other if values and other else None
+
+
+def _together(ours: list[int], theirs: list[int]) -> int:
+    """Equal tokens before the first that differs."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"

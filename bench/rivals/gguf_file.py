@@ -1,0 +1,146 @@
+"""GGUF, the file of llama.cpp: facts by name, then tensors, in the encodings that the comparisons need.
+
+A tensor is encoded when its turn comes and some rows at a time, so that a file of any size takes little memory.
+Blocks are 32 neighbouring weights of a row: Q8_0 has a scale and 32 signed bytes, Q4_0 a scale, Q4_1 a scale d and a
+minimum m (w = d q + m), both with 16 bytes of codes, weight i in the low half of byte i, weight i + 16 in the high one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+ALIGNMENT = 32  # of every tensor's first byte
+Fact = int | float | str | Sequence[str] | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How weights are stored: the format's number for it, and `size` bytes for `block` neighbours of a row."""
+
+    number: int
+    block: int
+    size: int
+
+
+ENCODINGS = {
+    "f32": Encoding(0, 1, 4),
+    "q4_0": Encoding(2, BLOCK, 18),
+    "q4_1": Encoding(3, BLOCK, 20),
+    "q8_0": Encoding(8, BLOCK, 34),
+    "bf16": Encoding(30, 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor of the file. `parts`: its bytes as uint8, in order."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str  # of ENCODINGS
+    parts: Callable[[], Iterable[Tensor]]
+
+    @property
+    def size(self) -> int:
+        encoding, count = ENCODINGS[self.kind], torch.Size(self.shape).numel()
+        assert self.shape[-1] % encoding.block == 0, f"{self.name}: rows of {self.shape[-1]} make no whole blocks"
+        return count // encoding.block * encoding.size
+
+
+def write_file(out: Path, facts: Mapping[str, Fact], entries: Sequence[Entry]) -> None:
+    """Writes a whole file of version 3."""
+    with out.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(facts)))
+        for name, fact in facts.items():
+            file.write(_text(name) + _value(fact))
+        offset = 0
+        for entry in entries:
+            sizes = struct.pack(f"<{len(entry.shape)}Q", *reversed(entry.shape))
+            number = ENCODINGS[entry.kind].number
+            file.write(_text(entry.name) + struct.pack("<I", len(entry.shape)) + sizes)
+            file.write(struct.pack("<IQ", number, offset))
+            offset += entry.size + -entry.size % ALIGNMENT
+        for entry in entries:
+            _align(file)
+            began = file.tell()
+            for part in entry.parts():
+                file.write(part.contiguous().numpy().data)
+            assert file.tell() - began == entry.size, f"{entry.name}: not the bytes that were announced"
+        _align(file)
+
+
+def encoded(values: Tensor, kind: str, rows: int = 4096) -> Iterator[Tensor]:
+    """A matrix or vector, nearest in an encoding that needs nothing but the values; `rows` of them at a time."""
+    encode = {"f32": _f32, "bf16": _bf16, "q8_0": _q8_0, "q4_0": _q4_0}[kind]
+    for part in values.split(rows):
+        yield encode(part)
+
+
+def q4_1(codes: Tensor, scales: Tensor, minima: Tensor) -> Tensor:
+    """uint8 [N, K / 32, 20] of codes [N, K] in 0..15, with a scale and a minimum [N, K / 32] each, rounded to fp16."""
+    return torch.cat((_halves(scales), _halves(minima), _nibbles(codes.unflatten(1, (-1, BLOCK)))), 2)
+
+
+def _f32(values: Tensor) -> Tensor:
+    return values.float().contiguous().view(torch.uint8)
+
+
+def _bf16(values: Tensor) -> Tensor:
+    return values.bfloat16().contiguous().view(torch.uint8)
+
+
+def _q8_0(values: Tensor) -> Tensor:
+    blocks = values.float().unflatten(1, (-1, BLOCK))
+    scales = blocks.abs().amax(2) / 127
+    codes = (blocks / torch.where(scales == 0, 1, scales).unsqueeze(2)).round().to(torch.int8)
+    return torch.cat((_halves(scales), codes.view(torch.uint8)), 2)
+
+
+def _q4_0(values: Tensor) -> Tensor:
+    """As llama.cpp does: the weight of the largest size becomes code 0."""
+    blocks = values.float().unflatten(1, (-1, BLOCK))
+    largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
+    scales = largest / -8
+    codes = (blocks / torch.where(scales == 0, 1, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
+    return torch.cat((_halves(scales.squeeze(2)), _nibbles(codes)), 2)
+
+
+def _halves(values: Tensor) -> Tensor:
+    """fp16, two bytes each."""
+    return values.half().unsqueeze(2).contiguous().view(torch.uint8)
+
+
+def _nibbles(blocks: Tensor) -> Tensor:
+    low, high = blocks.chunk(2, 2)
+    return low | high << 4
+
+
+def _align(file: IO[bytes]) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(fact: Fact) -> bytes:
+    """A fact with the number of its type before it: 4 uint32, 5 int32, 6 float32, 8 text, 9 a list."""
+    if isinstance(fact, str):
+        return struct.pack("<I", 8) + _text(fact)
+    if isinstance(fact, int):
+        return struct.pack("<II", 4, fact)
+    if isinstance(fact, float):
+        return struct.pack("<If", 6, fact)
+    texts = [item for item in fact if isinstance(item, str)]
+    if len(texts) == len(fact):
+        return struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(_text, texts))
+    return struct.pack(f"<IIQ{len(fact)}i", 9, 5, len(fact), *fact)
