@@ -1,5 +1,6 @@
 """What every test shares."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,17 @@ from swiftspec import _C
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """A command that runs in this process takes threads and cores for itself; the tests after it have what they had."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    torch.set_num_threads(1)
+    _C.set_threads(1)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
 
 
 @pytest.fixture(params=["avx512_bf16", "avx512", "avx2"])
