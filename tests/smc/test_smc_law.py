@@ -2,7 +2,8 @@
 
 For every text, the estimate of Z times the text's share of the weight is unbiased for p(text)^alpha, at any N. That is
 what is tested most, since it is exact; the share alone is off by about 1 / N. A run costs nearly the same at N = 8 and
-at N = 64, so what does not ask for few particles has many of them, and few runs.
+at N = 64, so most have many particles and few runs; a mistake of order 1 / N shows where never and always resampling
+are tested, with few.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def check_unbiased(found: Found, exact: Law) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_population_follows_the_global_power_target(power: float, temperature: float, steps: int) -> None:
     runs, sampling = 50, SamplingParams(temperature=temperature)
-    found = sample(PopulationConfig(64, steps, 0.95, power), sampling, runs)
+    found = sample(PopulationConfig(64, steps, 0.85, power), sampling, runs)
     exact = global_power(found.target, PROMPT, sampling, power, STOPS, 4)
     check_unbiased(found, exact)
     assert 0 < found.resampled < 1
@@ -116,8 +117,8 @@ def test_five_tokens_and_longer_texts() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0])
 def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
-    runs, sampling = 120, SamplingParams(temperature=0.7)
-    found = sample(PopulationConfig(16, 1, threshold, 2.0), sampling, runs)
+    runs, sampling = 250, SamplingParams(temperature=0.7)
+    found = sample(PopulationConfig(8, 1, threshold, 2.0), sampling, runs)
     assert found.resampled == pytest.approx(threshold, abs=0.02), "flat weights, now and then, need none"
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4))
 
