@@ -1,14 +1,35 @@
 """What every test shares."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from swiftspec import _C
+from tests.support.ranks import Pool
 
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def own_threads() -> Iterator[None]:
+    """A command that runs in this process takes threads and cores for itself; the tests after it have what they had."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    yield
+    torch.set_num_threads(1)
+    _C.set_threads(1)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four ranks for all tests: to start some costs seconds."""
+    ranks = Pool(4)
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(params=["avx512_bf16", "avx512", "avx2"])

@@ -57,6 +57,15 @@ def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:
     return LLM(target, draft, EngineConfig(mode="serial" if draft else "ar", **plan), dtype=torch.float64)
 
 
+@functools.cache
+def plain_text(target: Path, temperature: float, count: int = TOKENS) -> list[int]:
+    """Plain decoding's text after PROMPT, greedy or sampled."""
+    sampling = replace(SAMPLED if temperature else GREEDY, max_tokens=count)
+    answer = make_llm(target).generate(PROMPT, sampling)
+    assert answer.stats.rounds == count and answer.stats.drafted == 0
+    return answer.token_ids
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("tie", [True, False])
@@ -114,15 +123,13 @@ def test_a_prompt_of_several_chunks(pair: tuple[Path, Path]) -> None:
     ids=["default", "uncoupled", "narrow", "wide", "root-only"],
 )
 def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, plan: dict[str, Any]) -> None:
-    target, draft = pair
-    plain = make_llm(target).generate(PROMPT, sampling)
-    llm = make_llm(target, draft, **plan)
+    plain = plain_text(pair[0], sampling.temperature)
+    llm = make_llm(*pair, **plan)
     tree = llm.generate(PROMPT, sampling)
-    assert tree.token_ids == plain.token_ids and len(tree.token_ids) == TOKENS
-    assert plain.stats.rounds == TOKENS and plain.stats.drafted == 0
+    assert tree.token_ids == plain and len(tree.token_ids) == TOKENS
     if llm.config.verify_batch > 1:
         assert tree.stats.rounds < 0.75 * TOKENS
-    assert llm.generate(PROMPT, sampling).token_ids == plain.token_ids, "a second request starts clean"
+    assert llm.generate(PROMPT, sampling).token_ids == plain, "a second request starts clean"
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -130,7 +137,7 @@ def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -
     """Padded heads of unequal sizes, and a draft whose every guess is wrong most of the time."""
     make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)
     make_checkpoint(tmp_path / "d", family=family, vocab=72, layers=1, dtype=torch.float64, seed=6)
-    for sampling in (GREEDY, SAMPLED):
+    for sampling in (replace(GREEDY, max_tokens=100), replace(SAMPLED, max_tokens=100)):
         plain = LLM(tmp_path / "t", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
         tree = LLM(tmp_path / "t", tmp_path / "d", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
         assert tree.token_ids == plain.token_ids and max(plain.token_ids) < 64
@@ -173,9 +180,9 @@ class Failing:
 def test_a_drafter_that_fails_midway_changes_nothing(
     pair: tuple[Path, Path], sampling: SamplingParams, calls: int
 ) -> None:
-    target, draft = pair
-    plain = make_llm(target).generate(PROMPT, sampling).token_ids
-    llm = make_llm(target, draft)
+    sampling = replace(sampling, max_tokens=100)
+    plain = plain_text(pair[0], sampling.temperature, 100)
+    llm = make_llm(*pair)
     put(llm, Failing(drafter_of(llm), calls))
     answer = llm.generate(PROMPT, sampling)
     assert answer.token_ids == plain and answer.stats.drafter_lost == "the draft model left"
@@ -187,9 +194,8 @@ def test_a_drafter_that_fails_midway_changes_nothing(
 
 def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) -> None:
     """As after a loss: from the tokens so far, of which only some are the prompt's."""
-    target, draft = pair
-    plain = make_llm(target).generate(PROMPT, SAMPLED).token_ids
-    llm = make_llm(target, draft)
+    plain = plain_text(pair[0], SAMPLED.temperature)
+    llm = make_llm(*pair)
     drafter, verifier = FallbackDrafter(drafter_of(llm)), verifier_of(llm)
     middle = opening([*PROMPT, *plain[:50]], SAMPLED, len(PROMPT), request=7)
     for role in (drafter, verifier):
@@ -254,5 +260,5 @@ def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:
 
 
 def test_drawn_children_under_match_are_looked_up_like_any(pair: tuple[Path, Path]) -> None:
-    plain = make_llm(pair[0]).generate(PROMPT, SAMPLED)
-    assert make_llm(*pair, proposal="sample").generate(PROMPT, SAMPLED).token_ids == plain.token_ids
+    plain = plain_text(pair[0], SAMPLED.temperature)
+    assert make_llm(*pair, proposal="sample").generate(PROMPT, SAMPLED).token_ids == plain

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError, shown
@@ -33,6 +33,17 @@ class Part(BaseModel):
     """An object of the file."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+def has(name: str, otherwise: str) -> AfterValidator:
+    """Refuses a part whose field of that name is null or missing."""
+
+    def check(part: Part) -> Part:
+        if getattr(part, name) is None:
+            raise ValueError(otherwise)
+        return part
+
+    return AfterValidator(check)
 
 
 class Hardware(Part):
@@ -112,15 +123,8 @@ class Step(Part):
 
 
 class Recorded(Part):
-    plan: Shape
+    plan: Annotated[Shape, has("draft_steps", "its draft_steps is open")]
     rounds: list[Annotated[tuple[Count, Count], Strict(False)]]
-
-    @field_validator("plan")
-    @classmethod
-    def _has_a_depth(cls, plan: Shape) -> Shape:
-        if plan.draft_steps is None:
-            raise ValueError("its draft_steps is open")
-        return plan
 
 
 class TargetLane(Part):
@@ -146,16 +150,9 @@ class Lane(Part):
     """A round as it went, drawn in the report."""
 
     wait: Span
-    target: TargetLane
+    target: Annotated[TargetLane, has("verify", "the round was not verified")]
     path: list[Count] = Field(min_length=1)
     draft: DraftLane = LEFT_OUT
-
-    @field_validator("target")
-    @classmethod
-    def _was_verified(cls, lane: TargetLane) -> TargetLane:
-        if lane.verify is None:
-            raise ValueError("the round was not verified")
-        return lane
 
 
 class Around(Part):

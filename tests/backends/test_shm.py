@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +32,27 @@ def left_behind() -> list[Path]:
 @pytest.fixture(scope="module", params=["spin", "yield"])
 def told(request: pytest.FixtureRequest) -> Iterator[tuple[list[Facts], float, list[Path]]]:
     """What each of four ranks said, when rank 1 was killed, and what of shared memory had a name while they ran."""
-    names = [new_name() for _ in range(4)]
-    command = [sys.executable, "-m", "tests.support.shm_rank"]
-    ranks = [
-        subprocess.Popen([*command, str(r), request.param, *names], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for r in range(4)
-    ]
-    try:
+    names, pipes = [new_name() for _ in range(4)], [os.pipe() for _ in range(4)]
+    ends = [end for _, end in pipes]
+    command = [sys.executable, "-m", "tests.support.shm_rank", request.param, *names, *map(str, ends)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=ends))
+        for end in ends:
+            os.close(end)
+        ranks = [stack.enter_context(os.fdopen(near)) for near, _ in pipes]
         said = [read_until_ready(rank) for rank in ranks]
         named = [path for path in left_behind() if f"/{path.name}" in names]
         time.sleep(0.2)  # the others wait by now
-        ranks[1].send_signal(signal.SIGKILL)  # and it stays a zombie until `wait` below
+        os.kill(said[1][0]["process"], signal.SIGKILL)  # and it stays a zombie until the fixture ends
         killed = time.monotonic()
         for r in (0, 2, 3):
-            rest, _ = ranks[r].communicate(timeout=30)
-            said[r] += [json.loads(line) for line in rest.splitlines()]
+            said[r] += [json.loads(line) for line in ranks[r]]
         yield said, killed, named
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
 
 
-def read_until_ready(rank: subprocess.Popen[str]) -> Facts:
-    assert rank.stdout is not None
+def read_until_ready(rank: Iterable[str]) -> Facts:
     facts: Facts = []
-    for line in rank.stdout:
+    for line in rank:
         facts.append(json.loads(line))
         if "ready" in facts[-1]:
             return facts

@@ -88,40 +88,46 @@ def test_a_peer_that_is_gone_shows(ends: tuple[Channel, Channel]) -> None:
             here.send(2, [0] * 1000)
 
 
+class Door:
+    """Somebody waits behind it for a friend; everybody knows its address."""
+
+    def __init__(self) -> None:
+        self._store = FakeStore()
+        self.got: list[Channel] = []
+        self.waiting = threading.Thread(target=self._wait)
+        self.waiting.start()
+        _, host, port, _ = self._store.get("door").decode().split()
+        self.address = host, int(port)
+
+    def _wait(self) -> None:
+        there = accept(self._store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10)  # type: ignore[arg-type]
+        self.got.append(there)
+
+    def friend(self) -> Channel:
+        """Comes in, with the ticket."""
+        return dial(self._store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
+
+
 def test_who_does_not_know_the_ticket_stays_outside() -> None:
-    store, got = FakeStore(), []
-
-    def wait() -> None:
-        got.append(accept(store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10))  # type: ignore[arg-type]
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    _, host, port, _ = store.get("door").decode().split()
-    with socket.create_connection((host, int(port))) as stranger:
+    door = Door()
+    with socket.create_connection(door.address) as stranger:
         stranger.sendall(bytes(16))
         assert stranger.recv(1) == b"", "turned away"
-    friend = dial(store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
-    waiting.join()
+    friend = door.friend()
+    door.waiting.join()
     friend.send(5)
-    assert got[0].recv(5)[0] == 5
+    assert door.got[0].recv(5)[0] == 5
 
 
 def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "TICKET_TIMEOUT", 0.1)
-    store, got = FakeStore(), []
-
-    def wait() -> None:
-        got.append(accept(store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10))  # type: ignore[arg-type]
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    _, host, port, _ = store.get("door").decode().split()
-    with socket.create_connection((host, int(port))):
-        friend = dial(store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
-        waiting.join(5)
-    assert not waiting.is_alive() and got
+    door = Door()
+    with socket.create_connection(door.address):
+        friend = door.friend()
+        door.waiting.join(5)
+    assert not door.waiting.is_alive() and door.got
     friend.send(5)
-    assert got[0].recv(5)[0] == 5
+    assert door.got[0].recv(5)[0] == 5
 
 
 def test_nobody_comes() -> None:

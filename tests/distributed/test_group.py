@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +33,12 @@ REQUESTS = [
     (PROMPT, GREEDY), (PROMPT, SAMPLED), ([9, 4, 40], {**SAMPLED, "seed": 7, "top_p": 1.0, "top_k": 5}),
     (PROMPT, GREEDY | GUIDED), (PROMPT, SAMPLED | GUIDED),
 ]  # fmt: skip
+FEW = REQUESTS[:2]  # where the claim is about ranks, whatever is asked of them
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama", "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64},
     "qwen2": {"family": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "tie": True},
 }
 Pairs = dict[str, tuple[Path, Path]]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +167,7 @@ def test_rounds_are_the_same_in_groups(
     assert all(a["lost"] is None and a["rounds"] < 50 for a in answers)
 
 
+@functools.cache
 def logprobs(path: Path) -> slow_reference.LogProbs:
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
 
@@ -206,30 +200,30 @@ def test_rounds_are_those_of_the_algorithm_one_round_late(
 def test_a_draft_group_that_fails_costs_speed_only(pool: Pool, pairs: Pairs, call: int) -> None:
     pair = pairs["llama"]
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1, "draft_steps": 3}
-    answers = decode(pool, pair, plan, draft_fails_at=call)
-    assert [answer["tokens"] for answer in answers] == plain(pair[0])
-    assert [answer["lost"] for answer in answers] == ["the draft model broke", *[None] * 4]
+    answers = decode(pool, pair, plan, requests=FEW, draft_fails_at=call)
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])[:2]
+    assert [answer["lost"] for answer in answers] == ["the draft model broke", None]
     assert answers[0]["rounds"] > answers[1]["rounds"] * 0.9
 
 
 def test_d_follows_from_the_measured_times(pool: Pool, pairs: Pairs) -> None:
     pair = pairs["llama"]
-    answers = decode(pool, pair, {"mode": "async", "target_tp": 1, "draft_tp": 1})
+    answers = decode(pool, pair, {"mode": "async", "target_tp": 1, "draft_tp": 1}, requests=FEW)
     assert 1 <= answers[0]["steps"] <= 16
-    assert [answer["tokens"] for answer in answers] == plain(pair[0])
+    assert [answer["tokens"] for answer in answers] == plain(pair[0])[:2]
 
 
 def test_a_draft_that_fails_while_d_is_measured_is_asked_again(pool: Pool, pairs: Pairs) -> None:
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 1}
-    answers = decode(pool, pairs["llama"], plan, draft_fails_at=1)
-    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    answers = decode(pool, pairs["llama"], plan, requests=FEW, draft_fails_at=1)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
     assert answers[0]["steps"] == DEFAULT_STEPS and answers[0]["lost"] is None
 
 
 def test_a_draft_group_out_of_step_is_lost_for_good_and_the_job_goes_on(pool: Pool, pairs: Pairs) -> None:
     plan = {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 3}
-    answers = decode(pool, pairs["llama"], plan, draft_fails_at=8)
-    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    answers = decode(pool, pairs["llama"], plan, requests=FEW, draft_fails_at=8)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
     assert all("the draft model broke" in answer["lost"] for answer in answers)
 
 
@@ -242,8 +236,8 @@ def test_a_short_context(pool: Pool, pairs: Pairs) -> None:
 
 def test_the_same_ranks_may_form_one_engine_after_another(pool: Pool, pairs: Pairs) -> None:
     plan = {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}
-    answers = decode(pool, pairs["llama"], plan, engines=3)
-    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
+    answers = decode(pool, pairs["llama"], plan, requests=FEW, engines=3)
+    assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])[:2]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     make_checkpoint(folder / "target", vocab=VOCAB, seed=0, max_position_embeddings=CONTEXT)
     make_checkpoint(folder / "draft", vocab=VOCAB, seed=1, layers=1, max_position_embeddings=CONTEXT)
     return folder / "target", folder / "draft"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    ranks = Pool(4)
-    yield ranks
-    ranks.close()
 
 
 def differ(pool: Pool, pair: tuple[Path, Path], split: str, sets: int, each: int, seed: int) -> list[str]:

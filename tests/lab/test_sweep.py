@@ -4,7 +4,6 @@ of its result."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The flags that name a pair."""
     target, draft = make_pair(tmp_path_factory.mktemp("pair"))
     return ["--model", str(target), "--draft-model", str(draft), "--dtype", "float32", "--threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     make_checkpoint(folder / "target", seed=1)
     make_checkpoint(folder / "draft", layers=1, seed=1)
     return folder / "target", folder / "draft"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
 
 
 def traced(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,13 +134,6 @@ def test_wherever_the_damage_is(tmp_path: Path, where: str, dtype: torch.dtype) 
             llm.generate(GOOD, sampling)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    ranks = Pool(3)
-    yield ranks
-    ranks.close()
-
-
 RANKS: dict[str, tuple[int, dict[str, Any], str]] = {
     "serial": (2, {"mode": "serial", "target_tp": 2}, "float64"),
     "native serial": (2, {"mode": "serial", "target_tp": 2}, "bfloat16"),
@@ -167,12 +160,9 @@ def test_on_every_rank(models: Path, pool: Pool, case: tuple[int, dict[str, Any]
     got = pool.run(count, "decode", target=str(models / "damaged" / "target"), draft=draft, plan=plan,
                    requests=requests, dtype=dtype)[0]  # fmt: skip
     want = pool.run(count, "decode", target=str(models / "sound" / "target"), draft=draft, plan=plan,
-                    requests=requests, dtype=dtype)[0]  # fmt: skip
-    for at, (damaged, sound) in enumerate(zip(got, want, strict=True)):
-        if at % 2 == 0:
-            assert "not finite" in damaged["refused"]
-        else:
-            assert damaged["tokens"] == sound["tokens"]
+                    requests=requests[1::2], dtype=dtype)[0]  # fmt: skip
+    assert all("not finite" in answer["refused"] for answer in got[::2])
+    assert [answer["tokens"] for answer in got[1::2]] == [answer["tokens"] for answer in want]
 
 
 @pytest.mark.parametrize("ops", [reference, library, host], ids=["reference", "library", "native"])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, make_pair
 
@@ -86,8 +87,9 @@ def started() -> Iterator[list[Ranks]]:
         one.kill()
 
 
-def test_torchrun_writes_what_one_process_writes(pair: list[str]) -> None:
-    alone = json.loads(python(*SERVE, *pair, *EXACT, "--mode", "ar", "--max-tokens", "60").stdout)
+def test_torchrun_writes_what_one_process_writes(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *EXACT, "--mode", "ar", "--max-tokens", "60"]) == 0
+    alone = json.loads(capsys.readouterr().out)
     both = python(*TORCHRUN, "2", *SERVE, *pair, *EXACT, "--max-tokens", "60", "--draft-steps", "2")
     assert both.returncode == 0
     answer = json.loads(both.stdout)
@@ -213,13 +215,13 @@ def test_a_rank_that_is_refused_ends_the_others(pair: list[str], started: list[R
     assert err.splitlines()[-1].startswith("swiftspec: error: rank 1: --device cuda: PyTorch finds no NVIDIA GPU here")
 
 
-def test_a_port_in_use_is_one_line(pair: list[str]) -> None:
+def test_a_port_in_use_is_one_line(
+    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        job = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = subprocess.run(
-            [sys.executable, *SERVE, *pair, *EXACT], cwd=ROOT, text=True, capture_output=True, timeout=60,
-            env={**os.environ, **job},
-        )  # fmt: skip
+        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        code = main([*pair, *EXACT])
     line = f"swiftspec: error: port {port} is in use on this machine: choose another with MASTER_PORT\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
+    assert (code, *capsys.readouterr()) == (1, "", line)

@@ -1,17 +1,21 @@
-"""One rank of tests/backends/test_shm.py, a process of its own.
+"""The ranks of tests/backends/test_shm.py, a process each, forked from one that has imported torch.
 
-`python -m tests.support.shm_rank RANK SIZE GROUP MAILBOX`
+`python -m tests.support.shm_rank spin|yield GROUP GROUP GROUP MAILBOX FD FD FD FD`, a descriptor for each rank to write
+to. Lives until its standard input ends, so that a rank that is killed stays a zombie.
 
-Works through the groups and mailboxes that its standard input names, writes one line of JSON for each step, and then
-waits in a sum that never comes: rank 1 is killed there.
+A rank works through the groups and the mailbox of these names, writes one line of JSON for each step, and then waits in
+a sum that never comes: rank 1 is killed there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -29,7 +33,7 @@ def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tenso
 
 
 def say(**facts: object) -> None:
-    print(json.dumps(facts), flush=True)
+    print(json.dumps(facts), flush=True)  # to the test, where standard output of a rank leads
 
 
 def bits(x: torch.Tensor) -> str:
@@ -66,9 +70,8 @@ def until_lost(call: Callable[[], object]) -> None:
         say(lost=type(error).__name__, message=str(error), at=time.monotonic())
 
 
-def main() -> None:
-    rank, spin, names = int(sys.argv[1]), sys.argv[2] == "spin", sys.argv[3:]
-    torch.set_num_threads(1)
+def work(rank: int, spin: bool, names: list[str]) -> None:
+    say(process=os.getpid())
     groups = [SharedGroup(name, rank, n, spin=spin, capacity=4096) for n, name in zip((2, 3, 4), names) if rank < n]
     mailbox = Mailbox(names[3], rank, spin=spin, words=64) if rank < 2 else None
     for group in groups:
@@ -81,6 +84,27 @@ def main() -> None:
     until_lost(lambda: groups[-1].all_reduce(torch.zeros(4)))
     if mailbox is not None:
         until_lost(lambda: mailbox.recv(30))
+
+
+def main() -> None:
+    spin, names, ends = sys.argv[1] == "spin", sys.argv[2:6], [int(word) for word in sys.argv[6:]]
+    torch.set_num_threads(1)
+    ranks = []
+    for rank, end in enumerate(ends):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            os.dup2(end, sys.stdout.fileno())
+            os.closerange(min(ends), max(ends) + 1)
+            try:
+                work(rank, spin, names)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+    os.closerange(min(ends), max(ends) + 1)
+    sys.stdin.read()
+    for process in ranks:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
@@ -69,4 +70,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the models are tiny, and an hour is long for whoever shares the machine
     sys.exit(main())
