@@ -26,18 +26,21 @@ from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.prefixes import KeepingRunner
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import VocabShard
+from swiftspec.setting import require
 from swiftspec.smc.population import SMC, region
 from swiftspec.tree.children import BestChildren, Children
 from swiftspec.tree.drawn import LIFETIME, DrawnChildren
 from swiftspec.tree.reject import Rejection
 
 Side = Literal["target", "draft"]
+KEPT_MEMORY = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 
 
@@ -65,6 +68,7 @@ class Options(TypedDict, total=False):
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
+    kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
 
 class Load(Protocol):
@@ -99,6 +103,7 @@ class Models:
     load: Load
     emulate: Emulation
     trace: Path | None
+    kept_memory: int
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
@@ -129,8 +134,9 @@ class Models:
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
-        dtype = options.get("dtype")
-        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
+        dtype, kept = options.get("dtype"), options.get("kept_memory", KEPT_MEMORY)
+        require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
+        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace, kept)
 
     def with_vocab(self, vocab_size: int) -> Models:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
@@ -150,6 +156,7 @@ class Models:
             "ops": self.ops,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
+            "kept_memory": self.kept_memory,
             "trace": self.trace is not None,
             "version": __version__,
         }
@@ -214,11 +221,23 @@ class Models:
             path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
         )
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
-        runner = Runner(model, ops, self.vocab_size, context=context, tree_slots=tree_slots, shard=shard)
+        sizes: Any = {"context": context, "tree_slots": tree_slots, "shard": shard}
+        if self.kept_memory > 0:
+            runner = KeepingRunner(model, ops, self.vocab_size, budget=self._kept_tokens(plan), **sizes)
+        else:
+            runner = Runner(model, ops, self.vocab_size, **sizes)
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES
         return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
+
+    def _kept_tokens(self, plan: EngineConfig) -> int:
+        """How many tokens of earlier texts have room, in both models and so on all ranks alike."""
+        size = 0  # bytes of a token's keys and values
+        for path in self._paths(target=True, draft=plan.mode != "ar"):
+            config = read_config(path)
+            size += 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._kind(config).itemsize
+        return self.kept_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Of the models that a group holds."""
