@@ -91,9 +91,9 @@ def _kept(counts: Any) -> tuple[int, ...] | None:
     """Tokens of each sequence, or None where nobody has chosen."""
     if counts is None:
         return None
-    if not isinstance(counts, list) or not all(type(count) is int and count >= 0 for count in counts):
-        raise ValueError(f"it keeps {counts} tokens")
-    return tuple(counts)
+    if isinstance(counts, list) and len(counts) <= 2 and all(type(n) is int and 0 <= n < 2**31 for n in counts):
+        return tuple(counts)
+    raise ValueError("what it keeps is no count of tokens")
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:
