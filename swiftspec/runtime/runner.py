@@ -61,8 +61,7 @@ class Runner:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
         unconditional text, becomes the prefixes. Returns how many of the text's tokens `begin` has kept."""
         texts = [tokens] if guidance is None else [tokens, guidance.tokens]
-        kept = self.begin(texts, most)
-        self._guidance = guidance
+        kept, self._guidance = self.begin(texts, most), guidance
         for sequence, text in enumerate(texts):
             self._append(text[kept[sequence] : -1], sequence)
         return kept[0]
@@ -141,8 +140,7 @@ class Runner:
         several = len(starts) > 1
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
-        mask = tree_mask.pad_left(mask)
-        mask = np.tile(mask, (len(rows), 1)) if several else mask
+        mask = np.tile(tree_mask.pad_left(mask), (len(rows), 1))
         return HostBatch(token, position, slot, mask, sequence, np.array(self.cache.kv_len()))
 
     def _rows(

@@ -1,4 +1,4 @@
-"""Kept texts on real ranks: conversations by turns, edits, cut-off answers and lost drafts leave every text as it is."""
+"""Kept texts on real ranks: whatever is edited, cut off or lost in between, every text is that of a fresh read."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         if not self.makers:
-            self.makers |= {"keeps": make(self.pair), "reads": make(self.pair, kept=0)}
+            self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, kept=0)})
         self.keeps, self.reads = self.makers["keeps"], self.makers["reads"]
         for runner in runners(self.keeps):
             runner.store.texts, runner._texts = [], []
