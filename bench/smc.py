@@ -83,7 +83,7 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
     runner = Runner(model, reference, model.config.vocab_size, context=CONTEXT, tree_slots=CONTEXT)
 
     def score(prompt: Sequence[int], text: Sequence[int]) -> float:
-        runner.reset()
+        runner.cache.reset()
         runner.prefill(prompt[:-1])
         inputs = np.array([prompt[-1], *text[:-1]])
         logits = runner.logits(runner.tree_batch(inputs, np.arange(len(inputs)), mask.causal(len(inputs))))

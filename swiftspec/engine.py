@@ -31,6 +31,7 @@ class Stats:
     """What one request cost. Times in seconds on one monotonic clock."""
 
     prompt_tokens: int = 0
+    kept_tokens: int = 0  # of them, those that the target had read for an earlier request
     prompt_time: float = 0.0  # prefill of both models
     first_token_time: float = 0.0  # from the request to the first token
     decode_time: float = 0.0  # from the end of the prefill
@@ -80,8 +81,8 @@ class Decoding(Protocol):
         """Seconds that target and draft have spent in forwards."""
         ...
 
-    def open(self, opening: Opening, ends: Ends) -> None:
-        """Begins a request."""
+    def open(self, opening: Opening, ends: Ends) -> int:
+        """Begins a request. Returns how many of its tokens were kept from earlier ones."""
         ...
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
@@ -112,12 +113,13 @@ class TreeDecoding:
     def busy(self) -> tuple[float, float]:
         return self.verifier.busy, self.drafter.busy
 
-    def open(self, opening: Opening, ends: Ends) -> None:
+    def open(self, opening: Opening, ends: Ends) -> int:
         self._tell("opening", opening)
         self.drafter.open(opening)  # first: elsewhere it reads the prompt meanwhile
         self._tell("drafter opened")
-        self.verifier.open(opening)
+        kept = self.verifier.open(opening)
         self._tell("opened")
+        return kept
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
         for proposal, result in decode(self.drafter, self.verifier, self._tell):
@@ -180,7 +182,7 @@ class Engine:
         ends, decoding = self._ends(prompt, sampling), self.decoding
         began = time.perf_counter()
         try:
-            decoding.open(Opening(request, prompt, sampling, len(prompt)), ends)
+            stats.kept_tokens = decoding.open(Opening(request, prompt, sampling, len(prompt)), ends)
             opened = time.perf_counter()
             stats.prompt_time = opened - began
             target, draft = decoding.busy

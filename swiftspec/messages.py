@@ -14,8 +14,8 @@ from swiftspec.params import SamplingParams
 class Opening:
     """What opens a request: its verified tokens, of which those from `prompt_len` on are output, and how to sample.
 
-    The last token is the root. `steps` names the kind of steps that run the request, which the leader of a group
-    chooses for all its ranks; empty where nobody has chosen yet.
+    The last token is the root. The leader of a group chooses for all its ranks `steps`, the kind of steps that run the
+    request, and `kept`, how many tokens of each sequence are not read anew. Empty and None: nobody has chosen yet.
     """
 
     request: int
@@ -23,6 +23,7 @@ class Opening:
     sampling: SamplingParams
     prompt_len: int
     steps: str = ""
+    kept: tuple[int, ...] | None = None
 
     @property
     def prompt(self) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ def step_time(role: Role, rows: int, context: int) -> float:
     runner, steps = role.runner, forwards(role)
     tokens = np.random.default_rng(0).integers(0, 4096, context)
     mask = tree_mask.from_parents([-1, *((row - 1) // 2 for row in range(1, rows))])
-    runner.reset()
+    runner.cache.reset()
     runner.prefill(tokens.tolist())
     times = []
     for _ in range(REPEATS + 2):
@@ -95,7 +95,7 @@ def step_time(role: Role, rows: int, context: int) -> float:
         steps.forward(runner.tree_batch(tokens[:rows], mask.sum(1) - 1, mask))
         times.append(1000 * (runner.busy - busy))
         runner.cache.commit(())
-    runner.reset()
+    runner.cache.reset()
     return median(times[2:])  # the first may capture
 
 

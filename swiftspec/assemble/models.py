@@ -27,18 +27,21 @@ from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.prefixes import KeepingRunner
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import VocabShard
+from swiftspec.setting import require
 from swiftspec.smc.population import SMC, region
 from swiftspec.tree.children import BestChildren, Children
 from swiftspec.tree.drawn import LIFETIME, DrawnChildren
 from swiftspec.tree.reject import Rejection
 
 Side = Literal["target", "draft"]
+KEPT_MEMORY = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
 ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
@@ -70,6 +73,7 @@ class Options(TypedDict, total=False):
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
+    kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
 
 class Load(Protocol):
@@ -107,6 +111,7 @@ class Models:
     load: Load
     emulate: Emulation
     trace: Path | None
+    kept_memory: int
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
@@ -139,9 +144,11 @@ class Models:
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_rounding(activations, head, ops, device)
+        kept = options.get("kept_memory", KEPT_MEMORY)
+        require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
         return Models(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
-            emulate, trace,
+            emulate, trace, kept,
         )  # fmt: skip
 
     def with_vocab(self, vocab_size: int) -> Models:
@@ -164,6 +171,7 @@ class Models:
             "head": self.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
+            "kept_memory": self.kept_memory,
             "trace": self.trace is not None,
             "version": __version__,
         }
@@ -229,7 +237,11 @@ class Models:
             rounding=self._rounding(side, ops is cpu and dtype == torch.bfloat16),
         )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
-        runner = Runner(model, ops, self.vocab_size, context=context, tree_slots=tree_slots, shard=shard)
+        sizes: Any = {"context": context, "tree_slots": tree_slots, "shard": shard}
+        if self.kept_memory > 0:
+            runner = KeepingRunner(model, ops, self.vocab_size, budget=self._kept_tokens(plan), **sizes)
+        else:
+            runner = Runner(model, ops, self.vocab_size, **sizes)
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES
@@ -240,6 +252,14 @@ class Models:
         activations = usual if self.activations == "auto" else self.activations == "int8"
         head = activations and side == "draft" if self.head == "auto" else self.head == "int8"
         return Rounding(activations, head)
+
+    def _kept_tokens(self, plan: EngineConfig) -> int:
+        """How many tokens of earlier texts have room, in both models and so on all ranks alike."""
+        size = 0  # bytes of a token's keys and values
+        for path in self._paths(target=True, draft=plan.mode != "ar"):
+            config = read_config(path)
+            size += 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._kind(config).itemsize
+        return self.kept_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Of the models that a group holds."""

@@ -227,7 +227,7 @@ class DraftService:
         bounds = self._standing.bounds
         match kind:
             case Call.DRAFTER_OPEN:
-                opening = replace(read_opening(words), steps="")  # they are chosen here
+                opening = replace(read_opening(words), steps="", kept=None)  # which are chosen here
                 self._standing.open(opening)
                 return partial(self._serve_opening, opening)
             case Call.OBSERVE:

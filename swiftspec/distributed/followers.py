@@ -21,6 +21,7 @@ from swiftspec.errors import NotFinite, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.prefixes import told
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC, Answer, Report
 
@@ -81,9 +82,9 @@ class LeadingVerifier:
     def busy(self) -> float:
         return self._verifier.busy
 
-    def open(self, opening: Opening) -> None:
-        opening = replace(opening, steps=self._verifier.choose(opening).name)
-        self._team.call(Call.VERIFIER_OPEN, opening, partial(self._verifier.open, opening))
+    def open(self, opening: Opening) -> int:
+        opening = told(replace(opening, steps=self._verifier.choose(opening).name), self._verifier.runner, guided=True)
+        return self._team.call(Call.VERIFIER_OPEN, opening, partial(self._verifier.open, opening))
 
     def submit(self, proposal: Proposal) -> LeadingPending:
         self._team.tell(Call.VERIFY, proposal)
@@ -130,7 +131,7 @@ class LeadingDrafter:
         self._team.call(Call.STEPS, steps, lambda: setattr(self.drafter, "draft_steps", steps))
 
     def open(self, opening: Opening) -> None:
-        opening = replace(opening, steps=self.drafter.choose(opening).name)
+        opening = told(replace(opening, steps=self.drafter.choose(opening).name), self.drafter.runner)
         self._team.call(Call.DRAFTER_OPEN, opening, partial(self.drafter.open, opening))
 
     def propose(self) -> Proposal:
@@ -173,10 +174,11 @@ class LeadingPopulation:
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None:
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> int:
         ends = replace(opening.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
         opening = replace(opening, sampling=ends, steps=self.population.choose(opening).name)
-        self._team.call(Call.POPULATION_OPEN, opening, partial(self.population.open, opening, stops, limit))
+        opening = told(opening, self.population.target, self.population.draft)
+        return self._team.call(Call.POPULATION_OPEN, opening, partial(self.population.open, opening, stops, limit))
 
     def launch(self) -> bool:
         return self._team.call(Call.POPULATION_ROUND, None, self.population.launch)

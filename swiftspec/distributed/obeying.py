@@ -12,6 +12,8 @@ from swiftspec.distributed.standing import Bounds, Standing, in_range
 from swiftspec.distributed.wire import Words, one_word, read_opening, read_proposal, read_result
 from swiftspec.messages import Opening, Proposal
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.prefixes import told
+from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC
 
@@ -41,7 +43,7 @@ class Follower:
     def _read_verifier(self, verifier: LocalVerifier, kind: int, words: Words) -> Act:
         match kind:
             case Call.VERIFIER_OPEN:
-                return partial(verifier.open, _opening(words, self._target, verifier))
+                return partial(verifier.open, _opening(words, self._target, verifier, verifier.runner, guided=True))
             case Call.VERIFY:
                 proposal = read_proposal(words)
                 self._target.check(proposal)
@@ -60,7 +62,7 @@ class Follower:
             self._draft.require_open()
         match kind:
             case Call.DRAFTER_OPEN:
-                return partial(drafter.open, _opening(words, self._draft, drafter))
+                return partial(drafter.open, _opening(words, self._draft, drafter, drafter.runner))
             case Call.PROPOSE:
                 return drafter.propose
             case Call.GROW:
@@ -79,7 +81,7 @@ class Follower:
     def _read_population(self, smc: SMC, kind: int, words: Words) -> Act:
         match kind:
             case Call.POPULATION_OPEN:
-                opening = _opening(words, self._population, smc)
+                opening = _opening(words, self._population, smc, smc.target, smc.draft)
                 ends = opening.sampling
                 if ends.max_tokens is None:
                     raise ValueError("a population is opened with a limit of its tokens")
@@ -99,10 +101,14 @@ def _round(smc: SMC) -> None:
     smc.collect()
 
 
-def _opening(words: Words, standing: Standing, role: Any) -> Opening:
-    """An opening, whose steps the leader has chosen among those that all ranks of the group can use."""
+def _opening(words: Words, standing: Standing, role: Any, *runners: Runner, guided: bool = False) -> Opening:
+    """An opening, whose steps the leader has chosen among those that all ranks of the group can use, and which keeps
+    no more than this rank has."""
     opening = read_opening(words)
     if opening.steps not in {kind.name for kind in role.steps_known}:
         raise ValueError("an opening names no steps that this rank knows")
     standing.open(opening)
+    here = told(opening, *runners, guided=guided).kept
+    if here != opening.kept:
+        raise ValueError(f"an opening keeps {opening.kept} tokens of earlier texts, where this rank has {here}")
     return opening

@@ -26,7 +26,8 @@ def pack(message: Message) -> Words:
     """
     match message:
         case Opening():
-            text = json.dumps({"steps": message.steps, "sampling": asdict(message.sampling)}).encode()
+            told = {"steps": message.steps, "kept": message.kept, "sampling": asdict(message.sampling)}
+            text = json.dumps(told).encode()
             head = [message.request, message.prompt_len, len(message.tokens)]
             return [*head, *message.tokens, len(text), *bytes_to_words(text)]
         case Proposal():
@@ -80,10 +81,19 @@ def read_opening(flat: Words) -> Opening:
         raise ValueError(f"an opening of {len(flat)} words does not hold the {count} tokens it names")
     try:
         told = json.loads(words_to_bytes(rest[1:])[: rest[0]])
-        steps, sampling = str(told["steps"]), _sampling(told["sampling"])
+        steps, kept, sampling = str(told["steps"]), _kept(told["kept"]), _sampling(told["sampling"])
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError, UserError) as error:
         raise ValueError(f"an opening's sampling parameters make no sense ({str(error)[:SHOWN]})") from None
-    return Opening(request, tuple(tokens), sampling, prompt_len, steps)
+    return Opening(request, tuple(tokens), sampling, prompt_len, steps, kept)
+
+
+def _kept(counts: Any) -> tuple[int, ...] | None:
+    """Tokens of each sequence, or None where nobody has chosen."""
+    if counts is None:
+        return None
+    if isinstance(counts, list) and len(counts) <= 2 and all(type(n) is int and 0 <= n < 2**31 for n in counts):
+        return tuple(counts)
+    raise ValueError("what it keeps is no count of tokens")
 
 
 def _sampling(values: dict[str, Any]) -> SamplingParams:

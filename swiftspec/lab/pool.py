@@ -54,13 +54,13 @@ class Pair:
     threads: int | None = None  # inside one operation; None: this rank's cores
 
     def options_for(self, order: Order) -> Options:
-        """Those of an order."""
+        """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
         emulate = (self.options.get("emulate") if order.paced else None) or Emulation()
         if order.alone == "draft":
             emulate = Emulation(target=emulate.draft)
         trace = None if order.trace is None else Path(order.trace)
         ops: Ops = "reference" if order.ops == "reference" else "auto"
-        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops}
+        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "kept_memory": 0}
 
     def models(self, order: Order) -> tuple[Path, Path | None]:
         """The target and the draft of an order."""

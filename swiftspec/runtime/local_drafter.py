@@ -69,7 +69,7 @@ class LocalDrafter:
         sampler.observe(opening.output)
         tau = config.calibrated(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)
-        self.runner.open(opening.tokens)
+        self.runner.open(opening.tokens, most=opening.kept)
         self.tree.reset(opening.tokens[-1])
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children, self.runner.vocab)
@@ -92,6 +92,7 @@ class LocalDrafter:
     def observe(self, result: VerifyResult) -> None:
         self.settle()
         self._sampler.observe(result.tokens)
+        self.runner.observe(result.tokens)
         self._reroot(result.tokens)
         self._root_at += len(result.tokens)
         self._round = result.round + 1
@@ -105,7 +106,7 @@ class LocalDrafter:
             self._children.keep(kept)
 
     def close(self) -> None:
-        self.runner.reset()
+        self.runner.cache.commit(())  # what is verified stays
 
     def expand(self, count: int = 1) -> None:
         """Expands the tree `count` times, or fewer where there is no room."""

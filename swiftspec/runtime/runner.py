@@ -57,14 +57,22 @@ class Runner:
         """What makes tokens of this model's logits for one request."""
         return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard)
 
-    def open(self, tokens: Sequence[int], guidance: Guidance | None = None) -> None:
+    def open(self, tokens: Sequence[int], guidance: Guidance | None = None, most: Sequence[int] | None = None) -> int:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
-        unconditional text, becomes the prefixes."""
+        unconditional text, becomes the prefixes. Returns how many of the text's tokens `begin` has kept."""
         texts = [tokens] if guidance is None else [tokens, guidance.tokens]
-        self.cache.reset(len(texts))
-        self._guidance = guidance
+        kept, self._guidance = self.begin(texts, most), guidance
         for sequence, text in enumerate(texts):
-            self._append(text[:-1], sequence)
+            self._append(text[kept[sequence] : -1], sequence)
+        return kept[0]
+
+    def begin(self, texts: Sequence[Sequence[int]], most: Sequence[int] | None) -> Sequence[int]:
+        """Empties the cache but for what it keeps of each text from earlier ones: of none here (see prefixes.py)."""
+        self.cache.reset(len(texts))
+        return [0] * len(texts)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Told of the verified tokens that follow."""
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Appends `tokens` to the prefix, whose tree must be empty, in chunks and without logits."""
@@ -132,15 +140,8 @@ class Runner:
         several = len(starts) > 1
         rows = [self._rows(sequence, start, tokens, depths, first) for sequence, start in starts.items()]
         token, position, slot, sequence = map(np.concatenate, zip(*rows, strict=True)) if several else rows[0]
-        mask = tree_mask.pad_left(mask)
-        return HostBatch(
-            tokens=token,
-            positions=position,
-            slots=slot,
-            mask=np.tile(mask, (len(rows), 1)) if several else mask,
-            sequence=sequence,
-            kv_len=np.array(self.cache.kv_len()),
-        )
+        mask = np.tile(tree_mask.pad_left(mask), (len(rows), 1))
+        return HostBatch(token, position, slot, mask, sequence, np.array(self.cache.kv_len()))
 
     def _rows(
         self, sequence: int, start: int, tokens: Ints, depths: Ints | None, first: int
@@ -153,8 +154,3 @@ class Runner:
             text = self._guidance.tokens
             tokens = np.where(positions == len(text) - 1, text[-1], tokens)
         return tokens, positions, slots, np.full(count, sequence)
-
-    def reset(self) -> None:
-        """Forgets the request."""
-        self.cache.reset()
-        self._guidance = None

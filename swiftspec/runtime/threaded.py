@@ -30,9 +30,9 @@ class ThreadedVerifier:
     def busy(self) -> float:
         return self.verifier.busy
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: Opening) -> int:
         with self._on_stream():
-            self.verifier.open(opening)
+            return self.verifier.open(opening)
 
     def submit(self, proposal: Proposal) -> ThreadedPending:
         self._running = self._thread.submit(self._verify, proposal)

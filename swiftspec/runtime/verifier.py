@@ -26,8 +26,8 @@ class Verifier(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, opening: Opening) -> None:
-        """Starts a request from its verified tokens."""
+    def open(self, opening: Opening) -> int:
+        """Starts a request from its verified tokens. Returns how many of them were kept from earlier ones."""
         ...
 
     def submit(self, proposal: Proposal) -> Pending:
@@ -76,14 +76,15 @@ class LocalVerifier:
         more = [name for name, there in asked.items() if there]
         return choose(self.steps_known, features(sampling, *more), opening.steps)
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: Opening) -> int:
         self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
         self._sampler.observe(opening.output)
         guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
-        self.runner.open(opening.tokens, guidance)
+        kept = self.runner.open(opening.tokens, guidance, opening.kept)
         accept = self._rejection if self._rejection is not None and self.rejects(opening) else Match
         self.steps = self.choose(opening)
         self.steps.open(Request(self._sampler, accept=accept(self._sampler)))
+        return kept
 
     def submit(self, proposal: Proposal) -> Pending:
         self._submitted = proposal
@@ -100,14 +101,13 @@ class LocalVerifier:
         if accepted.tokens[-1] < 0:
             self.runner.cache.reset(0)  # NaN would spoil the sums of a later request, even where it is masked
             raise NotFinite
-        return VerifyResult(
-            proposal.request, proposal.round, proposal.prefix_len, tuple(accepted.path), tuple(accepted.tokens),
-            accepted.overlaps,
-        )  # fmt: skip
+        about = proposal.request, proposal.round, proposal.prefix_len
+        return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
 
     def settle(self) -> None:
         self.steps.settle(self._accepted.path)
         self._sampler.observe(self._accepted.tokens)
+        self.runner.observe(self._accepted.tokens)
 
     def close(self) -> None:
-        self.runner.reset()
+        self.runner.cache.commit(())  # what is verified stays

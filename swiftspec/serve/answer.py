@@ -62,10 +62,12 @@ def population(plan: EngineConfig, stats: Stats) -> Json:
 
 
 def timings(stats: Stats, tokens: int) -> Json:
-    """llama.cpp's names. Times in milliseconds. No draft_n where nothing is accepted or rejected."""
+    """llama.cpp's names. Times in milliseconds. Of the prompt, cache_n tokens were kept from earlier requests and
+    prompt_n were read. No draft_n where nothing is accepted or rejected."""
     accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
-        "prompt_n": stats.prompt_tokens,
+        "cache_n": stats.kept_tokens,
+        "prompt_n": stats.prompt_tokens - stats.kept_tokens,
         "prompt_ms": _ms(stats.prompt_time),
         "predicted_n": tokens,
         "predicted_ms": _ms(stats.decode_time),
@@ -149,6 +151,8 @@ def footer(stats: Stats, tokens: int) -> str:
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
+    if stats.kept_tokens:
+        parts.append(f"{stats.kept_tokens} of {stats.prompt_tokens} prompt tokens kept")
     if stats.policy is not None and stats.policy.plain_rounds:
         parts.append(f"{stats.policy.plain_rounds} of {stats.rounds} rounds without the draft")
     if stats.policy is not None and stats.policy.changes:

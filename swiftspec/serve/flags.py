@@ -65,6 +65,10 @@ class OwnSettings:
         None, "Longest context in tokens, prompt and answer together.", MODELS, "N", "what the target was made for",
         profile=True,
     )  # fmt: skip
+    kept_memory: int = setting(
+        1024, "Memory for the keys and values of earlier texts, of both models and all ranks: a request reads only what"
+        " is new to it. 0: nothing is kept.", MODELS, "MIB", least=0, most=2**30,
+    )  # fmt: skip
     threads: int | None = setting(
         None, "CPU threads inside one operation.", MODELS, "N",
         f"the rank's share of the physical cores, at most {MOST_THREADS}", least=1, most=1024, profile=True,

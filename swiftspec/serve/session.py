@@ -189,6 +189,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "dtype": getattr(torch, dtype),
         "device": device,
         "max_model_len": settings.max_model_len,
+        "kept_memory": settings.kept_memory,
         "share_device": settings.share_gpus,
         "ops": settings.ops,
         "activations": settings.activations,

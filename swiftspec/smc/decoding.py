@@ -63,7 +63,7 @@ class ManagedPopulation(Population, Protocol):
     def drafted(self) -> int: ...  # draft tokens of a round
     @property
     def answer(self) -> Any: ...
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None: ...
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> int: ...
     def close(self) -> None: ...
 
 
@@ -77,11 +77,12 @@ class ParticleDecoding:
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: Opening, ends: Ends) -> None:
+    def open(self, opening: Opening, ends: Ends) -> int:
         self._opened = False
-        self.population.open(opening, ends.stops, ends.budget)
+        kept = self.population.open(opening, ends.stops, ends.budget)
         self._opened = True
         self._tell("opened", opening)
+        return kept
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
         rounds = decode_smc(self.population, self._tell)

@@ -109,14 +109,13 @@ class SMC:
         """The steps that run a request."""
         return choose(self.steps_known, features(opening.sampling, "population"), opening.steps)
 
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> None:
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> int:
         """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`. The
-        request is one that `check_sampling` lets pass."""
+        request is one that `check_sampling` lets pass. Returns how many tokens were kept from earlier ones."""
         prompt = opening.tokens
         self._steps = self.choose(opening)
+        kept = [runner.open(prompt, most=opening.kept) for runner in (self.target, self.draft)]
         for runner in (self.target, self.draft):
-            runner.reset()
-            runner.prefill(prompt[:-1])
             runner.cache.append_tree(1)
         self.round.open(prompt, opening.sampling, stops, limit)
         self.rounds = self.compactions = self.moved_slots = 0
@@ -127,10 +126,12 @@ class SMC:
         self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
         self.report = Report([], False)
         self.answer: Answer | None = None
+        return kept[0]
 
     def close(self) -> None:
+        """The prompt stays; of the answer that was picked nobody holds the keys and values any more."""
         for runner in (self.target, self.draft):
-            runner.reset()
+            runner.cache.commit(())
 
     def launch(self) -> bool:
         """Starts a round. False where none is needed, or none fits (`full`)."""

@@ -38,6 +38,7 @@ class FakeDraft:
     def __init__(self) -> None:
         self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
         self.calls: list[str] = []
+        self.runner = None  # which keeps nothing
 
     def choose(self, opening: Opening) -> SimpleNamespace:
         return SimpleNamespace(name="eager")

@@ -13,7 +13,7 @@ from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.fuzz.messages import BOUNDS, FakeRole
 
-OPENING = pack(Opening(1, (3, 1, 4), SamplingParams(), 3, "eager"))
+OPENING = pack(Opening(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
 PROPOSAL, RESULT = pack(Proposal.root_only(1, 0, 2, 4)), pack(VerifyResult(1, 0, 2, (0,), (9,)))
 
 
@@ -44,6 +44,8 @@ def test_a_request_in_order() -> None:
         (False, Call.POPULATION_ROUND, [], "kind 12 to this rank"),
         (False, 99, [], "kind 99 to this rank"),
         (False, Call.VERIFIER_OPEN, pack(Opening(1, (3,), SamplingParams(), 1, "magic")), "names no steps"),
+        (False, Call.VERIFIER_OPEN, pack(Opening(1, (3, 4), SamplingParams(), 2, "eager", (1,))), "this rank has"),
+        (True, Call.DRAFTER_OPEN, pack(Opening(1, (3, 4), SamplingParams(), 2, "eager")), "this rank has"),
     ],
 )
 def test_whatever_else_is_refused(drafts: bool, kind: int, words: Words, said: str) -> None:

@@ -68,7 +68,7 @@ def test_a_malformed_result_is_refused(flat: list[int]) -> None:
     [{"seed": 1.5}, {"top_k": 5.0}, {"stop": [1]}, {"stop_token_ids": ["1"]}, {"ignore_eos": 1}, {"top_p": "1"}],
 )
 def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) -> None:
-    text = json.dumps({"steps": "", "sampling": {**asdict(SamplingParams()), **values}}).encode()
+    text = json.dumps({"steps": "", "kept": None, "sampling": {**asdict(SamplingParams()), **values}}).encode()
     with pytest.raises(ValueError, match=f"{next(iter(values))} takes"):
         read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
@@ -77,10 +77,17 @@ def test_every_sampling_value_travels_with_an_opening() -> None:
     sampling = SamplingParams(
         0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, (1, 2)
     )
-    again = read_opening(pack(Opening(3, (1, 2, 3), sampling, 2)))
-    assert again == Opening(3, (1, 2, 3), sampling, 2)
+    again = read_opening(pack(Opening(3, (1, 2, 3), sampling, 2, "eager", (2, 0))))
+    assert again == Opening(3, (1, 2, 3), sampling, 2, "eager", (2, 0))
     default = asdict(SamplingParams())
     assert all(value != default[name] for name, value in asdict(again.sampling).items())
+
+
+@pytest.mark.parametrize("kept", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])
+def test_what_is_no_count_of_kept_tokens_is_refused(kept: object) -> None:
+    text = json.dumps({"steps": "", "kept": kept, "sampling": asdict(SamplingParams())}).encode()
+    with pytest.raises(ValueError, match="no count of tokens"):
+        read_opening([1, 1, 1, 5, len(text), *bytes_to_words(text)])
 
 
 def test_a_reason_is_one_line() -> None:

@@ -132,7 +132,7 @@ def test_sampled_trees_equal_plain_decoding(pair: Pair, scale: float) -> None:
 
 def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
     target, draft, _ = pair
-    llm = LLM(target, draft, dtype=torch.float64)
+    llm = LLM(target, draft, dtype=torch.float64, kept_memory=0)
     runner = verifier_of(llm).runner
     cache, rows, forward = runner.cache, [], runner.model.forward
 
@@ -144,10 +144,10 @@ def test_scale_1_is_no_guidance_and_costs_nothing(pair: Pair) -> None:
     want = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)).token_ids
     plain = list(rows)
     llm.generate(PROMPT, guided(2.0))
-    assert (16, 2) in rows and cache.k.shape[1] == 1, "both sequences in one batch; the second buffer is given back"
+    assert (16, 2) in rows, "both sequences in one batch"
     rows.clear()
     assert llm.generate(PROMPT, guided(1.0)).token_ids == want
-    assert rows == plain
+    assert rows == plain and cache.k.shape[1] == 1, "the second buffer is given back"
 
 
 def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:

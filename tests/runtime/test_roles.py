@@ -78,7 +78,7 @@ class Oracle:
         self.runner = make_runner(path)
 
     def kv(self, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        self.runner.reset()
+        self.runner.cache.reset()
         self.runner.prefill(tokens)
         at = len(tokens) - 1
         return self.runner.cache.k[:, 0, :, at].clone(), self.runner.cache.v[:, 0, :, at].clone()

@@ -111,7 +111,7 @@ def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoin
     assert target.began.wait(10)
     target.grown.set()
     verifier.close()
-    assert target.runner.cache.prefix_len == [0], "the forward came before the end"
+    assert target.runner.cache.tree_len == 0, "the forward came before the end"
 
 
 def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:

@@ -92,7 +92,7 @@ def test_one_answer_as_text(command: Command, pair: list[str]) -> None:
 def check_invariants(result: dict[str, Any], bs: int) -> None:
     usage, timings, metrics = result["usage"], result["timings"], result["metrics"]
     spec = metrics["speculative_decoding"]
-    assert usage["prompt_tokens"] == len(result["prompt_token_ids"]) == timings["prompt_n"]
+    assert usage["prompt_tokens"] == len(result["prompt_token_ids"]) == timings["prompt_n"] and timings["cache_n"] == 0
     assert usage["completion_tokens"] == len(result["token_ids"]) == timings["predicted_n"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert timings["predicted_per_second"] == metrics["tokens_per_second"] > 0

@@ -183,7 +183,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
             tokens = [*PROMPT, *p.tokens[row, : int(p.length[row])].tolist()]
             assert prefix + len(slots) == len(tokens)
             for runner, oracle, lacking in zip(runners, oracles, (1, 2), strict=True):
-                oracle.reset()
+                oracle.cache.reset()
                 oracle.prefill(tokens)
                 places = torch.tensor([*range(prefix), *(prefix + slot for slot in slots)])[: len(tokens) - lacking]
                 for mine, true in ((runner.cache.k, oracle.cache.k), (runner.cache.v, oracle.cache.v)):

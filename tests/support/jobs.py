@@ -69,7 +69,7 @@ def decode(
         return [{"refused": str(error)}]
     try:
         with switched_by_dice(by_dice):
-            return [_answer(llm, prompt, sampling_from(values)) for prompt, values in requests]
+            return [_answer(llm, prompt, dict(values)) for prompt, values in requests]
     finally:
         llm.close()
 
@@ -111,15 +111,21 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
         policy.decide = decide
 
 
-def _answer(llm: LLM, prompt: list[int], sampling: SamplingParams) -> Json:
+def _answer(llm: LLM, prompt: list[int], values: Json) -> Json:
+    """`cut` among the values: the answer is cut off after so many rounds."""
+    cut, tokens, reason = values.pop("cut", None), list[int](), None
     try:
-        answer = llm.generate(prompt, sampling)
+        for count, chunk in enumerate(stream := llm.stream(prompt, sampling_from(values)), 1):
+            tokens, reason = tokens + list(chunk.token_ids), chunk.finish_reason
+            if count == cut:
+                stream.close()
     except NotFinite as error:
         return {"refused": str(error)}
-    stats = answer.stats
+    stats = llm.stats
     return {
-        "tokens": answer.token_ids,
-        "reason": answer.finish_reason,
+        "tokens": tokens,
+        "reason": reason,
+        "kept": stats.kept_tokens,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
         "plain_rounds": stats.policy and stats.policy.plain_rounds,

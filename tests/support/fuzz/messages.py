@@ -80,7 +80,8 @@ SAMPLING = st.builds(
     negative_prompt_ids=st.lists(st.integers(0, 39), max_size=3).map(tuple),
 )
 STEPS = st.sampled_from(["", "eager", "x"])
-OPENINGS = st.builds(Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS)
+KEPT = st.sampled_from([None, (), (0,), (0, 0), (2,), (1, 1)])
+OPENINGS = st.builds(Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS, KEPT)
 TOKENS = st.lists(st.integers(0, 39), min_size=1, max_size=3)
 RESULTS = TOKENS.map(lambda tokens: VerifyResult(1, 0, 2, tuple(range(len(tokens))), tuple(tokens)))
 NUMBERS = st.integers(-1, 3) | VALUES
@@ -106,7 +107,8 @@ def bent_opening(draw: st.DrawFn) -> Words:
     values: dict[str, Any] = json.loads(json.dumps(asdict(SamplingParams())))
     for name in draw(st.lists(st.sampled_from([*values, "more"]), max_size=2)):
         values[name] = draw(VALUES)
-    whole = st.just(json.dumps({"steps": draw(st.sampled_from(["", "eager"])), "sampling": values}))
+    told = {"steps": draw(st.sampled_from(["", "eager"])), "kept": draw(st.just([0]) | VALUES), "sampling": values}
+    whole = st.just(json.dumps(told))
     text = draw(whole | whole | JUNK_TEXT).encode()
     return [1, 2, len(TEXT), *TEXT, len(text), *bytes_to_words(text)]
 
@@ -189,6 +191,8 @@ class FakeChannel:
 
 class FakeRole:
     """Verifier and drafter of one rank. Holds what it is given to what a model could index by."""
+
+    runner = None  # which keeps nothing
 
     def __init__(self) -> None:
         self.busy, self.draft_steps = 0.0, 3
@@ -367,8 +371,11 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 SETTING = st.sampled_from(["", "0", "1", "2", "3", "-1", "29500", "localhost"]) | st.text(max_size=5)
 DRAFT = st.lists(DRAFT_SAYS, max_size=4)
 TIMES = st.lists(st.tuples(st.sampled_from([int(Call.TIME), 99]), st.lists(EDGES, max_size=3)), max_size=2)
-OPENED = OPENINGS.map(lambda o: (int(Call.DRAFTER_OPEN), pack(replace(o, steps="eager"))))
-OPENED_TARGET = OPENED.map(lambda message: (int(Call.VERIFIER_OPEN), message[1]))
+NONE_KEPT = OPENINGS.map(lambda o: replace(o, steps="eager", kept=(0,)))
+OPENED = NONE_KEPT.map(lambda o: (int(Call.DRAFTER_OPEN), pack(o)))
+OPENED_TARGET = NONE_KEPT.map(
+    lambda o: (int(Call.VERIFIER_OPEN), pack(replace(o, kept=(0, 0) if o.sampling.guided else (0,))))
+)
 
 
 def after(opened: st.SearchStrategy[Message]) -> st.SearchStrategy[list[Message]]:
