@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.world import World, join_world

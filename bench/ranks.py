@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.world import World, join_world, run_on

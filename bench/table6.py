@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.world import join_world
 from swiftspec.lab import measure, timeline

@@ -12,7 +12,8 @@ from typing import Unpack
 import numpy as np
 import torch
 
-from swiftspec.assemble.models import Models, Options
+from swiftspec.assemble.models import Models
+from swiftspec.assemble.options import Options
 from swiftspec.assemble.roles import assemble
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.facts import telling

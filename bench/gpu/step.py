@@ -30,7 +30,7 @@ import torch
 
 from bench.data.heldout import DEMO, read_token_ids
 from bench.shared.roles import decode_on, growing_ahead, local_roles
-from swiftspec.assemble.models import Load, Options
+from swiftspec.assemble.options import Load, Options
 from swiftspec.backends import cuda
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

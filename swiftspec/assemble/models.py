@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal
 
 import torch
 
 from swiftspec import __version__
-from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.assemble.options import (
+    KEPT_MEMORY,
+    Load,
+    OpsName,
+    Options,
+    Ranks,
+    RoundingName,
+    check_rounding,
+    operators,
+    own_device,
+)
+from swiftspec.backends import cpu, cuda
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import MOST_STEPS
 from swiftspec.distributed.facts import Facts, settings_of
@@ -22,7 +33,6 @@ from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
 from swiftspec.model.loader import load_model
-from swiftspec.model.transformer import Transformer
 from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
 from swiftspec.runtime.ahead_drafter import AheadDrafter
@@ -41,57 +51,6 @@ from swiftspec.tree.drawn import LIFETIME, DrawnChildren
 from swiftspec.tree.reject import Rejection
 
 Side = Literal["target", "draft"]
-KEPT_MEMORY = 1024  # MiB
-OpsName = Literal["auto", "reference", "unfused", "cuda"]
-RoundingName = Literal["auto", "int8", "native"]
-ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
-
-
-class Ranks(Protocol):
-    """What of a job's ranks matters to one of them."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def local_size(self) -> int: ...
-
-
-class Options(TypedDict, total=False):
-    """How the models are loaded. What is left out, or None, is as the models say."""
-
-    dtype: torch.dtype | None
-    device: torch.device | str  # cpu if left out; with "cuda" each rank of a machine takes a GPU of its own
-    share_device: bool  # more ranks than GPUs are fine
-    max_model_len: int | None
-    vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
-    ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
-    activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
-    head: RoundingName  # auto if left out: int8 for the draft where activations are
-    load: Load  # what makes a model of a directory; load_model if left out
-    emulate: Emulation | None  # step times that the models are to take at least
-    trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
-    progress: Progress | None
-    kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
-
-
-class Load(Protocol):
-    """What model.loader.load_model does."""
-
-    def __call__(
-        self,
-        path: Path,
-        /,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        ops: Any,
-        max_positions: int,
-        group: Group | None,
-        rounding: Rounding,
-        progress: Progress | None,
-    ) -> Transformer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +95,7 @@ class Models:
         if vocab > min(heads):
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
         share = options.get("share_device", False)
-        device = _own_device(torch.device(options.get("device", "cpu")), ranks, share)
+        device = own_device(torch.device(options.get("device", "cpu")), ranks, share)
         if plan.mode == "async" and plan.ranks == 1 and device.type != "cuda":
             raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
@@ -270,17 +229,6 @@ class Models:
         return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
 
 
-def check_rounding(activations: RoundingName, head: RoundingName, ops: OpsName, device: torch.device) -> None:
-    """Raises UserError where int8 is asked for and the operators have none."""
-    asked = {"activations": activations, "head": head}
-    for name, value in asked.items():
-        if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
-            where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
-            raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
-    if head == "int8" and activations == "native":
-        raise UserError("head int8 rounds the rows that it meets, and activations native rounds none: leave one out")
-
-
 def _told_apart(path: Path) -> str:
     """What tells a model directory from another. Raises UserError where a file of it cannot be read."""
     try:
@@ -297,31 +245,3 @@ def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter
         children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
     kind = AheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)
-
-
-def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
-    if name == "cuda" or (name == "auto" and device.type == "cuda"):
-        if name == "cuda":
-            cuda.require(config, dtype, device)
-        return cuda if cuda.fits(config, dtype, device) else library
-    if name == "unfused":
-        return library
-    return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
-
-
-def _own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
-    """This rank's GPU among those of its machine."""
-    if device.type != "cuda":
-        return device
-    if not torch.cuda.is_available():
-        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
-    if device.index is not None or ranks is None:
-        return device
-    count = torch.cuda.device_count()
-    if ranks.local_size > count and not share:
-        raise UserError(
-            f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
-            " --share-gpus"
-        )
-    return torch.device("cuda", ranks.local_rank % count)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.distributed.world import World, available_cores, run_on

@@ -23,7 +23,7 @@ from swiftspec.serve.terminal import Phases
 from swiftspec.serve.text import Message, TextCodec, check_pair, locate, may_have_template
 
 if TYPE_CHECKING:
-    from swiftspec.assemble.models import Options
+    from swiftspec.assemble.options import Options
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
     from swiftspec.llm import LLM

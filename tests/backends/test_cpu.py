@@ -13,7 +13,7 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.assemble.models import operators
+from swiftspec.assemble.options import operators
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
 from swiftspec.errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bench.data.heldout import DEMO
-from swiftspec.assemble.models import Options
+from swiftspec.assemble.options import Options
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError

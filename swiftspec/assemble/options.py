@@ -1,0 +1,108 @@
+"""How models are loaded, and on what they run: what a caller may say, and what follows from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypedDict
+
+import torch
+
+from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.distributed.rank import Progress
+from swiftspec.errors import UserError
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.group import Group
+from swiftspec.model.transformer import Transformer
+from swiftspec.observe.emulate import Emulation
+
+KEPT_MEMORY = 1024  # MiB
+OpsName = Literal["auto", "reference", "unfused", "cuda"]
+RoundingName = Literal["auto", "int8", "native"]
+ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
+
+
+class Ranks(Protocol):
+    """What of a job's ranks matters to one of them."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def local_rank(self) -> int: ...
+    @property
+    def local_size(self) -> int: ...
+
+
+class Options(TypedDict, total=False):
+    """How the models are loaded. What is left out, or None, is as the models say."""
+
+    dtype: torch.dtype | None
+    device: torch.device | str  # cpu if left out; with "cuda" each rank of a machine takes a GPU of its own
+    share_device: bool  # more ranks than GPUs are fine
+    max_model_len: int | None
+    vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
+    ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
+    activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
+    head: RoundingName  # auto if left out: int8 for the draft where activations are
+    load: Load  # what makes a model of a directory; load_model if left out
+    emulate: Emulation | None  # step times that the models are to take at least
+    trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
+    progress: Progress | None
+    kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
+
+
+class Load(Protocol):
+    """What model.loader.load_model does."""
+
+    def __call__(
+        self,
+        path: Path,
+        /,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: Any,
+        max_positions: int,
+        group: Group | None,
+        rounding: Rounding,
+        progress: Progress | None,
+    ) -> Transformer: ...
+
+
+def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
+    if name == "cuda" or (name == "auto" and device.type == "cuda"):
+        if name == "cuda":
+            cuda.require(config, dtype, device)
+        return cuda if cuda.fits(config, dtype, device) else library
+    if name == "unfused":
+        return library
+    return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
+
+
+def check_rounding(activations: RoundingName, head: RoundingName, ops: OpsName, device: torch.device) -> None:
+    """Raises UserError where int8 is asked for and the operators have none."""
+    asked = {"activations": activations, "head": head}
+    for name, value in asked.items():
+        if value == "int8" and (device.type != "cpu" or ops not in ROUNDING_OPS):
+            where = f"ops {ops}" if device.type == "cpu" else f"device {device.type}"
+            raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
+    if head == "int8" and activations == "native":
+        raise UserError("head int8 rounds the rows that it meets, and activations native rounds none: leave one out")
+
+
+def own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:
+    """This rank's GPU among those of its machine."""
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
+    if device.index is not None or ranks is None:
+        return device
+    count = torch.cuda.device_count()
+    if ranks.local_size > count and not share:
+        raise UserError(
+            f"{ranks.local_size} ranks on a machine with {count} GPUs: start fewer, or let ranks share one with"
+            " --share-gpus"
+        )
+    return torch.device("cuda", ranks.local_rank % count)
