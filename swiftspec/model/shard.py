@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats import format_of
-from swiftspec.model.weights import LayerWeights, ModelWeights
+from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 INNER_UNIT = 16  # what kernels want a projection's inputs to be a multiple of
 EIGHT = 8  # int4 weights are packed by eights along N
@@ -117,7 +118,7 @@ class Shard:
         for layer in weights.layers:
             o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
             if self.rank > 0:
-                o, down = o.without_bias(), down.without_bias()
+                o, down = _without_bias(o), _without_bias(down)
             qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
             yield replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
@@ -142,3 +143,8 @@ def _deal(count: int, unit: int, rank: int, size: int) -> Tensor:
     share = unit * _ceil(_ceil(count, unit), size)
     rows = torch.arange(rank * share, (rank + 1) * share)
     return torch.where(rows < count, rows, -1)
+
+
+def _without_bias(weight: Any) -> Weight:
+    """Any of the classes of weights, which are dataclasses."""
+    return replace(weight, bias=None)

@@ -23,9 +23,8 @@ class Weight(Protocol):
         """The matrix [N, K] in `dtype`."""
         ...
 
-    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
-        """y of x where the matrix has an arithmetic of its own, None where it is that of its dense form."""
-        ...
+    # y of x where the matrix has an arithmetic of its own; None where that is its dense form's
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None: ...
 
     def outputs(self, index: Tensor) -> Weight:
         """The rows `index` [n] int64 of matrix and bias. An index of -1 gives a row of zeros."""
@@ -35,7 +34,6 @@ class Weight(Protocol):
         """The columns `index` [k] int64, which come in aligned runs of `run`. -1 gives a column of zeros."""
         ...
 
-    def without_bias(self) -> Weight: ...
     def stack(self, others: Sequence[Any], bias: Tensor | None) -> Weight:
         """One matrix whose outputs are those of this one and then those of `others`, which are of the same class."""
         ...
@@ -67,9 +65,6 @@ class DenseWeight:
 
     def inputs(self, index: Tensor, run: int) -> DenseWeight:
         return DenseWeight(select(self.weight, 1, index), self.bias)
-
-    def without_bias(self) -> DenseWeight:
-        return DenseWeight(self.weight)
 
     def stack(self, others: Sequence[DenseWeight], bias: Tensor | None) -> DenseWeight:
         return DenseWeight(torch.cat([self.weight, *(other.weight for other in others)]), bias)

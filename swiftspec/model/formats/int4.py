@@ -110,9 +110,6 @@ class Int4Weight:
         scales, zeros = select(weight.scales, 0, groups), select(weight.zeros, 0, groups)
         return replace(weight, packed=select(weight.packed, 0, index), scales=scales, zeros=zeros)
 
-    def without_bias(self) -> Int4Weight:
-        return replace(self, bias=None)
-
     def stack(self, others: Sequence[Int4Weight], bias: Tensor | None) -> Int4Weight:
         parts = (self, *others)
         packed, scales, zeros = (

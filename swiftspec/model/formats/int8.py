@@ -93,9 +93,6 @@ class Int8Weight:
         groups = torch.div(index[::group], group, rounding_mode="floor")
         return Int8Weight(select(self.codes, 1, index), select(scales, 1, groups), self.bias)
 
-    def without_bias(self) -> Int8Weight:
-        return replace(self, bias=None)
-
     def stack(self, others: Sequence[Int8Weight], bias: Tensor | None) -> Int8Weight:
         parts = (self, *others)
         return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), bias)

@@ -77,9 +77,7 @@ class Kind(Protocol):
 
     @property
     def name(self) -> str: ...
-    def takes(self, wanted: Features) -> bool:
-        """Whether this kind can run a request with these features."""
-        ...
+    def takes(self, wanted: Features) -> bool: ...  # whether it can run a request with these features
 
 
 class Steps(Kind, Protocol):
