@@ -16,7 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
 from swiftspec.model.files import open_tensors
-from swiftspec.model.formats.awq import AWQ_ORDER
+from swiftspec.model.formats.int4 import AWQ_ORDER
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.kv_cache import KVCache
