@@ -11,6 +11,7 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.backends.cpu.cache import PackedCache
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import MOST_STEPS
 from swiftspec.distributed.facts import Facts, settings_of
@@ -20,7 +21,7 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.files import read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.group import Group
-from swiftspec.model.loader import load_model
+from swiftspec.model.loader import Kept, load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
@@ -65,6 +66,7 @@ class Options(TypedDict, total=False):
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
+    packed_cache: Path | None  # where what a CPU has packed is kept for the next start; nowhere if left out
 
 
 class Load(Protocol):
@@ -81,6 +83,7 @@ class Load(Protocol):
         max_positions: int,
         group: Group | None,
         progress: Progress | None,
+        kept: Kept | None,
     ) -> Transformer: ...
 
 
@@ -99,6 +102,7 @@ class Models:
     load: Load
     emulate: Emulation
     trace: Path | None
+    cache: PackedCache | None = None
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
@@ -129,8 +133,9 @@ class Models:
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
-        dtype = options.get("dtype")
-        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace)
+        dtype, kept = options.get("dtype"), options.get("packed_cache")
+        cache = None if kept is None else PackedCache(kept)
+        return Models(Path(target), draft_path, dtype, device, share, length, vocab, ops, load, emulate, trace, cache)
 
     def with_vocab(self, vocab_size: int) -> Models:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
@@ -211,8 +216,9 @@ class Models:
         ops = operators(self.ops, config, dtype, self.device)
         positions = context + tree_slots
         model = self.load(
-            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group
-        )
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
+            kept=self.cache if ops is cpu else None,
+        )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
         runner = Runner(model, ops, self.vocab_size, context=context, tree_slots=tree_slots, shard=shard)
         if times is not None:
