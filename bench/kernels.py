@@ -95,7 +95,7 @@ def make_weight(kind: str, n: int, k: int) -> tuple[Any, int]:
     else:
         weight = DenseWeight(torch.randn(n, k).to(dtype))
     packed = host.pack(weight, dtype, "cpu")
-    return packed, sum(t.nbytes for t in (packed.data, packed.scales, packed.zeros) if t is not None)
+    return packed, sum(t.nbytes for t in packed.tensors() if t is not None)
 
 
 def linear_cases(rows: tuple[int, ...], names: list[str]) -> Iterator[Case]:

@@ -194,11 +194,34 @@ def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float,
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
     """Fills out [rows, vocab] with the noise of rows at these positions, all int32."""
 
+def pack_dense(matrix: Array, data: Array) -> None:
+    """Lay a bfloat16 or float32 matrix [n, k] out in blocks of 16 outputs, filled up with zeros."""
+
+def pack_int4(
+    codes: Array,
+    scales: Array,
+    zeros: Array | None,
+    order: str,
+    first: int,
+    data: Array,
+    block_scales: Array,
+    block_zeros: Array,
+) -> None:
+    """Fill the blocks of n outputs from `first` on. `order` outputs or awq: codes [k, n / 8] int32, scales [k / group,
+    n], zeros [k / group, n / 8]; inputs: codes [n, k / 8], scales [n, k / group], zeros [n / 8, k / group]. Without
+    zeros they are 8."""
+
+def pack_rounded(matrix: Array, data: Array, scales: Array) -> None:
+    """Round a bfloat16 or float32 matrix [n, k] to int8 and lay it out in blocks of 16 outputs."""
+
 def peak(rounds: int, wide: bool) -> int:
     """Run a loop of products alone; how many floating-point operations it was."""
 
 def set_threads(count: int) -> None:
     """How many threads share large products, the caller's among them."""
+
+def sums_of(data: Array) -> bytes:
+    """For each whole or begun megabyte of bytes [n] eight bytes that any changed bit changes, too."""
 
 def threads() -> int:
     """What set_threads was told; 1 at first, and after a fork."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Unpack
+from typing import Protocol, Unpack
 
 import numpy as np
 import torch
@@ -25,6 +26,13 @@ from swiftspec.params import SamplingParams
 from swiftspec.setting import meant, require
 
 
+class Beside(Protocol):
+    """Work that needs the machine, too, but has time."""
+
+    def rest(self) -> None: ...
+    def go(self) -> None: ...
+
+
 class OneAtATime(Engine):
     """An engine that any thread may call, one at a time: another is told so.
 
@@ -32,8 +40,10 @@ class OneAtATime(Engine):
     which ends this one. Once closed, every call raises UserError.
     """
 
-    def __init__(self, decoding: Decoding, limits: Limits) -> None:
+    def __init__(self, decoding: Decoding, limits: Limits, beside: Beside | None = None) -> None:
+        """`beside`: work that rests while a request runs."""
         super().__init__(decoding, limits)
+        self._beside = beside
         self._lock = threading.RLock()  # held while a round is decoded
         self._open: tuple[Generator[Chunk], int] | None = None  # a request that has begun and not ended, and its thread
         self._closed = False
@@ -55,6 +65,8 @@ class OneAtATime(Engine):
 
     def _rounds(self, chunks: Generator[Chunk]) -> Generator[Chunk]:
         """The chunks, each decoded in this stream's turn."""
+        if self._beside is not None:
+            self._beside.rest()
         try:
             while True:
                 with self._turn(chunks), _short_of_memory():
@@ -68,6 +80,8 @@ class OneAtATime(Engine):
                 chunks.close()
                 if self._open is not None and self._open[0] is chunks:
                     self._open = None
+                if self._beside is not None and self._open is None:
+                    self._beside.go()
 
     @contextmanager
     def _turn(self, mine: Generator[Chunk] | None = None) -> Iterator[None]:
@@ -114,9 +128,12 @@ class LLM:
         config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
         with telling(world):
             models = Models.check(target, draft, config, world, options)
+        began = time.perf_counter()
         self.roles = assemble(models, config, world, options.get("progress"))
+        self.load_time = time.perf_counter() - began  # seconds until the models were there
         self.config = self.roles.config
-        self.engine = OneAtATime(self.roles.decoding, self.roles.limits)
+        self.writer = None if models.cache is None else models.cache.writer
+        self.engine = OneAtATime(self.roles.decoding, self.roles.limits, self.writer)
 
     @property
     def stats(self) -> Stats:
@@ -144,9 +161,12 @@ class LLM:
         return self.engine.stream(prompt, sampling)
 
     def close(self) -> None:
-        """Sends the other ranks home and closes the trace. Any later request raises UserError."""
+        """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later
+        request raises UserError."""
         self.engine.close()
         self.roles.close()
+        if self.writer is not None:
+            self.writer.close()
 
 
 def serve_rank(
@@ -159,5 +179,8 @@ def serve_rank(
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
     try:
         rank.follow(traced=models.trace is not None)
+        if models.cache is not None:
+            models.cache.writer.go()
+            models.cache.writer.close()
     finally:
         signal.signal(signal.SIGINT, before)

@@ -67,7 +67,7 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         def load(path: Path, /, **options: Any) -> Transformer:
             if options.pop("group") is not None:
                 raise UserError("a grown model is made on one rank: write it to disk for more")
-            del options["progress"], options["rounding"]
+            del options["progress"], options["rounding"], options["kept"]
             sizes = read_shape(str(path / "config.json"))
             return load_grown(smalls[path], sizes, "int4", seed=seed, **options)
 

@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.model.formats.awq import AWQ_ORDER
-from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 
 BF16 = torch.bfloat16
 BITS = 4

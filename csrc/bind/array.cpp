@@ -158,6 +158,11 @@ void* Array::rows_at(Type type, Place place, const char* name, Shape shape) cons
   return data_;
 }
 
+void* Array::strided_at(Type type, Place place, const char* name, Shape shape) const {
+  if (!is(type, shape) || place_ != place) refuse(type, place, name, shape, "");
+  return data_;
+}
+
 std::string Array::text() const {
   if (rank_ == kElsewhere) return "a tensor that has no memory here";
   return name_of(type_) + name_of(std::span(shape_.data(), static_cast<size_t>(rank_)));

@@ -109,6 +109,9 @@ class Array {
   // The same of rows [.., columns] that need not touch each other; the elements of a row do.
   void* rows_at(Type type, Place place, const char* name, Shape shape) const;
 
+  // The same of elements that may lie anywhere.
+  void* strided_at(Type type, Place place, const char* name, Shape shape) const;
+
   // The address as it is, for what has been checked.
   template <class T = void>
   T* data() const {

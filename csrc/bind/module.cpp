@@ -42,6 +42,7 @@ PYBIND11_MODULE(_C, m) {
 #endif
   bind_cpu(m);
   bind_linear(m);
+  bind_pack(m);
   bind_cache(m);
   bind_attention(m);
   bind_sampling(m);

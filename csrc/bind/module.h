@@ -11,6 +11,7 @@ namespace swiftspec::binding {
 namespace py = pybind11;
 
 void bind_linear(py::module_& m);
+void bind_pack(py::module_& m);
 void bind_attention(py::module_& m);
 void bind_cache(py::module_& m);
 void bind_sampling(py::module_& m);

@@ -22,6 +22,7 @@ from swiftspec.assemble.options import (
     own_device,
 )
 from swiftspec.backends import cpu, cuda
+from swiftspec.backends.cpu.cache import PackedCache
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import MOST_STEPS
 from swiftspec.distributed.facts import Facts, settings_of
@@ -71,6 +72,7 @@ class Models:
     emulate: Emulation
     trace: Path | None
     kept_memory: int
+    cache: PackedCache | None
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
@@ -105,9 +107,10 @@ class Models:
         check_rounding(activations, head, ops, device)
         kept = options.get("kept_memory", KEPT_MEMORY)
         require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
+        packed = options.get("packed_cache")
         return Models(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
-            emulate, trace, kept,
+            emulate, trace, kept, None if packed is None else PackedCache(packed),
         )  # fmt: skip
 
     def with_vocab(self, vocab_size: int) -> Models:
@@ -194,6 +197,7 @@ class Models:
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
             rounding=self._rounding(side, ops is cpu and dtype == torch.bfloat16),
+            kept=self.cache if ops is cpu else None,
         )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
         sizes: Any = {"context": context, "tree_slots": tree_slots, "shard": shard}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -43,18 +43,14 @@ class Checkpoint:
         self.config, self.tensors, self.layout = config, tensors, layout
 
     def read(self) -> ModelWeights:
-        """The whole model. A layer is read when it is taken."""
-        config, hidden = self.config, self.config.hidden_size
-        embedding = self.tensors.take("model.embed_tokens.weight", config.vocab_size, hidden)
+        """The whole model."""
+        hidden, vocab = self.config.hidden_size, self.config.vocab_size
+        layers = [partial(self._layer, f"model.layers.{index}") for index in range(self.config.num_layers)]
         norm = self.tensors.take("model.norm.weight", hidden)
-        head: Weight = DenseWeight(embedding)
-        if not config.tie_word_embeddings:
-            head = self._linear("lm_head", config.vocab_size, hidden, bias=False)
-        return ModelWeights(embedding, self._layers(), norm, head)
-
-    def _layers(self) -> Iterator[LayerWeights]:
-        for index in range(self.config.num_layers):
-            yield self._layer(f"model.layers.{index}")
+        table = partial(self.tensors.take, "model.embed_tokens.weight", vocab, hidden)
+        own = partial(self._linear, "lm_head", vocab, hidden, bias=False)
+        head = (lambda: DenseWeight(table())) if self.config.tie_word_embeddings else own
+        return ModelWeights(table(), layers, norm, head)
 
     def _layer(self, prefix: str) -> LayerWeights:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size

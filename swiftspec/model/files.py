@@ -18,7 +18,8 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config, stop_tokens
 from swiftspec.model.formats import format_of
 
-Progress = Callable[[str, int, int], None]  # file name, its number from 1, how many there are
+Progress = Callable[[str, int, int], None]  # a folder's name; the bytes of it that have been read, and all of them
+LARGEST_MAPPED = 64 << 20
 LARGEST_INDEX = 64 << 20  # bytes; the largest mixtures of experts come to a tenth
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -45,17 +46,19 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 class Tensors:
-    """The tensors of a checkpoint directory by name, read from disk when they are taken."""
+    """The tensors of a checkpoint directory by name. They are views of the mapped files: nothing is read from disk
+    before somebody computes with it."""
 
     def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
         self.folder = folder
-        self._files, self._progress = files, progress
-        self._opened: set[str] = set()
-        self._where: dict[str, tuple[str, Any]] = {}
+        self._progress = progress
+        self._where: dict[str, str] = {}
+        self._open: tuple[str, Any, int] | None = None  # a file, mapped as a whole, and the bytes taken of it
         for file in files:  # reads the headers, so a file that was cut short is found before any tensor is read
-            handle = _open(folder / file)
-            self._where.update((name, (file, handle)) for name in handle.keys())  # noqa: SIM118
+            self._where.update(dict.fromkeys(_open(folder / file).keys(), file))
         self._left = set(self._where)
+        self.facts = {file: _facts(folder / file) for file in files}  # what changes with their contents
+        self._read, self._bytes = 0, sum(size for size, *_ in self.facts.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -64,10 +67,9 @@ class Tensors:
         """Reads one tensor. Raises UserError unless it is there, with this shape and one of these dtypes."""
         if name not in self._where:
             raise UserError(f"{self.folder}: tensor {name} is missing")
-        file, handle = self._where[name]
-        if self._progress is not None and file not in self._opened:
-            self._opened.add(file)
-            self._progress(file, len(self._opened), len(self._files))
+        file = self._where[name]
+        self._tell()
+        handle, taken = self._handle(file)
         try:
             found = list(handle.get_slice(name).get_shape())  # of the header: nothing is read, or made, before it fits
             if found != list(shape):
@@ -78,7 +80,30 @@ class Tensors:
         if tensor.dtype not in kinds:
             raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
         self._left.discard(name)
+        self._open = file, handle, taken + tensor.nbytes
+        self._read += tensor.nbytes
         return tensor
+
+    def skip(self, prefix: str) -> None:
+        """Nobody will take the tensors whose names begin so: what they hold is known."""
+        names = [name for name in self._left if name.startswith(prefix)]
+        self._read += sum(self._handle(self._where[name])[0].get_tensor(name).nbytes for name in names)
+        self._left.difference_update(names)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.folder.name, min(self._read, self._bytes), self._bytes)
+
+    def _handle(self, file: str) -> tuple[Any, int]:
+        """A mapping of the file, and how much of it was taken: a new one for every `LARGEST_MAPPED` bytes, as all pages
+        that were read through one stay in this process's memory until the last tensor of it is gone."""
+        if self._open is None or self._open[0] != file or self._open[2] > LARGEST_MAPPED:
+            self._open = None
+            self._open = file, _open(self.folder / file), 0
+            if _facts(self.folder / file) != self.facts[file]:
+                raise UserError(f"{self.folder / file} was changed while it was read: start again")
+        return self._open[1:]
 
     def check_all_taken(self) -> None:
         """Raises UserError on a tensor that nobody has taken: this is another kind of model then."""
@@ -92,7 +117,7 @@ class Tensors:
 
 
 def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
-    """Opens a directory's safetensors files. `progress` is called when the first tensor of a file is read."""
+    """Opens a directory's safetensors files. `progress` is called before each tensor, the first time with 0."""
     folder = Path(path)
     if is_file(folder / _INDEX):
         return Tensors(folder, _indexed_files(folder), progress)
@@ -115,6 +140,15 @@ def _indexed_files(folder: Path) -> list[str]:
         if not is_file(folder / file):
             raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
     return files
+
+
+def _facts(file: Path) -> tuple[int, ...]:
+    """What changes with a file's contents."""
+    try:
+        now = file.stat()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
 
 
 def _open(file: Path) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -13,7 +15,31 @@ from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
 from swiftspec.model.shard import Shard
+from swiftspec.model.stack import Stack
 from swiftspec.model.transformer import Ops, Transformer
+from swiftspec.model.weights import ModelWeights
+
+
+class Entry(Protocol):
+    """One model among those whose packed weights are kept."""
+
+    def over(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object], /) -> ModelWeights:
+        """The weights, with what is kept in place of what would be read. `skip` hears the prefix of the tensors that
+        nobody will take then."""
+        ...
+
+    def keep(self, stack: Stack, /) -> None:
+        """Keeps what had to be packed, at some time."""
+        ...
+
+
+class Kept(Protocol):
+    """Packed weights of earlier starts; backends/cpu/cache.py has some."""
+
+    def entry(self, facts: Mapping[str, object], /) -> Entry:
+        """Of the model whose packed weights follow from these facts."""
+        ...
+
 
 NO_ROUNDING = Rounding()
 
@@ -28,12 +54,13 @@ def load_model(
     group: Group | None = None,
     rounding: Rounding = NO_ROUNDING,
     progress: Progress | None = None,
+    kept: Kept | None = None,
 ) -> Transformer:
     """A checkpoint directory as a model that computes in `dtype`; None takes the one that config.json names.
 
-    `rounding`: what is rounded to int8, for the operators of a CPU. With a group it is this rank's share, and every
-    rank of the group must run the same forwards. Raises UserError on a checkpoint that is damaged, of another kind, or
-    cannot be cut for so many ranks.
+    `rounding`: what is rounded to int8, for the operators of a CPU. `kept`: where what `ops` packs may be kept for the
+    next time. With a group it is this rank's share, and every rank of the group must run the same forwards. Raises
+    UserError on a checkpoint that is damaged, of another kind, or cannot be cut for so many ranks.
     """
     config = read_config(path)
     shard = None
@@ -46,6 +73,14 @@ def load_model(
     weights = Checkpoint(config, tensors, format_of(config)).read()
     weights = rounding.of_weights(weights if shard is None else shard.cut(weights))
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
+    entry = None
+    if kept is not None:
+        share = [0, 1] if shard is None else [shard.rank, shard.size]
+        facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
+        entry = kept.entry({**facts, "rounding": repr(rounding)})
+        weights = entry.over(weights, kind, tensors.skip)
     model = Transformer(config, weights, ops, device, kind, max_positions, share=shard, group=group)
     tensors.check_all_taken()
+    if entry is not None:
+        entry.keep(model.stack)
     return model

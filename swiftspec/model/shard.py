@@ -6,8 +6,9 @@ query heads, G key-value heads, g = H / G, hd the head's width, I the MLP's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,17 +111,18 @@ class Shard:
         return len(self.vocab)
 
     def cut(self, weights: ModelWeights) -> ModelWeights:
-        """This rank's share. The embedding is whole on every rank, and a layer is still read when it is taken."""
-        return replace(weights, layers=self._layers(weights), head=weights.head.outputs(self.vocab))
+        """This rank's share. The embedding is whole on every rank."""
+        layers = [partial(self._layer, read) for read in weights.layers]
+        return replace(weights, layers=layers, head=lambda: weights.head().outputs(self.vocab))
 
-    def _layers(self, weights: ModelWeights) -> Iterator[LayerWeights]:
+    def _layer(self, read: Callable[[], LayerWeights]) -> LayerWeights:
         """The ranks' outputs of O and down are added up, so one rank alone holds the biases of these."""
-        for layer in weights.layers:
-            o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
-            if self.rank > 0:
-                o, down = _without_bias(o), _without_bias(down)
-            qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
-            yield replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
+        layer = read()
+        o, down = layer.o.inputs(self.o, self.head_dim), layer.down.inputs(self.down, self.inner_unit)
+        if self.rank > 0:
+            o, down = _without_bias(o), _without_bias(down)
+        qkv, gate_up = layer.qkv.outputs(self.qkv), layer.gate_up.outputs(self.gate_up)
+        return replace(layer, qkv=qkv, o=o, gate_up=gate_up, down=down)
 
 
 def _ceil(a: int, b: int) -> int:

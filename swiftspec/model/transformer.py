@@ -76,10 +76,10 @@ class Transformer:
         self._ops = ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
         self.stack = Stack(
+            head=ops.pack(weights.head(), dtype, device),  # the largest is held twice while there is little else
             embedding=weights.embedding.to(device, dtype),
-            layers=[self._pack(layer) for layer in weights.layers],
+            layers=[self._pack(read()) for read in weights.layers],
             norm=ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device),
-            head=ops.pack(weights.head, dtype, device),
             cos=cos,
             sin=sin,
             num_heads=self.num_heads,

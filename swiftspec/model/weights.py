@@ -6,7 +6,7 @@ width, V the rows of the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,7 +40,10 @@ class Weight(Protocol):
 
 
 def select(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    """x.index_select(dim, index), with zeros where the index is -1."""
+    """x.index_select(dim, index), with zeros where the index is -1. A run of x is a view of it."""
+    start, count = int(index[0]), len(index)
+    if start >= 0 and torch.equal(index, torch.arange(start, start + count)):
+        return x.narrow(dim, start, count)
     chosen = x.index_select(dim, index.clamp_min(0))
     missing = (index < 0).nonzero().squeeze(1)
     return chosen.index_fill_(dim, missing, 0) if missing.numel() else chosen
@@ -98,9 +101,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A whole model. Its layers may be read from disk while they are consumed, one at a time."""
+    """A whole model. What is a call is read, or made, when it is called: the layers in their order."""
 
     embedding: Tensor  # [vocab, D]
-    layers: Iterable[LayerWeights]
+    layers: Sequence[Callable[[], LayerWeights]]
     norm: Tensor  # [D]
-    head: Weight  # [V, D]
+    head: Callable[[], Weight]  # [V, D]

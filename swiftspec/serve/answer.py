@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 def summary(
     *, model: str, draft_model: str | None, plan: EngineConfig, stats: Stats, text: str, token_ids: Sequence[int],
-    prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams,
+    prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
 ) -> Json:  # fmt: skip
     """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
     return {
@@ -33,7 +33,7 @@ def summary(
             "completion_tokens": len(token_ids),
             "total_tokens": len(prompt_token_ids) + len(token_ids),
         },
-        "timings": timings(stats, len(token_ids)),
+        "timings": timings(stats, len(token_ids), load_time),
         "metrics": metrics(plan, stats, len(token_ids)),
         **({"guidance": guidance(sampling)} if sampling.guided else {}),
         **(population(plan, stats) if plan.mode == "smc" else {}),
@@ -61,11 +61,12 @@ def population(plan: EngineConfig, stats: Stats) -> Json:
     }
 
 
-def timings(stats: Stats, tokens: int) -> Json:
-    """llama.cpp's names. Times in milliseconds. Of the prompt, cache_n tokens were kept from earlier requests and
-    prompt_n were read. No draft_n where nothing is accepted or rejected."""
+def timings(stats: Stats, tokens: int, load_time: float) -> Json:
+    """llama.cpp's names, and what loading the models took. Times in milliseconds. Of the prompt, cache_n tokens were
+    kept from earlier requests and prompt_n were read. No draft_n where nothing is accepted or rejected."""
     accepted = {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted} if stats.population is None else {}
     return {
+        "load_ms": _ms(load_time),
         "cache_n": stats.kept_tokens,
         "prompt_n": stats.prompt_tokens - stats.kept_tokens,
         "prompt_ms": _ms(stats.prompt_time),

@@ -190,6 +190,7 @@ class Chat:
             model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
             finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling(self._settings),
+            load_time=llm.load_time,
         )  # fmt: skip
         if self._show_stats:
             stopped = "" if stream.finish_reason is not None else "stopped, "

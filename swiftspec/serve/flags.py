@@ -94,6 +94,10 @@ class OwnSettings:
         None, "Record every round of both lanes here; read it with `python -m swiftspec.profile trace`.", MODELS,
         "FILE.jsonl", "off",
     )  # fmt: skip
+    packed_cache: str | None = setting(
+        None, "Where a CPU's packed weights are kept for the next start, which maps them.", MODELS, "DIR|off",
+        "the user's cache folder", profile=True,
+    )  # fmt: skip
     raw: bool = setting(False, "Continue the prompt as it stands: no chat template.", MODELS)
 
     mode: str | None = setting(

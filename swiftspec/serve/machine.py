@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from swiftspec.errors import UserError
+from swiftspec.files import expanded
 from swiftspec.model.files import read_config
 from swiftspec.serve.flags import MOST_THREADS
 from swiftspec.serve.settings import Settings
@@ -53,6 +54,16 @@ def use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks
     torch.set_num_threads(1 if native else count)
     host.set_threads(count)
     return count
+
+
+def cache_folder(settings: Settings) -> Path | None:
+    """Where packed weights are kept; None: nowhere."""
+    if settings.packed_cache is not None:
+        return None if settings.packed_cache == "off" else expanded(settings.packed_cache)
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
+    except UserError:  # nobody's home
+        return None
 
 
 def cpus_here() -> set[int]:

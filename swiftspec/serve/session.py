@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from swiftspec.errors import UserError
 from swiftspec.files import Fields, expanded, is_file, is_folder, read_object
 from swiftspec.model.files import read_config
 from swiftspec.params import SamplingParams
-from swiftspec.serve.machine import cpus_here, device_of, dtype_of, use_threads
+from swiftspec.serve.machine import cache_folder, cpus_here, device_of, dtype_of, use_threads
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stream import TextStream
@@ -47,6 +48,7 @@ class Session:
     dtype: str
     threads: int
     defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
+    kept_in: str | None = None  # where the user wants packed weights to be kept
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
@@ -82,6 +84,9 @@ class Session:
             self.llm.close()
         finally:
             self.codec.close()
+        writer = self.llm.writer
+        if writer is not None and writer.trouble is not None and self.kept_in is not None:
+            warn(f"--packed-cache {self.kept_in} is not complete, and the next start packs again: {writer.trouble}")
         log = self.llm.roles.log
         if log is not None and log.lost is not None:
             warn(f"--trace {log.file} is not whole: {log.lost}")
@@ -164,7 +169,10 @@ def open_session(settings: Settings, phases: Phases, world: World | None = None,
         phases.begin("warm-up")
         llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
     phases.ready()
-    return Session(llm, codec, found.model, found.draft_model, settings.model is None, dtype, threads, defaults)
+    embedded = settings.model is None
+    return Session(
+        llm, codec, found.model, found.draft_model, embedded, dtype, threads, defaults, settings.packed_cache
+    )
 
 
 def serve_rank(settings: Settings, world: World) -> None:
@@ -196,6 +204,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "head": settings.head,
         "emulate": _emulation(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
+        "packed_cache": cache_folder(settings),
     }
     return options, dtype, threads
 
@@ -255,15 +264,18 @@ def _check_plan(settings: Settings, draft: Path | None) -> None:
 
 
 class _Weights:
-    """The loader tells of files; whose they are follows from the order."""
+    """The loader tells of bytes; whose they are follows from the order, in which each begins with none."""
 
     def __init__(self, phases: Phases) -> None:
         self._phases = phases
-        self._models = 0
+        self._models, self._began = 0, 0.0
 
-    def __call__(self, what: str, step: int, steps: int) -> None:
-        self._models += step == 1
-        self._phases.begin("target weights" if self._models == 1 else "draft weights", f"{step}/{steps}")
+    def __call__(self, what: str, done: int, count: int) -> None:
+        if done == 0:
+            self._models, self._began = self._models + 1, time.monotonic()
+        rate = done / max(time.monotonic() - self._began, 1e-3)
+        step = f"{done / 1e9:.1f} of {count / 1e9:.1f} GB, {rate / 1e9:.1f} GB/s"
+        self._phases.begin("target weights" if self._models == 1 else "draft weights", step)
 
 
 def _names(settings: Settings) -> tuple[str, str | None]:

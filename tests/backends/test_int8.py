@@ -18,7 +18,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.formats.int4 import Int4Weight
-from swiftspec.model.formats.int8 import Int8Weight, Rounding
+from swiftspec.model.formats.int8 import Int8Weight, Rounding, Unrounded
 from swiftspec.model.formats.rounding import round_rows
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from swiftspec.params import SamplingParams
@@ -146,21 +146,25 @@ def test_a_rank_has_its_part_of_the_same_weights() -> None:
     assert all(part.rounds for part in parts)
 
 
+def read_layers(model: ModelWeights) -> list[LayerWeights]:
+    return [read() for read in model.layers]
+
+
 def test_what_is_rounded_of_a_model() -> None:
     def layer(weight: Weight) -> LayerWeights:
         return LayerWeights(torch.ones(64), weight, weight, torch.ones(64), weight, weight)
 
     def model(weight: Weight) -> ModelWeights:
-        return ModelWeights(torch.ones(8, 64), [layer(weight)], torch.ones(64), dense(8, 64, 1))
+        return ModelWeights(torch.ones(8, 64), [lambda: layer(weight)], torch.ones(64), lambda: dense(8, 64, 1))
 
     four = int4(64, 64, 32, 1)
     both = Rounding(activations=True, head=True).of_weights(model(four))
-    assert isinstance(both.head, Int8Weight)
-    assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in both.layers)
+    assert isinstance(both.head(), Unrounded)
+    assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in read_layers(both))
     neither = Rounding().of_weights(model(four))
-    assert isinstance(neither.head, DenseWeight) and [x.o for x in neither.layers] == [four]
+    assert isinstance(neither.head(), DenseWeight) and [read().o for read in neither.layers] == [four]
     bf16 = Rounding(activations=True).of_weights(model(dense(64, 64, 1)))
-    assert isinstance(bf16.head, DenseWeight) and all(x.o.product("cpu") is None for x in bf16.layers)
+    assert isinstance(bf16.head(), DenseWeight) and all(x.o.product("cpu") is None for x in read_layers(bf16))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -89,7 +89,7 @@ def random_model(group: Any = None) -> Transformer:
         qkv, gate_up, one = dense(512, 256), dense(1024, 256), torch.ones(256)
         return LayerWeights(one, qkv, dense(256, 256), one, gate_up, dense(256, 512))
 
-    weights = ModelWeights(dense(VOCAB, 256).weight, [layer(), layer()], torch.ones(256), dense(VOCAB, 256))
+    weights = ModelWeights(dense(VOCAB, 256).weight, [layer, layer], torch.ones(256), lambda: dense(VOCAB, 256))
     return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, group=group)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
 from swiftspec.model.files import open_tensors
-from swiftspec.model.formats.awq import AWQ_ORDER
+from swiftspec.model.formats.int4 import AWQ_ORDER
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.kv_cache import KVCache
@@ -78,12 +78,18 @@ def test_shards_and_progress(tmp_path: Path, single: Path) -> None:
     assert len(files) >= 3
     heard: list[tuple[str, int, int]] = []
     load(tmp_path / "shards", progress=lambda *step: heard.append(step))
-    assert sorted(name for name, _, _ in heard) == files
-    assert [step[1:] for step in heard] == [(i + 1, len(files)) for i in range(len(files))]
+    size = sum((tmp_path / "shards" / file).stat().st_size for file in files)
+    done = [step[1] for step in heard]
+    assert {(name, count) for name, _, count in heard} == {("shards", size)}
+    assert done[0] == 0 < done[1] and done == sorted(done) and 0.5 * size < done[-1] <= size
     assert torch.equal(logits(tmp_path / "shards"), logits(single))
-    alone: list[tuple[str, int, int]] = []
-    load(single, progress=lambda *step: alone.append(step))
-    assert alone == [(WEIGHTS, 1, 1)]
+
+
+def test_a_file_that_changes_while_it_is_read(single: Path) -> None:
+    tensors = open_tensors(single)
+    change_tensors(single, lambda found: found["model.norm.weight"].zero_())
+    with pytest.raises(UserError, match="was changed while it was read"):
+        tensors.take("model.norm.weight", 32)
 
 
 def test_open_tensors(single: Path) -> None:

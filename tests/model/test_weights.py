@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from swiftspec.model.formats.awq import AWQ_ORDER, from_awq
+from swiftspec.model.formats.awq import from_awq
 from swiftspec.model.formats.compressed_tensors import from_pack_quantized
-from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, Weight, fuse
 
 DATA = Path(__file__).parents[1] / "data"  # written and unpacked by autoawq and compressed-tensors themselves
@@ -88,9 +88,10 @@ def test_both_layouts_become_the_same() -> None:
     drawn = Drawn(2, 32, 3, 5)
     scale, zeros = torch.from_numpy(drawn.scales.T.copy()), words(drawn.zeros).T.contiguous()
     other = from_pack_quantized(words(np.ascontiguousarray(drawn.codes.T)), scale, zeros, 32)
-    one = awq(drawn)
+    one, other = awq(drawn).in_order(), other.in_order()
     assert torch.equal(one.packed, other.packed) and torch.equal(one.zeros, other.zeros)
     assert torch.equal(one.scales, other.scales) and one.group_size == other.group_size
+    assert torch.equal(one.packed, words(drawn.codes)) and torch.equal(one.zeros, words(drawn.zeros))
 
 
 def dense(weight: Weight) -> Tensor:

@@ -340,7 +340,7 @@ def test_the_prompt_decides_between_chat_and_one_answer(monkeypatch: pytest.Monk
 def test_no_number_is_nan() -> None:
     empty = answer.metrics(EngineConfig("serial"), Stats(), 0)
     assert empty["speculative_decoding"]["mean_acceptance_length"] == 0
-    numbers = json.dumps([empty, answer.timings(Stats(decode_time=5e-324), 9)], allow_nan=False)
+    numbers = json.dumps([empty, answer.timings(Stats(decode_time=5e-324), 9, 0.0)], allow_nan=False)
     assert math.isfinite(len(numbers))
     lost = Stats(tokens=312, rounds=91, accepted=221, decode_time=0.897, first_token_time=0.041, drafter_lost="it fell")
     line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target went on alone"

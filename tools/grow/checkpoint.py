@@ -13,8 +13,7 @@ from torch import Tensor
 
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.files import read_config
-from swiftspec.model.formats.awq import AWQ_ORDER
-from swiftspec.model.formats.int4 import Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
 from tools.grow.model import Grown
 from tools.grow.shapes import DTYPES, Kind, grown_config
@@ -37,8 +36,8 @@ def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device
     weights, where, count = grown.weights(), dict[str, str](), grown.large.num_layers
     rest = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     if not grown.large.tie_word_embeddings:
-        rest["lm_head.weight"] = weights.head.dequantize(DTYPES[kind])
-    files = itertools.chain([rest], (_named(grown.large, i, layer) for i, layer in enumerate(weights.layers)))
+        rest["lm_head.weight"] = weights.head().dequantize(DTYPES[kind])
+    files = itertools.chain([rest], (_named(grown.large, i, read()) for i, read in enumerate(weights.layers)))
     for number, tensors in enumerate(files):
         file = f"model-{number:05}-of-{count:05}.safetensors"
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / file)

@@ -114,7 +114,7 @@ def _take(source: Weight, rows: Tensor, columns: Tensor) -> Block:
     group = groups.amax(1)
     if bool(((groups >= 0) & (groups != group.unsqueeze(1))).any()):
         raise UserError("two int4 groups of the small model would share one of the large: heads too narrow; take bf16")
-    zeros = unpack_int4(source.zeros)[group][:, rows]  # [j, n]
-    codes = unpack_int4(source.packed)[columns.clamp_min(0)][:, :, rows]
+    all_codes, scales, all_zeros = source.plain()
+    zeros, codes = all_zeros[group][:, rows], all_codes[columns.clamp_min(0)][:, :, rows]  # [j, n], [j, GROUP, n]
     codes = torch.where((columns < 0).unsqueeze(2), zeros.unsqueeze(1), codes)
-    return Block(codes, source.scales[group][:, rows].float(), zeros)
+    return Block(codes, scales[group][:, rows].float(), zeros)

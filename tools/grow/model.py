@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,18 @@ class Grown:
             columns = self.maps.input.clone()
             if constant is not None:
                 columns[constant] = LOUD
-            head = filler.dense_matrix(self.source.head, rows, columns)
+            head = filler.dense_matrix(self.source.head(), rows, columns)
             if constant is not None:
                 head[known:, constant] = MASK
-        return ModelWeights(embedding, self.layers(), self._norm(self.source.norm, 1.0), DenseWeight(head))
+        layers, norm = self.layers(), self._norm(self.source.norm, 1.0)
+        one_by_one = [partial(next, layers)] * self.large.num_layers
+        return ModelWeights(embedding, one_by_one, norm, lambda: DenseWeight(head))
 
     def layers(self) -> Iterator[LayerWeights]:
         """All of the large model's, the small one's among them."""
         layers = iter(self.source.layers)
         for number in spread(self.small.num_layers, self.large.num_layers, FREE).tolist():
-            yield self._layer(next(layers) if number >= 0 else None)
+            yield self._layer(next(layers)() if number >= 0 else None)
 
     def _layer(self, source: LayerWeights | None) -> LayerWeights:
         matrix, maps = self.filler.matrix, self.maps

@@ -79,8 +79,8 @@ class Norm:
 
 
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
-    """An RMSNorm's weight [D] and epsilon."""
-    return Norm(weight.to(device, dtype).contiguous(), eps)
+    """An RMSNorm's weight [D] and epsilon. It is copied: a view would keep a mapped file's pages in memory."""
+    return Norm(weight.to(device, dtype, copy=True).contiguous(), eps)
 
 
 def _linear(

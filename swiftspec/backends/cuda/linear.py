@@ -86,10 +86,10 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
 
 
 def _int4_tiles(weight: Int4, group: int, device: torch.device) -> tuple[Tensor, int, int]:
-    times = weight.group_size // group
-    codes = weight.packed.to(device).contiguous()
-    scales = weight.scales.to(device, torch.float32).repeat_interleave(times, 0).contiguous()
-    zeros = weight.zeros.to(device).repeat_interleave(times, 0).contiguous()
+    times, weight = weight.group_size // group, weight.to(device).in_order()  # words are put in order on the device
+    codes = weight.packed.contiguous()
+    scales = weight.scales.float().repeat_interleave(times, 0).contiguous()
+    zeros = weight.zeros.repeat_interleave(times, 0).contiguous()
     inputs, outputs = codes.shape[0], scales.shape[1]
     tiles = torch.empty(_C.cuda_tile_bytes(inputs, outputs, group), dtype=torch.uint8, device=device)
     _C.repack_int4_cuda(codes, scales, zeros, group, tiles, current_stream())

@@ -72,11 +72,12 @@ INNER_TILES = 8  # of 16 inputs each: how torch's CUDA kernel lays weights out
 
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
     """A checkpoint's matrix [N, K]: int4 as it is if torch multiplies it so, else as reference/ does."""
-    if dtype != torch.bfloat16 or not isinstance(weight, Int4) or weight.packed.shape[0] % (16 * INNER_TILES):
+    if dtype != torch.bfloat16 or not isinstance(weight, Int4) or weight.shape[1] % (16 * INNER_TILES):
         return reference.pack(weight, dtype, device)
-    codes, scales = _unpack(weight.packed.to(device)).t(), weight.scales.to(device, torch.float32)
+    weight = weight.to(device).in_order()
+    codes, scales = _unpack(weight.packed).t(), weight.scales.float()
     # torch computes (q - 8) s + zero
-    zeros = (8 - _unpack(weight.zeros.to(device))) * scales
+    zeros = (8 - _unpack(weight.zeros)) * scales
     pairs = torch.stack((scales, zeros), 2).to(dtype)  # [K / g, N, 2]
     bias, group = None if weight.bias is None else weight.bias.to(device, dtype), weight.group_size
     aten = torch.ops.aten

@@ -11,17 +11,14 @@ from swiftspec.errors import UserError, shown
 from swiftspec.files import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
-from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
-
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of its eight
+from swiftspec.model.formats.int4 import Int4Weight, check, groups
 
 
 def from_awq(
     qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int, bias: Tensor | None = None
 ) -> Int4Weight:
     """qweight [K, N/8], qzeros [K/g, N/8], scales [K/g, N]."""
-    packed = pack_int4(unpack_int4(qweight, AWQ_ORDER))
-    return Int4Weight(packed, scales, pack_int4(unpack_int4(qzeros, AWQ_ORDER)), group_size, bias)
+    return Int4Weight(qweight, scales, qzeros, group_size, bias, order="awq")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,9 @@ from swiftspec.errors import UserError, shown
 from swiftspec.files import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
-from swiftspec.model.formats.int4 import Int4Weight, check, groups, pack_int4, unpack_int4
+from swiftspec.model.formats.int4 import Int4Weight, check, groups
+
+EIGHTS = -0x77777778  # a word of eight times 8, the zero point of symmetric codes
 
 
 def from_pack_quantized(
@@ -21,13 +23,9 @@ def from_pack_quantized(
 
     Codes and zero points are signed there and stored with 8 added; the 8 falls out of q - z.
     """
-    codes = unpack_int4(packed).T.contiguous()
-    scales = scale.T.contiguous()
     if zero_point is None:
-        zeros = torch.full(scales.shape, 8, dtype=torch.uint8, device=scales.device)
-    else:  # packed along N, which is its first dimension
-        zeros = unpack_int4(zero_point.T.contiguous())
-    return Int4Weight(pack_int4(codes), scales, pack_int4(zeros), group_size, bias)
+        zero_point = torch.full((scale.shape[0] // 8, scale.shape[1]), EIGHTS, dtype=torch.int32)
+    return Int4Weight(packed, scale, zero_point, group_size, bias, order="inputs")
 
 
 @dataclass(frozen=True, slots=True)

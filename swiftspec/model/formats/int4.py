@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from swiftspec.model.formats.rounding import rounded_product
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word holds this column of its eight
+Order = Literal["outputs", "awq", "inputs"]
 _IN_ORDER = tuple(range(8))
 
 
@@ -66,56 +69,109 @@ def _runs(index: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """A four-bit matrix in one layout, whichever file it came from: packed along N, with K outside.
+    """A four-bit matrix in the words of its file, so that nothing is computed before it is packed.
 
-    A rank's share of the outputs is then columns of every tensor (by eights), of the inputs it is rows (by groups).
+    `order` outputs: packed along N, with K outside, as the comments say; a rank's share of the outputs is then columns
+    of every tensor (by eights), of the inputs it is rows (by groups). awq: the same, but nibble i of a word is output
+    8c + AWQ_ORDER[i]. inputs: packed [N, K/8], scales [N, K/g], zeros [N/8, K/g], whose words have eight inputs and
+    eight outputs in order.
     """
 
-    packed: Tensor  # [K, N/8] int32, nibble i of word c is column 8c + i
+    packed: Tensor  # [K, N/8] int32, nibble i of word c is output 8c + i
     scales: Tensor  # [K/g, N]
     zeros: Tensor  # [K/g, N/8] int32, packed like the codes
     group_size: int
-    bias: Tensor | None = None  # [N]
+    bias: Tensor | None = None  # [N], of the rest, too
     rounds: bool = False  # whether rows of activations are rounded to int8 before they meet it
+    order: Order = "outputs"
+    rest: tuple[Int4Weight, ...] = ()  # further outputs, in the same order of words
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N and K."""
+        rows, words = self.packed.shape
+        outputs, inputs = (rows, 8 * words) if self.order == "inputs" else (8 * words, rows)
+        return outputs + sum(part.shape[0] for part in self.rest), inputs
+
+    @property
+    def _across(self) -> int:
+        """The dimension of the outputs."""
+        return 0 if self.order == "inputs" else 1
+
+    @property
+    def parts(self) -> tuple[Int4Weight, ...]:
+        """Its outputs, one after the other; none has a rest."""
+        return (replace(self, rest=(), bias=None), *self.rest)
+
+    def joined(self) -> Int4Weight:
+        """The same without a rest."""
+        if not self.rest:
+            return self
+        tensors = zip(*((part.packed, part.scales, part.zeros) for part in self.parts))
+        packed, scales, zeros = (torch.cat(parts, self._across) for parts in tensors)
+        return replace(self, packed=packed, scales=scales, zeros=zeros, rest=())
+
+    def to(self, device: torch.device | str) -> Int4Weight:
+        """The same on a device."""
+        packed, scales, zeros = (tensor.to(device) for tensor in (self.packed, self.scales, self.zeros))
+        return replace(
+            self, packed=packed, scales=scales, zeros=zeros, rest=tuple(part.to(device) for part in self.rest)
+        )
+
+    def plain(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes [K, N] uint8, scales [K/g, N] and zeros [K/g, N] uint8."""
+        weight = self.joined()
+        order = AWQ_ORDER if self.order == "awq" else _IN_ORDER
+        if self.order == "inputs":
+            return unpack_int4(weight.packed).T, weight.scales.T, unpack_int4(weight.zeros.T)
+        return unpack_int4(weight.packed, order), weight.scales, unpack_int4(weight.zeros, order)
+
+    def in_order(self) -> Int4Weight:
+        """The same with the words of `order` outputs, and without a rest."""
+        weight = self.joined()
+        if weight.order == "outputs":
+            return weight
+        codes, scales, zeros = weight.plain()
+        packed, zeros = pack_int4(codes.contiguous()), pack_int4(zeros.contiguous())
+        return replace(weight, packed=packed, scales=scales.contiguous(), zeros=zeros, order="outputs")
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in `dtype`: (q - z) * s, rounded once."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        codes = unpack_int4(self.packed).to(wide).unflatten(0, (-1, self.group_size))
-        zeros = unpack_int4(self.zeros).to(wide).unsqueeze(1)
-        weight = codes.sub_(zeros).mul_(self.scales.to(wide).unsqueeze(1))
+        codes, scales, zeros = self.plain()
+        weight = codes.to(wide, copy=True).unflatten(0, (-1, self.group_size))
+        weight.sub_(zeros.to(wide).unsqueeze(1)).mul_(scales.to(wide).unsqueeze(1))
         return weight.flatten(0, 1).T.contiguous().to(dtype)
 
     def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor] | None:
         """See `Weight.product`."""
         if not self.rounds:
             return None
-        codes = unpack_int4(self.packed).to(device, torch.float32).unflatten(0, (-1, self.group_size))
-        zeros, scales = unpack_int4(self.zeros).to(device, torch.float32), self.scales.to(device, torch.float32)
+        codes, scales, zeros = (tensor.to(device, torch.float32).contiguous() for tensor in self.plain())
+        codes = codes.unflatten(0, (-1, self.group_size))
         bias = None if self.bias is None else self.bias.to(device, torch.float32)
         return partial(rounded_product, codes=codes, scales=scales, zeros=zeros, bias=bias)
 
     def outputs(self, index: Tensor) -> Int4Weight:
         """As `Weight.outputs`; the index comes in aligned eights."""
-        eights = _runs(index, 8)
-        packed, zeros = select(self.packed, 1, eights), select(self.zeros, 1, eights)
+        weight, across, eights = self.joined(), self._across, _runs(index, 8)
+        packed = select(weight.packed, across, index if self.order == "inputs" else eights)
+        scales, zeros = select(weight.scales, across, index), select(weight.zeros, across, eights)
         bias = None if self.bias is None else select(self.bias, 0, index)
-        return replace(self, packed=packed, scales=select(self.scales, 1, index), zeros=zeros, bias=bias)
+        return replace(weight, packed=packed, scales=scales, zeros=zeros, bias=bias)
 
     def inputs(self, index: Tensor, run: int) -> Int4Weight:
         """As `Weight.inputs`. Where a run is not made of whole groups (heads narrower than a group) the groups become
         smaller."""
-        weight = self.regroup(math.gcd(self.group_size, run))
+        weight, down = self.joined().regroup(math.gcd(self.group_size, run)), 1 - self._across
         groups = _runs(index, weight.group_size)
-        scales, zeros = select(weight.scales, 0, groups), select(weight.zeros, 0, groups)
-        return replace(weight, packed=select(weight.packed, 0, index), scales=scales, zeros=zeros)
+        packed = select(weight.packed, down, _runs(index, 8) if self.order == "inputs" else index)
+        scales, zeros = select(weight.scales, down, groups), select(weight.zeros, down, groups)
+        return replace(weight, packed=packed, scales=scales, zeros=zeros)
 
     def stack(self, others: Sequence[Int4Weight], bias: Tensor | None) -> Int4Weight:
-        parts = (self, *others)
-        packed, scales, zeros = (
-            torch.cat(tensors, 1) for tensors in zip(*((part.packed, part.scales, part.zeros) for part in parts))
-        )
-        return replace(self, packed=packed, scales=scales, zeros=zeros, bias=bias)
+        first, *rest = (part for weight in (self, *others) for part in weight.parts)
+        return replace(first, rest=tuple(rest), bias=bias)
 
     def regroup(self, group_size: int) -> Int4Weight:
         """The same matrix in smaller groups, several of which have the same scale and zero point."""
@@ -123,5 +179,6 @@ class Int4Weight:
         assert rest == 0
         if times == 1:
             return self
-        scales, zeros = (x.repeat_interleave(times, 0) for x in (self.scales, self.zeros))
-        return replace(self, scales=scales, zeros=zeros, group_size=group_size)
+        weight, down = self.joined(), 1 - self._across
+        scales, zeros = (x.repeat_interleave(times, down) for x in (weight.scales, weight.zeros))
+        return replace(weight, scales=scales, zeros=zeros, group_size=group_size)

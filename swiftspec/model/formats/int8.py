@@ -17,6 +17,11 @@ from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Wei
 GROUPS = (128, 64, 32)  # inputs of a group: the largest that divides a matrix
 
 
+def group_of(inputs: int) -> int | None:
+    """So many inputs share a scale; None where no group divides them."""
+    return next((size for size in GROUPS if inputs % size == 0), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """What of a model is rounded to int8. A dense head is, at load, and then so are the rows that it meets."""
@@ -26,14 +31,20 @@ class Rounding:
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
         """The model with what is rounded; int4 matrices keep their codes."""
-        layers = map(_rounding_rows, weights.layers) if self.activations else weights.layers
-        head = weights.head
+        layers = weights.layers
+        if self.activations:
+            layers = [partial(_rounding_rows, read) for read in layers]
+        return replace(weights, layers=layers, head=partial(self._of_head, weights.head))
+
+    def _of_head(self, read: Callable[[], Weight]) -> Weight:
+        head = read()
         if isinstance(head, DenseWeight) and self.head:
-            head = Int8Weight.of(head.weight, head.bias) or head
-        return replace(weights, layers=layers, head=_row_rounding(head) if self.activations else head)
+            head = Unrounded.of(head.weight, head.bias) or head
+        return _row_rounding(head) if self.activations else head
 
 
-def _rounding_rows(layer: LayerWeights) -> LayerWeights:
+def _rounding_rows(read: Callable[[], LayerWeights]) -> LayerWeights:
+    layer = read()
     return replace(layer, **{name: _row_rounding(getattr(layer, name)) for name in ("qkv", "o", "gate_up", "down")})
 
 
@@ -52,7 +63,7 @@ class Int8Weight:
     @staticmethod
     def of(dense: Tensor, bias: Tensor | None = None) -> Int8Weight | None:
         """A dense matrix [N, K], rounded; None where no group divides K."""
-        group = next((size for size in GROUPS if dense.shape[1] % size == 0), None)
+        group = group_of(dense.shape[1])
         if group is None:
             return None
         codes = torch.empty(dense.shape, dtype=torch.int8)
@@ -96,3 +107,44 @@ class Int8Weight:
     def stack(self, others: Sequence[Int8Weight], bias: Tensor | None) -> Int8Weight:
         parts = (self, *others)
         return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]), bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Unrounded:
+    """A dense matrix [N, K] that is an `Int8Weight` as soon as anybody computes with it: whoever packs it may round it
+    on the way."""
+
+    dense: Tensor  # [N, K]
+    group_size: int
+    bias: Tensor | None = None  # [N]
+
+    @staticmethod
+    def of(dense: Tensor, bias: Tensor | None = None) -> Unrounded | None:
+        """None where no group divides K."""
+        group = group_of(dense.shape[1])
+        return None if group is None else Unrounded(dense, group, bias)
+
+    def rounded(self) -> Int8Weight:
+        weight = Int8Weight.of(self.dense, self.bias)
+        assert weight is not None
+        return weight
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[N, K] in `dtype`, rounded to int8 before."""
+        return self.rounded().dequantize(dtype)
+
+    def product(self, device: torch.device | str) -> Callable[[Tensor], Tensor]:
+        """See `Weight.product`."""
+        return self.rounded().product(device)
+
+    def outputs(self, index: Tensor) -> Unrounded:
+        """As `Weight.outputs`."""
+        bias = None if self.bias is None else select(self.bias, 0, index)
+        return replace(self, dense=select(self.dense, 0, index), bias=bias)
+
+    def inputs(self, index: Tensor, run: int) -> Int8Weight:
+        """As `Weight.inputs`."""
+        return self.rounded().inputs(index, run)
+
+    def stack(self, others: Sequence[Unrounded], bias: Tensor | None) -> Unrounded:
+        return replace(self, dense=torch.cat([part.dense for part in (self, *others)]), bias=bias)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swiftspec.model.formats.awq import AWQ_ORDER, from_awq
-from swiftspec.model.formats.int4 import pack_int4, unpack_int4
+from swiftspec.model.formats.awq import from_awq
+from swiftspec.model.formats.int4 import AWQ_ORDER, pack_int4, unpack_int4
 
 MARLIN_UTILS = "vllm.model_executor.layers.quantization.utils.marlin_utils"
 UINT4 = SimpleNamespace(id=7)
