@@ -13,6 +13,7 @@ from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
+from swiftspec.model.loader import Kept
 from swiftspec.model.transformer import Transformer
 from swiftspec.observe.emulate import Emulation
 
@@ -48,6 +49,7 @@ class Options(TypedDict, total=False):
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
+    packed_cache: Path | None  # where what a CPU has packed is kept for the next start; nowhere if left out
     kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
 
@@ -66,6 +68,7 @@ class Load(Protocol):
         group: Group | None,
         rounding: Rounding,
         progress: Progress | None,
+        kept: Kept | None,
     ) -> Transformer: ...
 
 
