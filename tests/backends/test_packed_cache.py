@@ -233,13 +233,23 @@ def test_the_writer_rests_while_a_request_runs() -> None:
         go()
         steps.append("went on")
 
-    writer.add({Path("a"): work})
+    writer.add(Path("a"), 1, work)
     assert steps == []
     writer.go()
     assert reached.wait(LONG) and steps == ["began"]
     writer.go()
     writer.close(LONG)
     assert steps == ["began", "went on"]
+
+
+def test_the_smallest_is_written_first() -> None:
+    """A head that a short run cannot finish holds up nothing."""
+    writer, written = Writer(), list[str]()
+    for name, size in (("head", 9), ("b", 2), ("a", 2), ("small", 1)):
+        writer.add(Path(name), size, lambda go, name=name: written.append(name))
+    writer.go()
+    writer.close(LONG)
+    assert written == ["small", "a", "b", "head"]
 
 
 def test_the_writer_stops_when_its_time_is_over() -> None:
@@ -252,7 +262,7 @@ def test_the_writer_stops_when_its_time_is_over() -> None:
         finally:
             ended.set()
 
-    writer.add({Path("a"): work})
+    writer.add(Path("a"), 1, work)
     writer.go()
     writer.close(0.0)
     assert ended.wait(LONG) and writer.trouble is None

@@ -38,6 +38,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 class FakeEngine:
     """Answers with `reply`, three tokens a round, the first two guessed; `during` is called after each round."""
 
+    load_time = 0.5
+
     def __init__(self, codec: TextCodec) -> None:
         self.config, self.max_model_len = EngineConfig("serial"), 200
         self.reply = "return a + b, read"

@@ -95,6 +95,7 @@ def check_invariants(result: dict[str, Any], bs: int) -> None:
     assert usage["prompt_tokens"] == len(result["prompt_token_ids"]) == timings["prompt_n"] and timings["cache_n"] == 0
     assert usage["completion_tokens"] == len(result["token_ids"]) == timings["predicted_n"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert timings["load_ms"] > 0
     assert timings["predicted_per_second"] == metrics["tokens_per_second"] > 0
     assert timings["draft_n"] == spec["num_draft_tokens"]
     assert timings["draft_n_accepted"] == spec["num_accepted_draft_tokens"]

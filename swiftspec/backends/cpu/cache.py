@@ -120,13 +120,13 @@ class Entry:
         names: dict[str, Callable[[], Unit]] = {}
         for index, layer in enumerate(stack.layers):
             names[_name(index)] = partial(_unit_of, layer)
-        names["head"] = partial(_unit, head=stack.head)  # last what is largest: a short run may not come to its end
+        names["head"] = partial(_unit, head=stack.head)
         names["embedding"] = lambda: Unit({"embedding": stack.embedding}, {})
         total = sum(make().nbytes for name, make in names.items() if name != "embedding")
         if total >= self.cache.least:
-            missing = {name: make for name, make in names.items() if name in self.missing}
-            work = {self.folder / name: partial(self._write, name, make) for name, make in missing.items()}
-            self.cache.writer.add(work)
+            for name in names.keys() & self.missing:
+                size, work = names[name]().nbytes, partial(self._write, name, names[name])
+                self.cache.writer.add(self.folder / name, size, work)
 
     def _layer(self, index: int, read: Callable[[], LayerWeights], skip: Callable[[str], object]) -> LayerWeights:
         found = self._taken(_name(index), _layer_of)
@@ -202,14 +202,14 @@ class Writer:
     def __init__(self) -> None:
         self.used: set[Path] = set()  # entries that this process maps, or writes
         self.trouble: str | None = None  # why nothing more is written
-        self._work: dict[Path, Work] = {}
+        self._work: dict[Path, tuple[int, Work]] = {}
         self._free = threading.Event()  # no request runs
         self._end = float("inf")
         self._thread: threading.Thread | None = None
 
-    def add(self, work: Mapping[Path, Work]) -> None:
-        """What is to be written, in this order."""
-        self._work |= work
+    def add(self, file: Path, size: int, work: Work) -> None:
+        """What is to be written there."""
+        self._work[file] = size, work
 
     def rest(self) -> None:
         """A request begins."""
@@ -231,7 +231,8 @@ class Writer:
 
     def _run(self) -> None:
         try:
-            for work in [*self._work.values()]:
+            # last what is largest: a short run may not come to its end
+            for _, (_, work) in sorted(self._work.items(), key=lambda item: (item[1][0], item[0])):
                 self._pause()
                 work(self._pause)
         except Stopped:
