@@ -88,34 +88,40 @@ inline void load_codes(const uint8_t* p, I& first, I& second) {
   }
 }
 
+// A few rows are bound by memory, which one or two streams of weights use best. Their chains of sums are then too few
+// for the arithmetic, so that two steps of eight inputs take turns.
+constexpr int turns(int rows) { return rows <= 2 ? 2 : 1; }
+
 template <Format W, int M, int B>
 void product_bytes(const Bytes& in, const Operand& w, float* out, int64_t stride) {
   constexpr int64_t kEight = 8 * kLanes * bits_of(W) / 8;  // bytes of eight inputs
+  constexpr int kTurns = turns(M);
+  const int64_t ahead = fetch_distance(w, B), groups = w.k / w.group;
   F total[M][B];
   clear(total);
   write(total, out, stride);
-  const int64_t ahead = fetch_distance(w, B), groups = w.k / w.group;
   for (int64_t g = 0; g < groups; ++g) {
-    I sum[M][B];
-    for (int m = 0; m < M; ++m) {
-      for (int b = 0; b < B; ++b) sum[m][b] = all_int(0);
-    }
-    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8) {
-      const uint32_t* words = in.words + k / 4 * M;
-      I first[B], second[B];
-#pragma GCC unroll 8
-      for (int b = 0; b < B; ++b) {
-        const uint8_t* p = w.data + b * w.block_bytes + k / 8 * kEight;
-        load_codes<W>(p, first[b], second[b]);
-        prefetch(p + ahead);
-        if (W == Format::int8) prefetch(p + 64 + ahead);
-      }
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const I row_first = all_int(words[m]), row_second = all_int(words[M + m]);
+    I sum[kTurns][M][B];
+    for (I* one = &sum[0][0][0]; one < &sum[0][0][0] + kTurns * M * B; ++one) *one = all_int(0);
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8 * kTurns) {
+#pragma GCC unroll 2
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const uint32_t* words = in.words + (k / 4 + 2 * turn) * M;
+        I first[B], second[B];
 #pragma GCC unroll 8
         for (int b = 0; b < B; ++b) {
-          sum[m][b] = add_eight<W>(sum[m][b], first[b], second[b], row_first, row_second);
+          const uint8_t* p = w.data + b * w.block_bytes + (k / 8 + turn) * kEight;
+          load_codes<W>(p, first[b], second[b]);
+          prefetch(p + ahead);
+          if (W == Format::int8) prefetch(p + 64 + ahead);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const I row_first = all_int(words[m]), row_second = all_int(words[M + m]);
+#pragma GCC unroll 8
+          for (int b = 0; b < B; ++b) {
+            sum[turn][m][b] = add_eight<W>(sum[turn][m][b], first[b], second[b], row_first, row_second);
+          }
         }
       }
     }
@@ -126,7 +132,8 @@ void product_bytes(const Bytes& in, const Operand& w, float* out, int64_t stride
           W == Format::int4 ? widen_bytes(w.zeros + (b * groups + g) * kLanes) : all(kZeroOfInt8);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const F exact = fma(sub(zeros(), zero), all(in.sums[g * M + m]), to_float(sum[m][b]));
+        const I whole = kTurns == 2 ? add(sum[0][m][b], sum[kTurns - 1][m][b]) : sum[0][m][b];
+        const F exact = fma(sub(zeros(), zero), all(in.sums[g * M + m]), to_float(whole));
         float* at = out + m * stride + b * kLanes;
         store(at, add(load(at), mul(exact, mul(scale, all(in.scales[g * M + m])))));
       }

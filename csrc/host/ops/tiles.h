@@ -29,7 +29,7 @@ void product_blocks(const In& in, Operand w, int64_t blocks, float* out, int64_t
 // So many that their sums fit the registers; bytes need two more for the codes of each block.
 template <class In>
 constexpr int blocks_at_once(int rows) {
-  int blocks = std::is_same_v<In, Bytes> && rows > 1 ? kBlocks / 2 : kBlocks;
+  int blocks = !std::is_same_v<In, Bytes> ? kBlocks : turns(rows) > 1 ? kBlocks / 4 : kBlocks / 2;
   while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
   return blocks;
 }
