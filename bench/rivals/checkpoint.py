@@ -50,7 +50,7 @@ class Weights:
         assert isinstance(self._layout, awq.Awq)
         module = name.removesuffix("weight")
         words, zeros, scales = (self._take(module + part) for part in ("qweight", "qzeros", "scales"))
-        return awq.from_awq(words, zeros, scales, self._layout.group_size)
+        return awq.from_awq(words, zeros, scales, self._layout.group_size).in_order()
 
     def _take(self, name: str) -> Tensor:
         return self._where[name].get_tensor(name)
