@@ -91,10 +91,10 @@ class TextCodec:
         """Bytes of text beyond which it is certain that so many tokens do not hold it; None: that is not known."""
         return MOST_TEXT if context is None else context * self.longest
 
-    def encode(self, text: str, context: int | None = None) -> list[int]:
-        """Text as it stands, with the special tokens that the tokenizer puts around any text. Raises TooLong on text
-        that cannot fit a context of so many tokens; shorter text may still be too long."""
-        return self._encode(text, context, special=True)
+    def encode(self, text: str, context: int | None = None, special: bool = True) -> list[int]:
+        """Text as it stands, with the special tokens that the tokenizer puts around any text, or without them. Raises
+        TooLong on text that cannot fit a context of so many tokens; shorter text may still be too long."""
+        return self._encode(text, context, special)
 
     def template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The chat template; of several the one named default, or where tools are given the one made for them."""
