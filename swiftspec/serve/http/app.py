@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from swiftspec.serve.http.engine import Engine
 from swiftspec.serve.http.server import Compile, Server, compile_here
 from swiftspec.serve.text import TextCodec
 
+LOG = logging.getLogger("swiftspec.serve")
 ID = "x-request-id"
 PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -37,8 +39,9 @@ class Error(BaseModel):
     error: ErrorBody
 
 
-class RequestIds:
-    """Gives every answer the id that its request came with, or a new one."""
+class Around:
+    """Gives every answer the id that its request came with, or a new one. What nobody expected is logged under that id,
+    and answered: uvicorn would drop the connection."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -50,13 +53,22 @@ class RequestIds:
             return
         given = Headers(scope=scope).get(ID, "")
         name = given if PLAIN.fullmatch(given) else secrets.token_hex(16)
+        started = False
 
         async def sending(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 MutableHeaders(scope=message)[ID] = name
             await send(message)
 
-        await self._app(scope, receive, sending)
+        try:
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            LOG.error("request %s broke", name, exc_info=error)
+            if started:
+                raise
+            await errors.response(errors.told(error), scope["path"])(scope, receive, sending)
 
 
 def create_app(
@@ -81,5 +93,5 @@ def create_app(
     for part in (chat, completions, responses, messages, info):
         app.include_router(part.router(server))
     errors.install(app)
-    app.add_middleware(RequestIds)  # what else goes around all endpoints (keys, limits, counters) is added likewise
+    app.add_middleware(Around)  # what else goes around all endpoints (keys, limits, counters) is added likewise
     return app

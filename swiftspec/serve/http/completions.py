@@ -97,8 +97,7 @@ async def _fill(server: Server, about: Ready, codec: TextCodec, prompt: str | li
     if not isinstance(prompt, str):
         raise unsupported("suffix", "the prompt must be text then")
     whole = await server.threaded(codec.encode, "", about.max_model_len)
-    first = codec.tokenizer.bos_token_id
-    lead = [first] if first is not None and whole[:1] == [first] else []
+    lead = whole[:1] if whole[:1] == [codec.tokenizer.bos_token_id] else []
     before = await server.threaded(codec.encode, prompt, about.max_model_len, False)
     after = await server.threaded(codec.encode, suffix, about.max_model_len, False)
     begin, hole, end = (codec.vocab[word] for word in known)

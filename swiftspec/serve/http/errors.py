@@ -77,6 +77,8 @@ def told(error: Exception) -> ApiError:
             return ApiError(error.status_code, message, headers=error.headers)
         case RecursionError():
             return ApiError(400, DEEP)
+        case UnicodeEncodeError():
+            return ApiError(400, "the body holds half of a surrogate pair, which is no text")
         case _:
             return ApiError(500, "something broke in the server; its log says what", code="internal_error")
 
@@ -110,7 +112,7 @@ def response(error: ApiError, path: str) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Has every exception answered in these shapes."""
+    """Has every exception that is the client's, or that is expected, answered in these shapes."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -118,7 +120,8 @@ def install(app: FastAPI) -> None:
         return response(told(error), request.url.path)
 
     kinds = (
-        ApiError, UserError, RequestValidationError, HTTPException, RecursionError, ClientDisconnect, Exception,
+        ApiError, UserError, RequestValidationError, HTTPException, RecursionError, UnicodeEncodeError,
+        ClientDisconnect,
     )  # fmt: skip
     for kind in kinds:
         app.add_exception_handler(kind, handle)

@@ -27,6 +27,7 @@ from swiftspec.serve.http.schema import (
 )
 from swiftspec.serve.http.scores import Scores
 from swiftspec.serve.http.server import Server
+from swiftspec.serve.http.sse import ENCODER
 from swiftspec.serve.http.talk import Content, Name, Talk, Talked, called, parsed_arguments, text_of, tool_of
 from swiftspec.serve.http.written import ResponseWriter
 
@@ -198,6 +199,7 @@ def router(server: Server) -> APIRouter:
             "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
             "truncation": "disabled", "store": False, "background": False,
         }  # fmt: skip
+        ENCODER.encode(given)  # what is no text shows before the engine is asked
         writer = ResponseWriter(answer, given, Scores(codec), top)
         return await respond(server, request, answer, writer, body.stream)
 

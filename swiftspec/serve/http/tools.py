@@ -162,19 +162,13 @@ def _no_number(word: str) -> float:
 def forced(format: Format, tools: dict[str, dict[str, Any]], marker: int | None) -> str:
     """A grammar (Lark, for llguidance) of exactly one call of one of these tools, by the schemas of their arguments.
     `marker`: the id of the token that begins a call, where that is a special one."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, format.arguments: schema or {"type": "object"}},
-            "required": ["name", format.arguments],
-            "additionalProperties": False,
-        }
-        for name, schema in tools.items()
-    ]
-    one = json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls})
-    begin = format.begin and (f"<[{marker}]>" if marker is not None else json.dumps(format.begin))
-    if format is MISTRAL:
-        one = json.dumps({"type": "array", "items": json.loads(one), "minItems": 1, "maxItems": 1})
-    newline = '"\\n"' if format.end else ""
-    end = json.dumps(format.end) if format.end else ""
-    return f"start: {' '.join(filter(None, (begin, newline, 'call', newline, end)))}\ncall: %json {one}\n"
+    around = {"[": '"["', "]": '"]"'} if format is MISTRAL else {"[": "", "]": ""}
+    begin = f"<[{marker}]>" if marker is not None else format.begin and json.dumps(format.begin)
+    newline, end = ('"\\n"', json.dumps(format.end)) if format.end else ("", "")
+    parts = (begin, newline, around["["], "call", around["]"], newline, end)
+    lines = [f"start: {' '.join(filter(None, parts))}", f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
+    for at, (name, schema) in enumerate(tools.items()):  # a rule for each schema, which may refer to its own root
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "{format.arguments}": ')
+        lines.append(f'call_{at}: {head} values_{at} "}}"')
+        lines.append(f"values_{at}: %json {json.dumps(schema or {'type': 'object'})}")
+    return "\n".join(lines)
