@@ -10,7 +10,7 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer, Part
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.jobs import chat_job, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import grammar_asked
 from swiftspec.serve.http.schema import (
     CHAT_NEVER,
@@ -148,7 +148,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/chat/completions")
+    @made.post("/v1/chat/completions", responses=BOTH_WAYS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

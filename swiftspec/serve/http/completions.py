@@ -13,7 +13,7 @@ from swiftspec.serve.http.answer import Answer, Job, Part
 from swiftspec.serve.http.engine import Ask
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.frames import Chunk, Likelihood, Ready
-from swiftspec.serve.http.jobs import replace_key, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, replace_key, respond
 from swiftspec.serve.http.sampling import grammar_asked, sampling_of
 from swiftspec.serve.http.schema import (
     NEVER,
@@ -198,7 +198,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/completions")
+    @made.post("/v1/completions", responses=BOTH_WAYS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -27,6 +27,15 @@ from swiftspec.serve.text import TextCodec
 
 KEY = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
+BOTH_WAYS: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
+    200: {
+        "description": "The answer: one object, or with `stream` its parts as server-sent events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
 NO_FORMAT = "this model's chat template takes no tools, or has calls written in no way that is known here"
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer, Part
 from swiftspec.serve.http.errors import unsupported
-from swiftspec.serve.http.jobs import chat_job, encode_talk, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, encode_talk, respond
 from swiftspec.serve.http.schema import NEVER, Body, Object, Positive, Sampled, Stops, Text, Word, refuse
 from swiftspec.serve.http.server import Server, number
 from swiftspec.serve.http.sse import event
@@ -238,7 +238,7 @@ def router(server: Server) -> APIRouter:
     """The endpoints."""
     made = APIRouter()
 
-    @made.post("/v1/messages")
+    @made.post("/v1/messages", responses=BOTH_WAYS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

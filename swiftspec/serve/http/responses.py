@@ -9,7 +9,7 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.jobs import chat_job, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import Grammar, grammar_asked
 from swiftspec.serve.http.schema import (
     NEVER,
@@ -177,7 +177,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/responses")
+    @made.post("/v1/responses", responses=BOTH_WAYS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)
