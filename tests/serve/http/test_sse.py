@@ -79,6 +79,14 @@ def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rou
     asyncio.run(leave())
 
 
+def test_a_connection_that_is_dropped(player: Player, client: httpx.Client) -> None:
+    """The same over a real one."""
+    player.prepare(hold=1)
+    with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as answer:
+        next(answer.iter_raw())
+    assert player.cancelled.wait(10)
+
+
 def test_a_server_that_ends_cancels_too(player: Player) -> None:
     async def end() -> None:
         player.prepare(hold=1)
