@@ -14,6 +14,7 @@ from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import grammar_asked
 from swiftspec.serve.http.schema import (
     CHAT_NEVER,
+    WHOLE,
     Constrained,
     Count,
     Object,
@@ -44,7 +45,7 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

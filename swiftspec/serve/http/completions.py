@@ -17,6 +17,7 @@ from swiftspec.serve.http.jobs import BOTH_WAYS, replace_key, respond
 from swiftspec.serve.http.sampling import grammar_asked, sampling_of
 from swiftspec.serve.http.schema import (
     NEVER,
+    WHOLE,
     Constrained,
     Count,
     Sampled,
@@ -55,7 +56,7 @@ class CompletionRequest(Sampled, Constrained):
     suffix: Text | None = None
     max_tokens: Count | None = Field(USUAL, description="0 only with echo: the prompt's likelihoods alone.")
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -13,6 +13,7 @@ from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import Grammar, grammar_asked
 from swiftspec.serve.http.schema import (
     NEVER,
+    WHOLE,
     Body,
     Constrained,
     JsonSchema,
@@ -88,7 +89,7 @@ class ResponsesRequest(Sampled, Constrained):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     include: Annotated[list[Word], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
