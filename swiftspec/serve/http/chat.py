@@ -30,7 +30,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.scores import Scores
 from swiftspec.serve.http.server import Server, number
 from swiftspec.serve.http.sse import DONE, event
-from swiftspec.serve.http.talk import Message, NamedTool, Talked, TemplateFields, Tool, ToolChoice, talk_of, tool_of
+from swiftspec.serve.http.talk import Message, NamedTool, Talked, TemplateFields, Tool, ToolChoice, talk_of
 from swiftspec.serve.http.tools import Call
 
 
@@ -64,7 +64,7 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
 
 def talked_of(body: ChatRequest) -> Talked:
     """The conversation and its tools, for the chat template."""
-    tools = [tool_of(one.function.name, one.function.description, one.function.parameters) for one in body.tools or ()]
+    tools = [one.shown() for one in body.tools or ()]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice or "auto"
     return Talked(
         talk_of(body.messages), tools, choice, body.variables(), bool(body.continue_final_message),
