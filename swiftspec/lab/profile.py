@@ -235,7 +235,3 @@ def write_report(argv: Sequence[str]) -> int:
     for file in outputs.write(profile, args.file):
         print(f"wrote {file}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

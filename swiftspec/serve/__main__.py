@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from swiftspec.distributed.launcher import launched, own_rank
 from swiftspec.errors import RankLost, UserError
@@ -61,6 +61,14 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     return code if ending.code is None else ending.code
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process. A signal that comes now is too late to change how: the interpreter, which needs a while to go,
+    would end by it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
 def _warn_of_strays() -> None:
     if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
         from swiftspec.serve.layers import strays
@@ -111,5 +119,10 @@ def own_world() -> World | None:
     return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True))
 
 
+def command() -> NoReturn:
+    """The process of this command, from its start to its end."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
