@@ -1,0 +1,66 @@
+"""What the HTTP side sees of the engine: its state, and one answer as it comes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from swiftspec.errors import UserError
+from swiftspec.serve.http.frames import Chunk, Done, Prompt, Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request to the engine. `key`: of one client's requests with the same key the newest replaces the others."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]  # the fields of SamplingParams that are given
+    key: str | None = None
+
+
+class Refused(UserError):
+    """The engine cannot take a request now. `status`: 429 (the queue is full, or it waited too long) or 503 (loading,
+    draining, or gone). `retry_after`: seconds; None where another try is no use."""
+
+    def __init__(self, message: str, status: int, retry_after: float | None) -> None:
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+class Unusable(UserError):
+    """A request that the engine refuses for what it asks: a 400."""
+
+
+class Broken(UserError):
+    """Something broke while a request ran. `kind`: "engine_error", "timeout" or "replaced"."""
+
+    def __init__(self, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`phase`: "loading", "ready", "draining" or "dead"; `step` says more. `running` and `waiting`: how many requests."""
+
+    phase: str
+    step: str
+    running: int
+    waiting: int
+
+
+class Engine(Protocol):
+    """Serves requests one after the other, first come, first served."""
+
+    @property
+    def state(self) -> State: ...
+    @property
+    def about(self) -> Ready | None:
+        """What rank 0 has said of itself; None before it is ready."""
+        ...
+
+    def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+        """The frames of one answer, `Done` last. The first step waits in the queue. Closing the generator, which every
+        caller must see to (`contextlib.aclosing`), cancels the request. Raises Refused, Unusable or Broken."""
+        ...

@@ -1,0 +1,120 @@
+"""What rank 0 and the front end say to each other: msgspec frames over a Unix socket, each with its length before it.
+
+Rank 0 serves one request at a time. The front end sends the next `Start` only after the `Done` or the `Failed` of the
+one before, which also follow a `Cancel`. Nothing in here is pickled, and a frame has a largest length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MOST = 64 << 20  # bytes of a frame: a prompt of millions of tokens, or their log-probabilities
+LENGTH = 4  # bytes before a frame, big-endian
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """Any of them."""
+
+
+# From the front end to rank 0.
+
+
+class Start(Frame, frozen=True):
+    """A request: the prompt's tokens, and the fields of SamplingParams that are not at their defaults."""
+
+    request: int
+    prompt: list[int]
+    sampling: dict[str, Any]
+
+
+class Cancel(Frame, frozen=True):
+    """Nobody waits for this request any more. One that has ended is none of rank 0's business: nothing happens."""
+
+    request: int
+
+
+class Leave(Frame, frozen=True):
+    """The front end has nothing to do any more: rank 0 is to end, and the other ranks with it."""
+
+
+# From rank 0 to the front end.
+
+
+class Loading(Frame, frozen=True):
+    """What it is doing before it can serve: "target weights 3.1 of 5.7 GB, 1.2 GB/s"."""
+
+    step: str
+
+
+class Found(Frame, frozen=True):
+    """Where the models lie, as soon as that is known: the front end reads the tokenizer while the weights load."""
+
+    target: str  # a folder
+
+
+class Ready(Frame, frozen=True):
+    """It takes requests. `plan`: the fields of EngineConfig as they are in force."""
+
+    model: str
+    draft_model: str | None
+    max_model_len: int
+    vocab_size: int  # token ids in a prompt lie below
+    eos_token_ids: list[int]
+    defaults: dict[str, Any]  # sampling values of the model's generation_config.json
+    plan: dict[str, Any]
+    load_ms: float
+
+
+class Likelihood(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a token in the target's distribution, and the likeliest tokens with theirs there."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Chunk(Frame, frozen=True):
+    """The tokens of one round. `accepted`: the first so many were the draft's guess. `likelihoods` [tokens], where
+    they were asked for. `finish_reason` "stop" or "length" on the last one."""
+
+    request: int
+    token_ids: list[int]
+    accepted: int
+    likelihoods: list[Likelihood] | None = None
+    finish_reason: str | None = None
+
+
+class Prompt(Frame, frozen=True):
+    """The likelihood of each of a prompt's tokens but the first, before the first chunk, where they were asked for."""
+
+    request: int
+    likelihoods: list[Likelihood]
+
+
+class Done(Frame, frozen=True):
+    """A request has ended, by itself or cancelled; the caches are ready for the next. `timings` and `metrics` as
+    `serve.answer` makes them, and `more` what else it says of the answer (`exact`, `particles`, ...)."""
+
+    request: int
+    timings: dict[str, Any]
+    metrics: dict[str, Any]
+    more: dict[str, Any]
+
+
+class Failed(Frame, frozen=True):
+    """A request has ended with an error. `user`: it is the request's own fault, a 400; else something broke."""
+
+    request: int
+    message: str
+    user: bool
+
+
+class Lost(Frame, frozen=True):
+    """Rank 0 will serve no more, and leaves."""
+
+    message: str
+
+
+ToEngine = Start | Cancel | Leave
+FromEngine = Loading | Found | Ready | Prompt | Chunk | Done | Failed | Lost
