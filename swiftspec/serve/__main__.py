@@ -1,4 +1,5 @@
-"""`python -m swiftspec.serve`: a chat in a terminal, else one answer. Imports as it goes, so that --help is fast."""
+"""`python -m swiftspec.serve`: with --port a server, in a terminal a chat, else one answer. Imports as it goes, so that
+--help is fast."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from swiftspec.serve.streams import taken, warn
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
+    from swiftspec.serve.cli import Command
 
 
 PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
@@ -93,13 +95,18 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve.cli import parse
 
     command = parse(argv)
+    serving = command.settings.port is not None
     if not first:
         from swiftspec.serve.session import serve_rank
 
+        if serving:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it, ends what runs, and says when to leave
         world = own_world()
         assert world is not None
         serve_rank(command.settings, world)
         return 0
+    if serving:
+        return _serve(command)
     from swiftspec.serve import oneshot
 
     prompt = oneshot.read_prompt(command)
@@ -108,6 +115,15 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve import chat
 
     return chat.run(command.settings, own_world())
+
+
+def _serve(command: Command) -> int:
+    from swiftspec.serve.http import service
+    from swiftspec.serve.settings import UsageError
+
+    if command.json or command.prompt is not None or command.prompt_file is not None:
+        raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
+    return service.run(command.settings, own_world())
 
 
 def own_world() -> World | None:

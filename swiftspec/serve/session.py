@@ -126,9 +126,18 @@ class Found:
         return Found(model, draft_model, target, draft, plan)
 
 
-def open_session(settings: Settings, phases: Phases, world: World | None = None, *, warm_up: bool = False) -> Session:
-    """Finds, checks and loads the models that the settings name. Raises UserError on whatever does not fit."""
+def open_session(
+    settings: Settings,
+    phases: Phases,
+    world: World | None = None,
+    *,
+    warm_up: bool = False,
+    tell: Callable[[Found], None] = lambda found: None,
+) -> Session:
+    """Finds, checks and loads the models that the settings name, and tells once they are found. Raises UserError on
+    whatever does not fit."""
     found = Found.of(settings, 1 if world is None else world.size, phases)
+    tell(found)
     defaults = generation_defaults(found.target)
     sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
     found.plan.check_request(sampling)
