@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from swiftspec.errors import NotFinite, RankLost, UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
+from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.wire import FrontEndLost, Wire
-from swiftspec.serve.session import Found, Session, open_session
+from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.terminal import Phases
 
