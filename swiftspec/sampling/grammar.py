@@ -7,9 +7,8 @@ every rank, and the text under a grammar is plain decoding's. Letters: n paths, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +18,9 @@ from torch import Tensor
 from swiftspec.errors import RequestEnds, UserError
 from swiftspec.sampling.sampler import Paths
 from swiftspec.setting import require
+
+T = TypeVar("T")
+Tokens = tuple[int, ...]
 
 LONGEST = 2**18  # characters of a grammar
 COMPILED = 4  # grammars that are kept ready
@@ -53,8 +55,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         parser = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**LIMITS))
-        reason = " ".join(parser.get_error().split())[:300]
-        require(not parser.is_error(), f"the grammar cannot be read: {reason}")
+        require(not parser.is_error(), f"the grammar cannot be read: {_reason(parser.get_error())}")
         return parser
 
     def _read_tokenizer(self) -> Any:
@@ -67,58 +68,78 @@ class Grammars:
             try:
                 self._tokenizer = LLTokenizer(str(file), eos_token=list(self._eos))
             except Exception as error:  # of any kind, by what the file holds
-                reason = " ".join(str(error).split())[:200]
-                raise UserError(f"{file} is no tokenizer that a grammar can use: {reason}") from None
+                raise UserError(f"{file} is no tokenizer that a grammar can use: {_reason(error)}") from None
         return self._tokenizer
 
 
 class GrammarRules:
     """One grammar along one request's text, as `sampler.Rules`. Tokens that end the text end it: after one of them
-    nothing but these may follow."""
+    nothing but these may follow.
+
+    Every node has a parser of its own, a copy of its parent's that has read one more token. A copy takes as long as a
+    step back, and after steps back llguidance 1.9 may give another mask than on the straight way.
+    """
 
     def __init__(self, parser: Any, eos: Sequence[int], vocab: int, known: int) -> None:
         """`parser`: at the start of the text; it knows tokens below `known`."""
-        self._parser, self._eos, self._vocab, self._known = parser, frozenset(eos), vocab, known
-        self._at: list[int] = []  # what the parser has read below the last verified token
+        self._eos, self._vocab, self._known = frozenset(eos), vocab, known
+        self._parsers: dict[Tokens, Any] = {(): parser}  # by path; None where the grammar forbids it
+        self._masks: dict[Tokens, NDArray[np.uint8]] = {}
         self._ended = False
-        every = np.zeros(vocab, np.bool_)
-        every[[token for token in eos if token < vocab]] = True
-        self._end = np.packbits(every, bitorder="little")
+        end = np.zeros(vocab, np.bool_)
+        end[[token for token in eos if token < vocab]] = True
+        self._end = np.packbits(end, bitorder="little")
 
     def observe(self, tokens: Sequence[int]) -> None:
         self._ended = self._ended or not self._eos.isdisjoint(tokens)
-        if not self._ended and not self._follow(tokens):
-            raise self._failed()
-        self._at = []
+        if self._ended:
+            return
+        path = tuple(tokens)
+        if self._parser(path) is None:
+            raise TooComplex("the text does not follow its grammar")
+        self._parsers, self._masks = _below(self._parsers, path), _below(self._masks, path)
 
     def allowed(self, paths: Paths) -> Tensor:
         """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
-        allowed = np.stack([np.unpackbits(self._bits(path), count=self._vocab, bitorder="little") for path in paths])
-        return torch.from_numpy(allowed.view(np.bool_))
+        masks = [np.unpackbits(self._mask(tuple(path)), count=self._vocab, bitorder="little") for path in paths]
+        return torch.from_numpy(np.stack(masks).view(np.bool_))
 
-    def _bits(self, path: Sequence[int]) -> NDArray[np.uint8]:
-        """A bit for each token, which may be fewer than V: those beyond the tokenizer's are not allowed."""
+    def _mask(self, path: Tokens) -> NDArray[np.uint8]:
+        """A bit for each token, perhaps of fewer than V: those beyond are not allowed."""
         if self._ended or not self._eos.isdisjoint(path):
             return self._end
-        if not self._follow(path):
-            return np.full(-(-self._vocab // 8), 255, np.uint8)
-        bits = self._parser.compute_bitmask()
-        if self._parser.is_error():
-            raise self._failed()
-        return np.frombuffer(bits, np.uint8)
+        if path not in self._masks:
+            parser = self._parser(path)
+            if parser is None:
+                return np.full(-(-self._vocab // 8), 255, np.uint8)
+            self._masks[path] = np.frombuffer(parser.compute_bitmask(), np.uint8)
+            _check(parser)
+        return self._masks[path]
 
-    def _follow(self, path: Sequence[int]) -> bool:
-        """Moves the parser to a path; False where the grammar forbids it."""
-        same = next((i for i, (a, b) in enumerate(zip(self._at, path)) if a != b), min(len(self._at), len(path)))
-        if same < len(self._at):
-            self._parser.rollback(len(self._at) - same)
-        rest = [*takewhile(lambda token: token < self._known, path[same:])]
-        read = self._parser.try_consume_tokens(rest) if rest else 0
-        self._at = list(path[: same + read])
-        if self._parser.is_error():
-            raise self._failed()
-        return len(self._at) == len(path)
+    def _parser(self, path: Tokens) -> Any:
+        """The one that has read a path without an end; None where the grammar forbids it."""
+        if path not in self._parsers:
+            above, parser = self._parser(path[:-1]), None
+            if above is not None and path[-1] < self._known:
+                parser = above.deep_copy()
+                read = parser.try_consume_tokens([path[-1]])
+                _check(parser)
+                parser = parser if read else None
+            self._parsers[path] = parser
+        return self._parsers[path]
 
-    def _failed(self) -> TooComplex:
-        reason = " ".join(self._parser.get_error().split())[:200] or "the text does not follow it"
-        return TooComplex(f"the grammar cannot be followed any further: {reason}")
+
+def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:
+    """What is known of paths from this one on."""
+    return {known[len(path) :]: value for known, value in found.items() if known[: len(path)] == path}
+
+
+def _check(parser: Any) -> None:
+    """Raises TooComplex where a parser has met its limits."""
+    if parser.is_error():
+        raise TooComplex(f"the grammar cannot be followed any further: {_reason(parser.get_error())}")
+
+
+def _reason(error: object) -> str:
+    """The beginning of an error, in one line."""
+    return " ".join(str(error).split())[:200]
