@@ -1,8 +1,7 @@
 """`python -m swiftspec.exactness`: whether speculation changes what the target says. See lab/exactness/command.py."""
 
-import sys
-
 from swiftspec.lab.exactness.command import main
+from swiftspec.serve.__main__ import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

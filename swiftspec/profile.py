@@ -1,8 +1,7 @@
 """`python -m swiftspec.profile`: finds by measurement how a pair should run here. See lab/profile.py."""
 
-import sys
-
 from swiftspec.lab.profile import main
+from swiftspec.serve.__main__ import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -1,4 +1,5 @@
-"""`python -m swiftspec.serve`: a chat in a terminal, else one answer. Imports as it goes, so that --help is fast."""
+"""`python -m swiftspec.serve`: with --port a server, in a terminal a chat, else one answer. Imports as it goes, so that
+--help is fast."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from swiftspec.distributed.launcher import launched, own_rank
 from swiftspec.errors import RankLost, UserError
@@ -16,6 +17,7 @@ from swiftspec.serve.streams import taken, warn
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
+    from swiftspec.serve.cli import Command
 
 
 PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
@@ -61,6 +63,14 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     return code if ending.code is None else ending.code
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process. A signal that comes now is too late to change how: the interpreter, which needs a while to go,
+    would end by it."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
 def _warn_of_strays() -> None:
     if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
         from swiftspec.serve.layers import strays
@@ -85,13 +95,18 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve.cli import parse
 
     command = parse(argv)
+    serving = command.settings.port is not None
     if not first:
         from swiftspec.serve.session import serve_rank
 
+        if serving:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it, ends what runs, and says when to leave
         world = own_world()
         assert world is not None
         serve_rank(command.settings, world)
         return 0
+    if serving:
+        return _serve(command)
     from swiftspec.serve import oneshot
 
     prompt = oneshot.read_prompt(command)
@@ -100,6 +115,15 @@ def _run(argv: Sequence[str] | None, first: bool) -> int:
     from swiftspec.serve import chat
 
     return chat.run(command.settings, own_world())
+
+
+def _serve(command: Command) -> int:
+    from swiftspec.serve.http import service
+    from swiftspec.serve.settings import UsageError
+
+    if command.json or command.prompt is not None or command.prompt_file is not None:
+        raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
+    return service.run(command.settings, own_world())
 
 
 def own_world() -> World | None:
@@ -111,5 +135,10 @@ def own_world() -> World | None:
     return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True))
 
 
+def command() -> NoReturn:
+    """The process of this command, from its start to its end."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

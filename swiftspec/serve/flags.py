@@ -24,8 +24,8 @@ from swiftspec.config import (
 from swiftspec.params import SAMPLING, STOPPING, SamplingParams
 from swiftspec.setting import Config, Setting, declared, setting
 
-MODELS = "models"
-GROUPS = (MODELS, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+MODELS, SERVER = "models", "server"
+GROUPS = (MODELS, SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
 CONTRADICTS = {  # what a mode does otherwise: a setting that shapes it is refused
     "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, AHEAD),
 }  # fmt: skip
@@ -99,6 +99,30 @@ class OwnSettings:
         "the user's cache folder", profile=True,
     )  # fmt: skip
     raw: bool = setting(False, "Continue the prompt as it stands: no chat template.", MODELS)
+
+    port: int | None = setting(
+        None, "Serve over HTTP on this port: OpenAI's API and Anthropic's. 0: any free one.", SERVER, "N", "off",
+        least=0, most=65535,
+    )  # fmt: skip
+    host: str = setting("127.0.0.1", "The address to listen on. 0.0.0.0: all; take an API key then.", SERVER, "ADDRESS")
+    served_model_name: str | None = setting(
+        None, "What clients call the model.", SERVER, "NAME", "as --model has it, else swiftspec-demo"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "Only clients with this key are served; several may be given. Others on this machine can read it off the"
+        " command line: rather set the environment variable.", SERVER, "KEY", "none",
+    )  # fmt: skip
+    max_queue: int = setting(8, "Requests that may wait; more are refused (429).", SERVER, "N", least=0, most=10_000)
+    queue_timeout: float = setting(
+        30.0, "Longest wait in the queue before a request is refused (429).", SERVER, "SECONDS", least=0.1, most=86_400
+    )
+    request_timeout: float | None = setting(
+        None, "Longest time of a request once it is decoded.", SERVER, "SECONDS", "none", least=0.1, most=86_400
+    )
+    drain_timeout: float = setting(
+        20.0, "After Ctrl-C or SIGTERM the request under way may take so long to end; a second one ends at once.",
+        SERVER, "SECONDS", least=0, most=86_400,
+    )  # fmt: skip
 
     mode: str | None = setting(
         None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."

@@ -46,11 +46,14 @@ def test_noise_is_accurate_everywhere(level: str) -> None:
 
 
 @pytest.mark.slow
-def test_noise_is_accurate_and_falls_for_every_float() -> None:
-    """All bits are walked in order: the noise never rises by more than the rounding of one of its values."""
+def test_noise_is_accurate_and_falls_over_all_bits() -> None:
+    """An eighth of all bits, in runs, walked in order: the noise never rises by more than the rounding of one of its
+    values."""
     last = math.inf
     for start in range(0, 2**32, 2**24):
-        bits = np.arange(start, start + 2**24, dtype=np.int64).astype(np.uint32)
+        bits = np.arange(start, start + 2**21, dtype=np.int64).astype(np.uint32)
+        if start == 2**32 - 2**24:
+            bits += np.uint32(2**24 - 2**21)  # to the very end
         ours = gumbel_of(bits)
         check_gumbel(bits[:: 7 if start else 1])
         steps = np.diff(ours, prepend=np.float32(min(last, 3e38)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,16 @@ def build(folder: Path, sanitizer: str) -> Path:
     linked = subprocess.run([*flags, str(probe), "-o", str(out)], capture_output=True, check=False)
     if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"no working -fsanitize={sanitizer} here")
-    sources = [str(ROOT / "tests/native/host_driver.cpp"), *map(str, sorted((ROOT / "csrc/host").rglob("*.cpp")))]
-    subprocess.run([*flags, "-O1", "-g", f"-I{ROOT / 'csrc'}", *sources, "-o", str(out)], check=True)
+    sources = [ROOT / "tests/native/host_driver.cpp", *sorted((ROOT / "csrc/host").rglob("*.cpp"))]
+
+    def compiled(source: Path) -> str:
+        target = str(folder / f"{source.stem}.o")
+        subprocess.run([*flags, "-O1", "-g1", f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compiled, sources))
+    subprocess.run([*flags, *objects, "-o", str(out)], check=True)
     return out
 
 

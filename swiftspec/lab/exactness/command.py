@@ -6,7 +6,6 @@ Exit code 0 where no difference was found, 1 where one was or the draft was of n
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -163,7 +162,3 @@ def _report(tree: Session, tested: Watched, verdict: Verdict | None, texts: list
     else:
         out.print("no difference found" if tested.idle is None else f"NOT TESTED: {tested.idle}")
     return 0 if same and tested.idle is None else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

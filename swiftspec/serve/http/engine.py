@@ -42,7 +42,7 @@ class Broken(UserError):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`phase`: "loading", "ready", "draining" or "dead"; `step` says more. `running` and `waiting`: how many requests."""
+    """`phase`: "loading", "ready", "draining" or "dead", and `step` says more; how many requests there are."""
 
     phase: str
     step: str

@@ -42,6 +42,21 @@ class Leave(Frame, frozen=True):
 # From rank 0 to the front end.
 
 
+class Configure(Frame, frozen=True):
+    """The first frame: what the front end is to be like. Times in seconds."""
+
+    model_name: str  # as clients are to call it
+    api_keys: list[str]  # one of them must come with a request; none: nothing is asked
+    max_queue: int
+    queue_timeout: float
+    request_timeout: float | None
+    drain_timeout: float
+
+
+class Drain(Frame, frozen=True):
+    """Take no new requests, end the one that runs, and then say `Leave`."""
+
+
 class Loading(Frame, frozen=True):
     """What it is doing before it can serve: "target weights 3.1 of 5.7 GB, 1.2 GB/s"."""
 
@@ -117,4 +132,4 @@ class Lost(Frame, frozen=True):
 
 
 ToEngine = Start | Cancel | Leave
-FromEngine = Loading | Found | Ready | Prompt | Chunk | Done | Failed | Lost
+FromEngine = Configure | Drain | Loading | Found | Ready | Prompt | Chunk | Done | Failed | Lost

@@ -1,7 +1,11 @@
-"""What an answer must keep to, as a grammar of llguidance. Building one has no bound in time and memory: whoever calls
-this for a stranger does it in a process that can be ended. So it imports nothing else."""
+"""What an answer must keep to, as a grammar of llguidance. Building one has no bound in time and memory: compiler.py
+runs this file as a process of its own, which can be ended. So it imports nothing of the package."""
 
 from __future__ import annotations
+
+import json
+import resource
+import sys
 
 from llguidance import LLMatcher, grammar_from
 
@@ -25,3 +29,20 @@ def grammar_of(kind: str, text: str) -> str:
             return grammar
     words = " ".join(complaint.split())
     raise ValueError(words if len(words) <= LONGEST else words[: LONGEST - 3] + "...")
+
+
+def main() -> None:
+    """Compiles what comes on standard input, a JSON object of kind and text, within so many CPU seconds and bytes."""
+    seconds, memory = map(int, sys.argv[1:3])
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    asked = json.load(sys.stdin)
+    try:
+        reply = {"grammar": grammar_of(asked["kind"], asked["text"])}
+    except ValueError as error:
+        reply = {"error": str(error)}
+    json.dump(reply, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

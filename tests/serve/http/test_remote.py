@@ -1,0 +1,253 @@
+"""The queue in front of rank 0, which a script plays here."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from swiftspec.serve.http import frames
+from swiftspec.serve.http.engine import Ask, Broken, Refused, Unusable
+from swiftspec.serve.http.frames import Configure, ToEngine
+from swiftspec.serve.http.remote import RemoteEngine
+from swiftspec.serve.http.wire import AsyncWire, Frames, packed
+
+READY = frames.Ready("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
+
+
+class Rank0:
+    """The other end: what the front end has sent, and frames for it."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._frames = end, Frames(ToEngine)
+        self._in: list[Any] = []
+
+    async def next(self) -> ToEngine:
+        while not self._in:
+            self._in += self._frames.push(await asyncio.get_running_loop().sock_recv(self._end, 1 << 16))
+        return self._in.pop(0)
+
+    def say(self, *told: Any) -> None:
+        for frame in told:
+            self._end.sendall(packed(frame))
+
+    def end(self, request: int) -> None:
+        self.say(frames.Done(request, {}, {}, {}))
+
+
+Scene = Callable[[RemoteEngine, Rank0], Awaitable[None]]
+
+
+def play(scene: Scene, ready: bool = True, **limits: Any) -> None:
+    """Runs a scene with an engine in front of a scripted rank 0."""
+    values: dict[str, Any] = {
+        "model_name": "m", "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
+        "drain_timeout": 60.0,
+    }  # fmt: skip
+
+    async def whole() -> None:
+        here, there = socket.socketpair()
+        there.setblocking(False)
+        engine = RemoteEngine(await AsyncWire.over(here), Configure(**(values | limits)))
+        hearing = asyncio.create_task(engine.run())
+        rank0 = Rank0(there)
+        if ready:
+            rank0.say(READY)
+            while engine.state.phase != "ready":
+                await asyncio.sleep(0)
+        await asyncio.wait_for(scene(engine, rank0), 20)
+        there.close()
+        await hearing
+        assert engine.state == type(engine.state)("dead", engine.state.step, 0, 0)
+
+    asyncio.run(whole())
+
+
+async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
+    async with aclosing(answer):
+        return [frame async for frame in answer]
+
+
+def begin(engine: RemoteEngine, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
+    return asyncio.create_task(collect(engine.answer(Ask(list(prompt), {}, key))))
+
+
+def test_requests_run_one_after_the_other_in_their_order() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        tasks = [begin(engine, n) for n in range(3)]
+        for n in range(3):
+            start = await rank0.next()
+            assert isinstance(start, frames.Start) and start.prompt == [n]
+            assert (engine.state.running, engine.state.waiting) == (1, 2 - n)
+            chunk = frames.Chunk(start.request, [n], 0, None, "stop")
+            rank0.say(chunk)
+            rank0.end(start.request)
+            assert (await tasks[n])[0] == chunk
+        assert (engine.state.running, engine.state.waiting) == (0, 0)
+
+    play(scene)
+
+
+def test_a_full_queue_refuses_and_a_long_wait_does() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        tasks = [begin(engine, n) for n in range(3)]
+        await rank0.next()
+        with pytest.raises(Refused) as refused:
+            await begin(engine, 3)
+        assert refused.value.status == 429 and refused.value.retry_after
+        for task in tasks[1:]:
+            with pytest.raises(Refused, match="--queue-timeout"):
+                await task
+        rank0.end(1)
+        await tasks[0]
+
+    play(scene, queue_timeout=0.1)
+
+
+def test_a_client_that_leaves_cancels_and_the_next_begins_only_then() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        first, second, third = (begin(engine, n) for n in range(3))
+        start = await rank0.next()
+        assert isinstance(start, frames.Start)
+        second.cancel()  # in the queue
+        first.cancel()
+        assert await rank0.next() == frames.Cancel(start.request)
+        rank0.say(frames.Chunk(start.request, [1], 0))  # under way when it was cancelled
+        assert engine.state.running == 1
+        rank0.end(start.request)
+        later = await rank0.next()
+        assert isinstance(later, frames.Start) and later.prompt == [2]
+        rank0.end(later.request)
+        assert await third == [frames.Done(later.request, {}, {}, {})]
+
+    play(scene)
+
+
+def test_a_client_that_leaves_as_its_turn_comes_holds_nobody_up() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        first, second = begin(engine, 0), begin(engine, 1)
+        await rank0.next()
+        rank0.end(1)
+        await first  # the second has its turn now, and has not run since
+        second.cancel()
+        third = begin(engine, 2)
+        start = await rank0.next()
+        assert isinstance(start, frames.Start)
+        if start.prompt == [1]:  # it had
+            assert await rank0.next() == frames.Cancel(start.request)
+            rank0.end(start.request)
+            start = await rank0.next()
+        assert isinstance(start, frames.Start) and start.prompt == [2]
+        rank0.end(start.request)
+        await third
+
+    play(scene)
+
+
+def test_the_newest_request_of_a_key_replaces_the_others() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        first, other = begin(engine, 0, key="a"), begin(engine, 1, key="b")
+        second = begin(engine, 2, key="a")
+        newest = begin(engine, 3, key="a")
+        for task in (first, second):
+            with pytest.raises(Broken, match="newer") as broken:
+                await task
+            assert broken.value.kind == "replaced"
+        assert await rank0.next() == frames.Start(1, [0], {})
+        assert await rank0.next() == frames.Cancel(1)
+        rank0.end(1)
+        for task, prompt in ((other, [1]), (newest, [3])):
+            start = await rank0.next()
+            assert isinstance(start, frames.Start) and start.prompt == prompt
+            rank0.end(start.request)
+            await task
+
+    play(scene)
+
+
+def test_errors_of_a_request_end_that_request_alone() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        for user, kind in ((True, Unusable), (False, Broken)):
+            task = begin(engine, 0)
+            start = await rank0.next()
+            assert isinstance(start, frames.Start)
+            rank0.say(frames.Failed(start.request, "no", user))
+            with pytest.raises(kind, match="no"):
+                await task
+
+    play(scene)
+
+
+def test_a_request_has_its_time() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        task = begin(engine, 0)
+        await rank0.next()
+        with pytest.raises(Broken, match=r"longer than 0\.1 s"):
+            await task
+        assert await rank0.next() == frames.Cancel(1)
+        rank0.end(1)
+
+    play(scene, request_timeout=0.1)
+
+
+def test_while_loading_and_draining_nobody_is_served() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        rank0.say(frames.Loading("target weights 1 of 2 GB"), frames.Found("/m"))
+        assert await engine.found == "/m"
+        with pytest.raises(Refused, match="1 of 2 GB") as refused:
+            await begin(engine, 0)
+        assert refused.value.status == 503
+        rank0.say(READY)
+        while engine.state.phase != "ready":
+            await asyncio.sleep(0)
+        running, waiting = begin(engine, 1), begin(engine, 2)
+        start = await rank0.next()
+        assert isinstance(start, frames.Start)
+        rank0.say(frames.Drain())
+        await engine.to_drain.wait()
+        drained = asyncio.create_task(engine.drained())
+        with pytest.raises(Refused, match="draining"):
+            await waiting
+        with pytest.raises(Refused, match="draining"):
+            await begin(engine, 3)
+        rank0.end(start.request)
+        await running
+        await drained
+
+    play(scene, ready=False)
+
+
+def test_what_runs_longer_than_draining_may_take_is_ended() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        running = begin(engine, 1)
+        await rank0.next()
+        await engine.drained()
+        with pytest.raises(Broken, match="stopped"):
+            await running
+        engine.leave()
+        assert await rank0.next() == frames.Cancel(1)
+        assert await rank0.next() == frames.Leave()
+
+    play(scene, drain_timeout=0.1)
+
+
+def test_a_rank_0_that_is_gone_ends_all() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        running, waiting = begin(engine, 1), begin(engine, 2)
+        await rank0.next()
+        rank0.say(frames.Lost("out of memory"))
+        while engine.state.phase != "dead":
+            await asyncio.sleep(0)
+        with pytest.raises(Refused, match="dead") as refused:
+            await begin(engine, 3)
+        assert refused.value.retry_after is None
+        rank0._end.close()
+        for task in (running, waiting):
+            with pytest.raises(Broken, match="gone"):
+                await task
+
+    play(scene)
