@@ -128,7 +128,8 @@ def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
     )
     assert answer.content[0].to_dict() == {"type": "text", "text": "def add(a, "}
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b):")
-    assert thinker.closed, "nobody wants the rest"
+    assert thinker.stopped == thinker.asks and not thinker.closed, "nobody wants the rest"
+    assert answer.to_dict()["timings"] == TIMINGS
     thinker.prepare(text=f"<think>hm</think>{CALL}", size=4)
     tools: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]
     with client.messages.stream(model="toy", max_tokens=200, messages=HELLO, tools=tools) as stream:
