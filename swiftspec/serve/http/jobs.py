@@ -78,10 +78,10 @@ async def encode_talk(server: Server, talked: Talked) -> list[int]:
         return await server.threaded(
             codec.encode_chat, talked.messages, about.max_model_len, tools, talked.variables, talked.goes_on
         )
-    except TooLong:
-        raise
     except UserError as error:  # where the model lies is no client's business
-        raise ApiError(400, str(error).removeprefix(f"{codec.path}: "), "messages") from None
+        message = str(error).replace(f"{codec.path}: ", "")
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        raise ApiError(400, message, "messages", code) from None
 
 
 async def chat_job(

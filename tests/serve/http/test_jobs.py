@@ -129,6 +129,19 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     renderer.close()
 
 
+def test_a_template_that_refuses_says_why_and_not_where(
+    thinker: Player, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
+) -> None:
+    codec = thinker.codec
+    monkeypatch.setattr(renderer, "_model", codec.path)
+    monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    assert refused(thinking_client, CHAT, HELLO, "messages") == "the chat template failed (roles must alternate)"
+    monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ 'a' * 100000 }}")
+    assert str(codec.path) not in refused(thinking_client, CHAT, HELLO, "messages")
+    monkeypatch.setattr(codec.tokenizer, "chat_template", None)
+    assert "send plain text to /v1/completions" in refused(thinking_client, CHAT, HELLO)
+
+
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
 def test_the_embedded_pair(path: str, renderer: Renderer) -> None:
     player = Player(TextCodec(DEMO, renderer))
