@@ -193,3 +193,7 @@ def test_a_schema(player: Player, plain_url: str) -> None:
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)
     assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    form = {"type": "json_schema", "schema": schema}
+    config: Any = {"format": form}
+    anthropics(plain_url).messages.create(model="toy", max_tokens=9, messages=HELLO, output_config=config)
+    assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
