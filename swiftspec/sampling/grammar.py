@@ -101,19 +101,24 @@ class GrammarRules:
 
     def allowed(self, paths: Paths) -> Tensor:
         """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
-        masks = [np.unpackbits(self._mask(tuple(path)), count=self._vocab, bitorder="little") for path in paths]
-        return torch.from_numpy(np.stack(masks).view(np.bool_))
+        every = np.unpackbits(self.bits(paths), axis=-1, count=self._vocab, bitorder="little")
+        return torch.from_numpy(every.view(np.bool_))
+
+    def bits(self, paths: Paths) -> NDArray[np.uint8]:
+        """The same as rows of bits [n, bytes], the lowest of a byte first."""
+        return np.stack([self._mask(tuple(path)) for path in paths])
 
     def _mask(self, path: Tokens) -> NDArray[np.uint8]:
-        """A bit for each token, perhaps of fewer than V: those beyond are not allowed."""
         if self._ended or not self._eos.isdisjoint(path):
             return self._end
         if path not in self._masks:
             parser = self._parser(path)
             if parser is None:
-                return np.full(-(-self._vocab // 8), 255, np.uint8)
-            self._masks[path] = np.frombuffer(parser.compute_bitmask(), np.uint8)
+                return np.full_like(self._end, 255)
+            found = np.frombuffer(parser.compute_bitmask(), np.uint8)
             _check(parser)
+            mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
+            mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
 
     def _parser(self, path: Tokens) -> Any:
