@@ -65,7 +65,7 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(None, least=0, most=20)
     prompt_logprobs: int | None = setting(None, least=0, most=20)
-    grammar: str | None = None
+    grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
 
     def __post_init__(self) -> None:

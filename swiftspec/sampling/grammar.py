@@ -123,15 +123,21 @@ class GrammarRules:
 
     def _parser(self, path: Tokens) -> Any:
         """The one that has read a path without an end; None where the grammar forbids it."""
-        if path not in self._parsers:
-            above, parser = self._parser(path[:-1]), None
-            if above is not None and path[-1] < self._known:
-                parser = above.deep_copy()
-                read = parser.try_consume_tokens([path[-1]])
-                _check(parser)
-                parser = parser if read else None
-            self._parsers[path] = parser
-        return self._parsers[path]
+        known = next(count for count in range(len(path), -1, -1) if path[:count] in self._parsers)
+        parser = self._parsers[path[:known]]
+        for count in range(known, len(path)):
+            parser = None if parser is None else self._after(parser, path[count])
+            self._parsers[path[: count + 1]] = parser
+        return parser
+
+    def _after(self, parser: Any, token: int) -> Any:
+        """A copy that has read one more token; None where the grammar forbids it."""
+        if token >= self._known:
+            return None
+        copy = parser.deep_copy()
+        read = copy.try_consume_tokens([token])
+        _check(copy)
+        return copy if read else None
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:

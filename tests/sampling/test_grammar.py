@@ -109,6 +109,13 @@ def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(grammars: Gra
     assert allowed(rules) == {EOS}
 
 
+def test_a_parser_catches_up_with_much_at_once(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """As a draft's must that has slept for a long while."""
+    rules, words = grammars.rules(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
+    rules.observe(words)
+    assert allowed(rules) == allowed(grammars.rules(LIST), *words) and EOS in allowed(rules)
+
+
 def make(pair: tuple[Path, Path], kind: str) -> LLM:
     config: dict[str, Any] = {"proposal": "sample"} if kind == "sample" else {}
     llm = LLM(*pair, EngineConfig("serial", **config), dtype=torch.float64)
