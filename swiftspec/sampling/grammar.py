@@ -24,8 +24,10 @@ Tokens = tuple[int, ...]
 
 LONGEST = 2**18  # characters of a grammar
 COMPILED = 4  # grammars that are kept ready
-LIMITS = {  # about 10 ms for a mask, by the library's own measure, and 100 MB
-    "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000, "verbose_errors": False,
+# a few seconds to read even the worst grammar, about 10 ms for a mask by the library's own measure, and 100 MB
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000, "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000,
+    "verbose_errors": False,
 }  # fmt: skip
 
 

@@ -177,6 +177,8 @@ WRONG = {
     "": "cannot be read",
     "start: " + "a" * 2**18: "above the limit",
     '{"grammars": 5}': "cannot be read",
+    "start: /" + "a?" * 100_000 + "b/": "cannot be read",  # would take minutes
+    "start: " + "(" * 100_000 + '"a"' + ")" * 100_000: "cannot be read",
 }
 
 
