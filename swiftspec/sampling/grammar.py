@@ -7,6 +7,7 @@ every rank, and the text under a grammar is plain decoding's. Letters: n paths, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -76,30 +77,24 @@ class Grammars:
 
 class GrammarRules:
     """One grammar along one request's text, as `sampler.Rules`. Tokens that end the text end it: after one of them
-    nothing but these may follow.
-
-    Every node has a parser of its own, a copy of its parent's that has read one more token. A copy takes as long as a
-    step back, and after steps back llguidance 1.9 may give another mask than on the straight way.
-    """
+    nothing but these may follow."""
 
     def __init__(self, parser: Any, eos: Sequence[int], vocab: int, known: int) -> None:
         """`parser`: at the start of the text; it knows tokens below `known`."""
-        self._eos, self._vocab, self._known = frozenset(eos), vocab, known
-        self._parsers: dict[Tokens, Any] = {(): parser}  # by path; None where the grammar forbids it
-        self._masks: dict[Tokens, NDArray[np.uint8]] = {}
+        self._parser, self._eos, self._vocab, self._known = parser, frozenset(eos), vocab, known
+        self._at: Tokens = ()  # what the parser has read below the last verified token
+        self._masks: dict[Tokens, NDArray[np.uint8]] = {}  # by path
         self._ended = False
         end = np.zeros(vocab, np.bool_)
         end[[token for token in eos if token < vocab]] = True
         self._end = np.packbits(end, bitorder="little")
 
     def observe(self, tokens: Sequence[int]) -> None:
-        self._ended = self._ended or not self._eos.isdisjoint(tokens)
-        if self._ended:
-            return
         path = tuple(tokens)
-        if self._parser(path) is None:
+        self._ended = self._ended or not self._eos.isdisjoint(path)
+        if not self._ended and not self._follow(path):
             raise TooComplex("the text does not follow its grammar")
-        self._parsers, self._masks = _below(self._parsers, path), _below(self._masks, path)
+        self._at, self._masks = (), _below(self._masks, path)
 
     def allowed(self, paths: Paths) -> Tensor:
         """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
@@ -114,43 +109,36 @@ class GrammarRules:
         if self._ended or not self._eos.isdisjoint(path):
             return self._end
         if path not in self._masks:
-            parser = self._parser(path)
-            if parser is None:
+            if not self._follow(path):
                 return np.full_like(self._end, 255)
-            found = np.frombuffer(parser.compute_bitmask(), np.uint8)
-            _check(parser)
+            found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
+            self._check()
             mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
             mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
 
-    def _parser(self, path: Tokens) -> Any:
-        """The one that has read a path without an end; None where the grammar forbids it."""
-        known = next(count for count in range(len(path), -1, -1) if path[:count] in self._parsers)
-        parser = self._parsers[path[:known]]
-        for count in range(known, len(path)):
-            parser = None if parser is None else self._after(parser, path[count])
-            self._parsers[path[: count + 1]] = parser
-        return parser
+    def _follow(self, path: Tokens) -> bool:
+        """Moves the parser to a path without an end. False where the grammar forbids it."""
+        same = next((i for i, (a, b) in enumerate(zip(self._at, path)) if a != b), min(len(self._at), len(path)))
+        if same < len(self._at):
+            self._parser.rollback(len(self._at) - same)
+            # without this llguidance 1.9 may lack tokens in the masks of what it reads next
+            self._parser.compute_bitmask()
+        rest = [*takewhile(lambda token: token < self._known, path[same:])]
+        read = self._parser.try_consume_tokens(rest) if rest else 0
+        self._at = path[: same + read]
+        self._check()
+        return len(self._at) == len(path)
 
-    def _after(self, parser: Any, token: int) -> Any:
-        """A copy that has read one more token; None where the grammar forbids it."""
-        if token >= self._known:
-            return None
-        copy = parser.deep_copy()
-        read = copy.try_consume_tokens([token])
-        _check(copy)
-        return copy if read else None
+    def _check(self) -> None:
+        """Raises TooComplex where the parser has met its limits."""
+        if self._parser.is_error():
+            raise TooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:
     """What is known of paths from this one on."""
     return {known[len(path) :]: value for known, value in found.items() if known[: len(path)] == path}
-
-
-def _check(parser: Any) -> None:
-    """Raises TooComplex where a parser has met its limits."""
-    if parser.is_error():
-        raise TooComplex(f"the grammar cannot be followed any further: {_reason(parser.get_error())}")
 
 
 def _reason(error: object) -> str:
