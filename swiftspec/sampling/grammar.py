@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {
 
 
 class TooComplex(RequestEnds):
-    """A parser has met its limits: on all ranks, which read the same tokens, at the same one."""
+    """A parser cannot go on: on all ranks, which read the same tokens, at the same one."""
 
 
 class Grammars:
@@ -113,6 +113,8 @@ class GrammarRules:
                 return np.full_like(self._end, 255)
             found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
             self._check()
+            if not found.any():  # the tokenizer cannot spell what the grammar wants
+                raise TooComplex("the grammar cannot be followed any further: no token fits")
             mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
             mask[: len(found)] = found[: len(mask)]
         return self._masks[path]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -196,6 +197,12 @@ def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_pat
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="no tokenizer that a grammar can use"):
         Grammars(tmp_path, (0,), VOCAB).rules(LIST)
+
+
+def test_where_no_token_fits_the_request_ends() -> None:
+    parser: Any = SimpleNamespace(compute_bitmask=lambda: bytes(8), is_error=lambda: False)
+    with pytest.raises(TooComplex, match="no token fits"):
+        GrammarRules(parser, (EOS,), 64, 64).bits([()])
 
 
 def test_a_parser_at_its_limits_ends_the_request_alone(
