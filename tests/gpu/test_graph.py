@@ -103,12 +103,24 @@ def group_of_one(gather: Any = None) -> PeerParallel:
     return PeerParallel(*ends)
 
 
+DRAFTS = [  # the first ones differ in all that the emulated GPU is asked for
+    (mode, sampling, grouped)
+    for sampling in (SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=0))
+    for mode, grouped in (("serial", False), ("async", True), ("serial", True), ("async", False))
+]
+GREEDY, SEEDED = SamplingParams(temperature=0), SamplingParams(temperature=0.8, seed=5)
+FILTERED = SamplingParams(temperature=0.8, seed=5, top_k=40, min_p=0.01, logit_bias={7: 4.0})
+PENALISED = SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4)
+CUT = SamplingParams(temperature=0.8, seed=5, top_p=0.8)
+WIDE = SamplingParams(temperature=30.0, seed=5, top_p=0.95)  # more tokens than the filters' heads have
+VERIFICATIONS = [
+    (GREEDY, False), (FILTERED, True), (PENALISED, False), (GREEDY, True), (FILTERED, False), (PENALISED, True),
+    *((sampling, grouped) for sampling in (SEEDED, CUT, WIDE) for grouped in (False, True)),
+]  # fmt: skip
+
+
 @hopper
-@pytest.mark.parametrize(
-    "sampling", most([SamplingParams(temperature=0.8, seed=5), SamplingParams(temperature=0)], 1), ids=str
-)
-@pytest.mark.parametrize("mode", ["serial", "async"])
-@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize(("mode", "sampling", "grouped"), most(DRAFTS, 2), ids=str)
 def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped: bool) -> None:
     """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
     group too, whose exchanges the graph holds."""
@@ -126,22 +138,7 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
 
 
 @hopper
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(
-    "sampling",
-    most(
-        [
-            SamplingParams(temperature=0),
-            SamplingParams(temperature=0.8, seed=5, top_k=40, min_p=0.01, logit_bias={7: 4.0}),
-            SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.3, frequency_penalty=0.4),
-            SamplingParams(temperature=0.8, seed=5),
-            SamplingParams(temperature=0.8, seed=5, top_p=0.8),
-            SamplingParams(temperature=30.0, seed=5, top_p=0.95),  # more tokens than the filters' heads have
-        ],
-        3,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("sampling", "grouped"), most(VERIFICATIONS, 3), ids=str)
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
     """In every row what is drawn operator by operator, though the graph's batches are padded."""
     model = random_model(group_of_one(lambda x: x[None]) if grouped else None)
