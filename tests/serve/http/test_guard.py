@@ -86,7 +86,14 @@ def test_without_a_key_only_names_of_this_machine_are_served() -> None:
     guard = Guard(Inside(), hosts=hosts_of("127.0.0.1"))
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LocalHost:1"):
         assert ask(guard, headers=[("Host", host)])[0] == 200
-    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "", "10.0.0.1"):
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "10.0.0.1",
+    ):
         status, _, said = ask(guard, headers=[("Host", host)])
         assert status == 403 and "--api-key" in said["error"]["message"]
     assert ask(guard, headers=[("Host", "localhost"), ("Host", "evil.example")])[0] == 403
