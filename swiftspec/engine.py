@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from swiftspec.decode import Observer, decode, nobody
 from swiftspec.errors import UserError
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Likelihood, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.verifier import Verifier
@@ -24,6 +24,8 @@ class Chunk:
     token_ids: tuple[int, ...]
     accepted: int  # the first so many were draft tokens; the target added the others
     finish_reason: str | None = None  # "stop" or "length" on the last chunk
+    likelihoods: tuple[Likelihood, ...] | None = None  # of the tokens, where asked for
+    prompt: tuple[Likelihood, ...] | None = None  # on the first chunk, where asked for: of all but its first token
 
 
 @dataclass(slots=True)
@@ -98,13 +100,9 @@ class TreeDecoding:
     """A draft tree and its verification."""
 
     def __init__(
-        self,
-        drafter: Drafter,
-        verifier: Verifier,
-        tell: Observer = nobody,
-        lost: Callable[[], str | None] = lambda: None,
-        report: Callable[[], Any] = lambda: None,
-    ) -> None:
+        self, drafter: Drafter, verifier: Verifier, tell: Observer = nobody,
+        lost: Callable[[], str | None] = lambda: None, report: Callable[[], Any] = lambda: None,
+    ) -> None:  # fmt: skip
         """`lost` says why the drafter is gone, should it be, and `report` what a controller around it has decided."""
         self.drafter, self.verifier = drafter, verifier
         self._tell, self._lost, self._report = tell, lost, report
@@ -125,7 +123,7 @@ class TreeDecoding:
         for proposal, result in decode(self.drafter, self.verifier, self._tell):
             _count(stats, proposal, result)
             stats.drafter_lost = self._lost()
-            chunk = _cut(result.tokens, ends.budget - stats.tokens, ends.stops)
+            chunk = _cut(result, ends.budget - stats.tokens, ends.stops)
             stats.tokens += len(chunk.token_ids)
             yield chunk
 
@@ -182,7 +180,8 @@ class Engine:
         ends, decoding = self._ends(prompt, sampling), self.decoding
         began = time.perf_counter()
         try:
-            stats.kept_tokens = decoding.open(Opening(request, prompt, sampling, len(prompt)), ends)
+            afresh = (0, 0) if sampling.prompt_logprobs is not None else None
+            stats.kept_tokens = decoding.open(Opening(request, prompt, sampling, len(prompt), kept=afresh), ends)
             opened = time.perf_counter()
             stats.prompt_time = opened - began
             target, draft = decoding.busy
@@ -202,7 +201,8 @@ class Engine:
         negative = sampling.negative_prompt_ids if sampling.guided else ()
         budget = self.limits.max_model_len - max(len(prompt), len(negative))
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
-        return Ends(budget, {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.limits.eos_token_ids)})
+        eos = self.limits.eos_token_ids if sampling.grammar is not None or not sampling.ignore_eos else ()
+        return Ends(budget, {*sampling.stop_token_ids, *eos})
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
@@ -213,11 +213,12 @@ def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:
     stats.verified.append((proposal.parents, result.path, result.overlaps))
 
 
-def _cut(tokens: tuple[int, ...], budget: int, stops: Collection[int]) -> Chunk:
+def _cut(result: VerifyResult, budget: int, stops: Collection[int]) -> Chunk:
     """Ends a round's tokens at the first stop token (which stays) or at the budget."""
-    kept = tokens[:budget]
+    kept = result.tokens[:budget]
     reason = "length" if len(kept) == budget else None
     end = next((i for i, token in enumerate(kept, 1) if token in stops), None)
     if end is not None:
         kept, reason = kept[:end], "stop"
-    return Chunk(kept, min(len(kept), len(tokens) - 1), reason)
+    likelihoods = result.likelihoods and result.likelihoods[: len(kept)]
+    return Chunk(kept, min(len(kept), len(result.tokens) - 1), reason, likelihoods, result.prompt)

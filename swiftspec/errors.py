@@ -7,8 +7,12 @@ class UserError(Exception):
     """Something the user can mend. The message is one line: the cause, then the mend. Front ends print it and exit."""
 
 
-class NotFinite(UserError):
-    """The target's logits are no numbers. All ranks of a group find it at the same step, and only the request ends."""
+class RequestEnds(UserError):
+    """What ends a request, and nothing else: all ranks of a group come upon it at the same step."""
+
+
+class NotFinite(RequestEnds):
+    """The target's logits are no numbers."""
 
     def __init__(self, whose: str = "the target's") -> None:
         super().__init__(f"{whose} logits are not finite: its weights are damaged, or too large for this dtype")

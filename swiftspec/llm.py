@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, Unpack
@@ -23,6 +23,7 @@ from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
 from swiftspec.errors import UserError, shown
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.pause import Cancelled, Pause
 from swiftspec.setting import meant, require
 
 
@@ -40,21 +41,29 @@ class OneAtATime(Engine):
     which ends this one. Once closed, every call raises UserError.
     """
 
-    def __init__(self, decoding: Decoding, limits: Limits, beside: Beside | None = None) -> None:
-        """`beside`: work that rests while a request runs."""
+    def __init__(
+        self, decoding: Decoding, limits: Limits, beside: Beside | None = None, pause: Pause | None = None
+    ) -> None:
+        """`beside`: work that rests while a request runs. `pause`: what its runners call while they read a prompt."""
         super().__init__(decoding, limits)
-        self._beside = beside
+        self._beside, self._pause = beside, pause if pause is not None else Pause()
         self._lock = threading.RLock()  # held while a round is decoded
         self._open: tuple[Generator[Chunk], int] | None = None  # a request that has begun and not ended, and its thread
         self._closed = False
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
-        """As `Engine.stream`. Token ids may be numpy's or torch's."""
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Chunk]:
+        """As `Engine.stream`. Token ids may be numpy's or torch's. `cancelled` is asked now and then while the prompt
+        is read, from this thread: once it is true the stream ends, without a chunk."""
         sampling = sampling if sampling is not None else SamplingParams()
         require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {shown(sampling)}")
         tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
         with self._turn():
-            return self._rounds(super().stream(meant("the prompt", tuple[int, ...], tokens), sampling))
+            return self._rounds(super().stream(meant("the prompt", tuple[int, ...], tokens), sampling), cancelled)
 
     def close(self) -> None:
         """Waits for the round under way, if any, and ends its request."""
@@ -63,7 +72,7 @@ class OneAtATime(Engine):
             if self._open is not None:
                 self._open[0].close()
 
-    def _rounds(self, chunks: Generator[Chunk]) -> Generator[Chunk]:
+    def _rounds(self, chunks: Generator[Chunk], cancelled: Callable[[], bool]) -> Generator[Chunk]:
         """The chunks, each decoded in this stream's turn."""
         if self._beside is not None:
             self._beside.rest()
@@ -71,7 +80,11 @@ class OneAtATime(Engine):
             while True:
                 with self._turn(chunks), _short_of_memory():
                     self._open = chunks, threading.get_ident()
-                    chunk = next(chunks, None)
+                    self._pause.cancelled = cancelled
+                    try:
+                        chunk = next(chunks, None)
+                    except Cancelled:
+                        return
                 if chunk is None:
                     return
                 yield chunk
@@ -133,7 +146,7 @@ class LLM:
         self.load_time = time.perf_counter() - began  # seconds until the models were there
         self.config = self.roles.config
         self.writer = None if models.cache is None else models.cache.writer
-        self.engine = OneAtATime(self.roles.decoding, self.roles.limits, self.writer)
+        self.engine = OneAtATime(self.roles.decoding, self.roles.limits, self.writer, models.pause)
 
     @property
     def stats(self) -> Stats:
@@ -156,9 +169,15 @@ class LLM:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
         return self.engine.generate(prompt, sampling)
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
-        """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request."""
-        return self.engine.stream(prompt, sampling)
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Chunk]:
+        """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request. While the prompt is
+        read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
+        return self.engine.stream(prompt, sampling, cancelled)
 
     def close(self) -> None:
         """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later

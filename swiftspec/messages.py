@@ -38,8 +38,7 @@ class Opening:
 class Drawn:
     """The distributions that a proposal's children were drawn from, without replacement and in the order of the nodes.
 
-    A row for each node that has children, in the order of these nodes. A token that a row does not name was never
-    drawn.
+    A row for each node that has children, in their order. A token that a row does not name was never drawn.
     """
 
     tokens: NDArray[np.int32]  # [rows, width]
@@ -67,6 +66,14 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
+class Likelihood:
+    """A token's log-probability in the target's distribution, and the likeliest tokens with theirs there."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyResult:
     """What the target made of a proposal: the accepted path and the tokens it sampled along it.
 
@@ -80,3 +87,5 @@ class VerifyResult:
     path: tuple[int, ...]  # accepted proposal nodes, the root first
     tokens: tuple[int, ...]  # len(path) of them
     overlaps: tuple[float, ...] = field(default=(), compare=False)  # see tree.walk.Accepted; no drafter needs them
+    likelihoods: tuple[Likelihood, ...] | None = field(default=None, compare=False)  # of the tokens; nor these
+    prompt: tuple[Likelihood, ...] | None = field(default=None, compare=False)  # in a first result: see engine.Chunk

@@ -1,6 +1,6 @@
 """The sampling parameters of a request. Each is declared once, at its field (see setting.py)."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from swiftspec.setting import check_fields, require, setting
 
@@ -16,6 +16,11 @@ class SamplingParams:
 
     Order: guidance, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up
     to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
+
+    `logprobs` k: each token of the answer comes with its log-probability and the k likeliest tokens with theirs, in the
+    distribution before all of these but guidance; `prompt_logprobs`: so does each of the prompt but the first, which is
+    then read afresh. None: not asked for. `grammar`: what the answer follows, a grammar of llguidance, in Lark or as
+    its JSON; an end-of-text token comes only where that may end, and ends the answer. It acts before the temperature.
     """
 
     temperature: float = setting(
@@ -60,17 +65,17 @@ class SamplingParams:
     stop: tuple[str, ...] = setting((), "End before this text. May be given several times.", STOPPING, "TEXT", "none")
     stop_token_ids: tuple[int, ...] = setting((), "End after one of these tokens.", STOPPING, "ID[,ID]", "none")
     ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
+    logprobs: int | None = setting(None, least=0, most=20)
+    prompt_logprobs: int | None = setting(None, least=0, most=20)
+    grammar: str | None = None
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
 
     def __post_init__(self) -> None:
         check_fields(self)
         require(all(self.stop), "a stop string must not be empty")
+        require(self.prompt_logprobs is None or not self.guided, "prompt_logprobs: leave guidance_scale at 1")
         require(min(self.stop_token_ids, default=0) >= 0, "stop_token_ids must not be below 0")
         require(all(abs(b) <= MAX_BIAS for b in self.logit_bias.values()), f"logit_bias must lie in +-{MAX_BIAS:g}")
-
-    def __hash__(self) -> int:
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return hash((*sorted(values.pop("logit_bias").items()), *values.values()))
 
     @property
     def greedy(self) -> bool:

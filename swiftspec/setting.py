@@ -84,8 +84,8 @@ class Setting:
 def setting(default: T, *args: Any, **kwargs: Any) -> T:
     """A field of a dataclass with this default, declared by `Setting(*args, **kwargs)`."""
     metadata = {"setting": Setting(*args, **kwargs)}
-    if isinstance(default, dict):  # dataclasses want a new one for each instance
-        return cast(T, field(default_factory=default.copy, metadata=metadata))
+    if isinstance(default, dict):  # dataclasses want a new one for each instance, and it has no hash
+        return cast(T, field(default_factory=default.copy, hash=False, metadata=metadata))
     return cast(T, field(default=default, metadata=metadata))
 
 

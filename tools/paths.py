@@ -16,10 +16,10 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.full_verifier import FullVerifier
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.steps import Kind, Steps, choose, features, kinds
 from swiftspec.runtime.steps.rounds import Rounds
-from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.smc.population import check_sampling
 from swiftspec.tree.reject import Rejection
@@ -97,7 +97,8 @@ FILTERS = Asked("top-k, top-p or min-p", SamplingParams(top_p=0.9))
 DEEP_FILTERS = Asked(f"top-k of {HEAD} or more for each rank of a group", SamplingParams(top_k=DEEP))
 PENALTIES = Asked("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
 GUIDANCE = Asked("guidance", SamplingParams(guidance_scale=2.0))
-SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE)
+SCORED = Asked("log-probabilities", SamplingParams(logprobs=1))
+SHAPED = (GREEDY, TEMPERATURE, BIAS, FILTERS, DEEP_FILTERS, PENALTIES, GUIDANCE, SCORED)
 SAMPLE = Asked("`--proposal sample`", SamplingParams(), DRAWN)
 REJECT = Asked("`--verify reject`", SamplingParams(), REJECTED)
 COLD = Asked("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
@@ -115,7 +116,7 @@ def verifies(machine: Machine, asked: Asked) -> Steps:
     """What runs the target over a proposal."""
     asked.config.check_request(asked.sampling)
     rejection = Rejection if asked.config.verify == "reject" else None
-    return LocalVerifier(machine.runner(), machine.to_verify(), rejection).choose(asked.opening)
+    return FullVerifier(machine.runner(), machine.to_verify(), rejection).choose(asked.opening)
 
 
 def rounds(machine: Machine, asked: Asked) -> Kind:

@@ -37,13 +37,16 @@ from swiftspec.model.loader import load_model
 from swiftspec.observe import emulate
 from swiftspec.observe.emulate import Emulation
 from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.full_verifier import FullVerifier
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.prefixes import KeepingRunner
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.grammar import Grammars
 from swiftspec.sampling.vocab import VocabShard
 from swiftspec.setting import require
 from swiftspec.smc.population import SMC, region
@@ -73,6 +76,8 @@ class Models:
     trace: Path | None
     kept_memory: int
     cache: PackedCache | None
+    grammars: Grammars
+    pause: Pause = field(default_factory=Pause)  # what the runners of this process call
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
@@ -111,13 +116,15 @@ class Models:
         return Models(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
             emulate, trace, kept, None if packed is None else PackedCache(packed),
+            Grammars(Path(target), config.eos_token_ids, vocab),
         )  # fmt: skip
 
     def with_vocab(self, vocab_size: int) -> Models:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
         if not 1 <= vocab_size <= self.vocab_size:
             raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
-        return replace(self, vocab_size=vocab_size)
+        grammars = Grammars(self.target, read_config(self.target).eos_token_ids, vocab_size)
+        return replace(self, vocab_size=vocab_size, grammars=grammars)
 
     def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> Facts:
         """What all ranks of a job must agree on, and what those of the group with these models must. The vocabulary is
@@ -162,7 +169,7 @@ class Models:
         """The target."""
         runner, tools = self._runner("target", plan, plan.verify_batch, group, progress)
         rejection = Rejection if plan.verify == "reject" else None
-        return LocalVerifier(runner, kinds.for_target(runner, tools), rejection)
+        return FullVerifier(runner, kinds.for_target(runner, tools), rejection)
 
     def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
@@ -205,6 +212,7 @@ class Models:
             runner = KeepingRunner(model, ops, self.vocab_size, budget=self._kept_tokens(plan), **sizes)
         else:
             runner = Runner(model, ops, self.vocab_size, **sizes)
+        runner.rules, runner.pause = self.grammars.rules, self.pause
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swiftspec.assemble.limits import RequestLimits
@@ -18,11 +19,13 @@ from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.model.files import read_config
 from swiftspec.observe.trace import DraftTrace, ParticleTrace, TraceLog, TreeTrace, both
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import Verifier
+from swiftspec.sampling.grammar import Grammars
 from swiftspec.smc.decoding import ParticleDecoding
 from swiftspec.smc.population import SMC, check_sampling
 
@@ -62,11 +65,18 @@ def assemble(models: Models, config: EngineConfig, world: World | None, progress
         parts, decoding = _population(models, config, rank, log, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, log, progress)
-    check = check_sampling if config.mode == "smc" else config.check_request
+    check = partial(_check, check_sampling if config.mode == "smc" else config.check_request, models.grammars)
     eos = read_config(models.target).eos_token_ids
     if log is not None:
         log.head(models.described(config))
     return Roles(decoding, parts, config, RequestLimits(models.max_model_len, models.vocab_size, eos, check), rank, log)
+
+
+def _check(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
+    """Raises UserError on parameters that the mode cannot serve, or a grammar that is none."""
+    mode(sampling)
+    if sampling.grammar is not None:
+        grammars.rules(sampling.grammar)
 
 
 def _population(

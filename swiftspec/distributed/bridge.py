@@ -17,6 +17,7 @@ from swiftspec.control.step_times import DraftTimes, draft_times
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import LeadingDrafter, has_left
+from swiftspec.distributed.orders import Orders
 from swiftspec.distributed.standing import Bounds, Standing, in_range
 from swiftspec.distributed.wire import (
     Words,
@@ -33,6 +34,7 @@ from swiftspec.errors import DrafterLost, RankLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.trace import Observer, Record, TraceLog
 from swiftspec.runtime.fallback import FAILURES
+from swiftspec.runtime.pause import Cancelled, Pause
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
@@ -180,8 +182,9 @@ class DraftService:
     """
 
     def __init__(
-        self, target: Channel, drafter: LeadingDrafter, bounds: Bounds, observer: Observer | None = None
+        self, target: Channel, drafter: LeadingDrafter, bounds: Bounds, observer: Observer | None, pause: Pause
     ) -> None:
+        """`pause`: what the draft's runner calls while it reads a prompt."""
         self._standing = Standing(bounds)
         self._target = target
         self._drafter = drafter
@@ -190,6 +193,8 @@ class DraftService:
         self._request = 0
         self._open = False  # the request; not once it has failed, and nothing more is done for it
         self._told = 0  # microseconds in forwards that the target knows of
+        self._orders = Orders(target)
+        pause.cancelled = self._orders.over
 
     def run(self) -> None:
         """Serves until it is sent home; a failing draft model only ends the request, and a group out of step every
@@ -205,6 +210,8 @@ class DraftService:
                     raise RankLost(f"{self._target.peer} sent what is no message of ours: {error}") from None
                 try:
                     serve()
+                except Cancelled:
+                    self._open = False
                 except (RankLost, *FAILURES) as error:
                     self._open = False
                     self._tell_failure(str(error) or type(error).__name__)
@@ -215,8 +222,8 @@ class DraftService:
     def _next(self) -> tuple[int, Words, bool]:
         """The next message, and whether it is answered."""
         reply = self._drafter.reply() if self._open and self._replies else None
-        if reply is None:
-            return *self._target.recv(), False
+        if reply is None or self._orders.early:
+            return *self._orders.recv(), False
         spent = self._spent()
         kind, words, answered = self._target.recv_or_reply(reply, Call.OBSERVE, Call.PROPOSAL, spent)
         self._told += spent if answered else 0

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 
 class Call(IntEnum):
-    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start."""
+    """The kinds of messages. Those after LEAVE are answers; READY also carries rank 0's word at the start. GO_ON comes
+    before each chunk of a prompt; any other message there means that the leader has given the opening up."""
 
     VERIFIER_OPEN = 1
     VERIFY = 2
@@ -27,3 +28,4 @@ class Call(IntEnum):
     TIME = 17
     LOST = 18
     TRACE = 19
+    GO_ON = 20

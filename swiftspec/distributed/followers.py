@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.obeying import Follower
+from swiftspec.distributed.orders import Orders
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.wire import Message, pack
-from swiftspec.errors import NotFinite, RankLost
+from swiftspec.errors import RankLost, RequestEnds
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.prefixes import told
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC, Answer, Report
@@ -50,7 +52,7 @@ class Team:
     def failed(self, call: Call, error: BaseException) -> BaseException:
         """What the leader raises in place of an error in the middle of a call. A leader alone may fail as it likes, and
         be asked again; and what all ranks find at the same step leaves them in step."""
-        if not self._followers or isinstance(error, NotFinite):
+        if not self._followers or isinstance(error, RequestEnds):
             return error
         self.broken = f"the group is out of step after {call.name}: {str(error) or type(error).__name__}"
         return RankLost(self.broken) if isinstance(error, (ConnectionError, *FAILURES)) else error
@@ -194,14 +196,20 @@ class LeadingPopulation:
 
 
 def follow(
-    leader: Channel, verifier: LocalVerifier | None, drafter: LocalDrafter | None, smc: SMC | None, bounds: Bounds
+    leader: Channel,
+    verifier: LocalVerifier | None,
+    drafter: LocalDrafter | None,
+    smc: SMC | None,
+    bounds: Bounds,
+    pause: Pause,
 ) -> None:
     """What a follower does: the leader's calls on its own roles, until the leader leaves. Raises RankLost when the
-    leader is gone without a word, or says what it should not."""
-    follower = Follower(verifier, drafter, smc, bounds)
+    leader is gone without a word, or says what it should not. `pause`: what the roles' runners call."""
+    follower, orders = Follower(verifier, drafter, smc, bounds), Orders(leader)
+    pause.cancelled = orders.given_up
     while True:
         try:
-            kind, words = leader.recv()
+            kind, words = orders.recv()
             if kind == Call.LEAVE:
                 return
             act = follower.read(kind, words)
@@ -209,7 +217,7 @@ def follow(
             raise RankLost(str(error)) from None
         except ValueError as error:
             raise RankLost(f"{leader.peer} sent what is no message of ours: {error}") from None
-        with contextlib.suppress(NotFinite):  # the leader has found it, too, and ends the request
+        with contextlib.suppress(RequestEnds):  # the leader has found it, too, and ends the request
             act()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, steps_for, verification_time
 from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
+from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.facts import Facts, Place, agree, telling
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
@@ -24,6 +26,7 @@ from swiftspec.observe.trace import DraftTrace, TraceLog
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC
 
@@ -41,6 +44,8 @@ class Builder(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def vocab_size(self) -> int: ...
+    @property
+    def pause(self) -> Pause: ...
     def with_vocab(self, vocab_size: int, /) -> Builder:
         """The same with the vocabulary of the whole job. Raises UserError where a model has no such many tokens."""
         ...
@@ -124,7 +129,7 @@ class Rank:
     ) -> tuple[LeadingVerifier, SteppedDrafter, EngineConfig]:
         """The roles of rank 0, and the config with d filled in. `log`: where the draft's records go."""
         assert self.verifier is not None
-        team = Team(self._links.followers)
+        team = self._team()
         verifier = LeadingVerifier(self.verifier, team)
         if self._links.drafts is not None:
             drafter = GroupDrafter(
@@ -140,7 +145,13 @@ class Rank:
     def lead_population(self) -> LeadingPopulation:
         """The role of rank 0 in mode smc."""
         assert self.population is not None
-        return LeadingPopulation(self.population, Team(self._links.followers))
+        return LeadingPopulation(self.population, self._team())
+
+    def _team(self) -> Team:
+        """Whoever is led from here, also while a prompt is read."""
+        team = Team(self._links.followers)
+        self._builder.pause.tell = partial(team.tell, Call.GO_ON)
+        return team
 
     def _measured(self, config: EngineConfig, verifier: LeadingVerifier, drafter: GroupDrafter) -> int:
         """d by the two step times, measured at the same time as they will run: they share caches and memory. A draft
@@ -163,8 +174,8 @@ class Rank:
         try:
             if self._links.target is not None and self.drafter is not None:
                 observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
-                drafter = LeadingDrafter(self.drafter, Team(self._links.followers))
-                DraftService(self._links.target, drafter, self._bounds, observer).run()
+                drafter = LeadingDrafter(self.drafter, self._team())
+                DraftService(self._links.target, drafter, self._bounds, observer, self._builder.pause).run()
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
         finally:
@@ -173,7 +184,7 @@ class Rank:
     def _follow(self, leader: Channel) -> None:
         """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
         try:
-            follow(leader, self.verifier, self.drafter, self.population, self._bounds)
+            follow(leader, self.verifier, self.drafter, self.population, self._bounds, self._builder.pause)
         except FAILURES:
             if self.verifier is not None or self.population is not None:
                 raise

@@ -87,8 +87,9 @@ def model_settings() -> list[str]:
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
     from swiftspec.lab.pool import Pair, WorkerPool
+    from swiftspec.serve.found import Found
     from swiftspec.serve.layers import load
-    from swiftspec.serve.session import Found, load_options
+    from swiftspec.serve.session import load_options
     from swiftspec.serve.terminal import Phases
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}

@@ -59,14 +59,11 @@ class Checkpoint:
         heads = (("q", q), ("k", kv), ("v", kv))
         qkv = [self._linear(f"{at}.{name}_proj", rows, hidden, config.qkv_bias) for name, rows in heads]
         gate_up = [self._linear(f"{mlp}.{name}_proj", inner, hidden, config.mlp_bias) for name in ("gate", "up")]
-        return LayerWeights(
-            input_norm=self.tensors.take(f"{prefix}.input_layernorm.weight", hidden),
-            qkv=fuse(qkv),
-            o=self._linear(f"{at}.o_proj", hidden, q, config.o_bias),
-            post_norm=self.tensors.take(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=fuse(gate_up),
-            down=self._linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias),
-        )
+        norms = ("input_layernorm", "post_attention_layernorm")
+        first, second = (self.tensors.take(f"{prefix}.{name}.weight", hidden) for name in norms)
+        o = self._linear(f"{at}.o_proj", hidden, q, config.o_bias)
+        down = self._linear(f"{mlp}.down_proj", hidden, inner, config.mlp_bias)
+        return LayerWeights(first, fuse(qkv), o, second, fuse(gate_up), down)
 
     def _linear(self, module: str, rows: int, columns: int, bias: bool) -> Weight:
         """A matrix [rows, columns]; a quantised checkpoint may have left some of them dense."""

@@ -57,17 +57,9 @@ class Transformer:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: ModelWeights,
-        ops: Ops,
-        device: torch.device | str,
-        dtype: torch.dtype,
-        max_positions: int,
-        *,
-        share: Share | None = None,
-        group: Group | None = None,
-    ) -> None:
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, device: torch.device | str, dtype: torch.dtype,
+        max_positions: int, *, share: Share | None = None, group: Group | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.num_heads = config.num_heads if share is None else share.num_heads
         self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
@@ -75,29 +67,18 @@ class Transformer:
         self.group = group
         self._ops = ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
-        self.stack = Stack(
-            head=ops.pack(weights.head(), dtype, device),  # the largest is held twice while there is little else
-            embedding=weights.embedding.to(device, dtype),
-            layers=[self._pack(read()) for read in weights.layers],
-            norm=ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device),
-            cos=cos,
-            sin=sin,
-            num_heads=self.num_heads,
-            kv_heads=self.kv_heads,
-            group=group,
-        )
+        head = ops.pack(weights.head(), dtype, device)  # the largest is held twice while there is little else
+        embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]
+        norm = ops.pack_norm(weights.norm, config.rms_norm_eps, dtype, device)
+        self.stack = Stack(embedding, layers, norm, head, cos, sin, self.num_heads, self.kv_heads, group)
         self.fused: Any = ops.fuse(self.stack)  # a `Fused` or None; steps that are native calls know more of it
 
     def _pack(self, layer: LayerWeights) -> Layer:
-        ops, dtype, device, eps = self._ops, self.dtype, self.device, self.config.rms_norm_eps
-        return Layer(
-            input_norm=ops.pack_norm(layer.input_norm, eps, dtype, device),
-            qkv=ops.pack(layer.qkv, dtype, device),
-            o=ops.pack(layer.o, dtype, device),
-            post_norm=ops.pack_norm(layer.post_norm, eps, dtype, device),
-            gate_up=ops.pack(layer.gate_up, dtype, device),
-            down=ops.pack(layer.down, dtype, device),
-        )
+        norms = (layer.input_norm, layer.post_norm)
+        first, second = (self._ops.pack_norm(norm, self.config.rms_norm_eps, self.dtype, self.device) for norm in norms)
+        matrices = (layer.qkv, layer.o, layer.gate_up, layer.down)
+        qkv, o, gate_up, down = (self._ops.pack(matrix, self.dtype, self.device) for matrix in matrices)
+        return Layer(first, qkv, o, second, gate_up, down)
 
     @torch.no_grad()
     def forward(self, batch: Batch, cache: Cache, *, head: bool = True) -> Tensor | None:

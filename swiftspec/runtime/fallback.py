@@ -7,8 +7,10 @@ import contextlib
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.sampling.grammar import TooComplex
 
-FAILURES = (DrafterLost, RuntimeError, MemoryError)  # torch reports a failed device or a full memory as RuntimeError
+# torch reports a failed device or a full memory as RuntimeError
+FAILURES = (DrafterLost, TooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter:

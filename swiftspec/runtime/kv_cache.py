@@ -21,17 +21,9 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        head_dim: int,
-        capacity: int,
-        mover: Mover,
-        *,
-        sequences: int = 1,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, layers: int, kv_heads: int, head_dim: int, capacity: int, mover: Mover, *,
+        sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         self.capacity = capacity
         self._shape = (layers, kv_heads, capacity, head_dim)
         self._dtype, self._device = dtype, device

@@ -74,9 +74,8 @@ class LocalDrafter:
         coupled = config.proposal == "coupled" and not sampling.greedy
         count = min(config.children, self.runner.vocab)
         self.steps = self.choose(opening)
-        self.steps.open(
-            Request(sampler, expansion=Expansion(config.draft_leaves, count, coupled, tau, self._children.rank))
-        )
+        shape = Expansion(config.draft_leaves, count, coupled, tau, self._children.rank)
+        self.steps.open(Request(sampler, expansion=shape))
 
     def propose(self) -> Proposal:
         self.expand(self.draft_steps)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swiftspec.messages import Opening
 from swiftspec.model.batch import HostBatch
-from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
+from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 
 LEAST = 32  # tokens: fewer are read again sooner than kept
@@ -119,10 +119,9 @@ class KeepingRunner(Runner):
         self._torn = True
         return super().chain_batch(tokens)
 
-    def _append(self, tokens: Sequence[int], sequence: int) -> None:
-        for start in range(0, len(tokens), PREFILL_CHUNK):
-            self._torn = True
-            super()._append(tokens[start : start + PREFILL_CHUNK], sequence)
+    def _read(self, chunk: Tokens, sequence: int) -> None:
+        self._torn = True
+        super()._read(chunk, sequence)
 
     def note(self, began: float, rows: int, seconds: float | None = None) -> None:
         super().note(began, rows, seconds)

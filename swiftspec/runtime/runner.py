@@ -17,7 +17,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache, Move
 from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
-from swiftspec.sampling.sampler import Sampler, Shard
+from swiftspec.sampling.sampler import Rules, Sampler, Shard
 from swiftspec.tree import mask as tree_mask
 
 PREFILL_CHUNK = 256  # rows: large enough to be bound by compute, small enough to be interrupted
@@ -51,11 +51,15 @@ class Runner:
         self.cache = KVCache(*shape, ops.mover, dtype=model.dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[Hook] = []
+        self.pause: Callable[[], None] = lambda: None  # called before each chunk of a prompt; may raise RequestEnds
+        self.rules: Callable[[str], Rules] | None = None  # what makes a grammar's
         self._guidance: Guidance | None = None
+        self.reading: Callable[[Tensor], None] | None = None  # takes the logits of a prompt's tokens, a chunk at a time
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """What makes tokens of this model's logits for one request."""
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard)
+        rules = None if params.grammar is None or self.rules is None else self.rules(params.grammar)
+        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, rules)
 
     def open(self, tokens: Sequence[int], guidance: Guidance | None = None, most: Sequence[int] | None = None) -> int:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
@@ -81,9 +85,14 @@ class Runner:
 
     def _append(self, tokens: Sequence[int], sequence: int) -> None:
         for start in range(0, len(tokens), PREFILL_CHUNK):
-            chunk = np.array(tokens[start : start + PREFILL_CHUNK])
-            first = self.cache.append_prefix(len(chunk), sequence)
-            self.run(self._batch(chunk, None, {sequence: first}, 0, tree_mask.causal(len(chunk))), head=False)
+            self.pause()
+            self._read(np.array(tokens[start : start + PREFILL_CHUNK]), sequence)
+
+    def _read(self, chunk: Ints, sequence: int) -> None:
+        first = self.cache.append_prefix(len(chunk), sequence)
+        batch = self._batch(chunk, None, {sequence: first}, 0, tree_mask.causal(len(chunk)))
+        if (logits := self.run(batch, head=self.reading is not None)) is not None and self.reading is not None:
+            self.reading(logits)
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
         """The rows of verified tokens without KV and the root after them: the root becomes tree slot 0, the others join

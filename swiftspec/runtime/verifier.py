@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import Request, Steps, choose, features
+from swiftspec.runtime.steps import Features, Request, Steps, choose, features
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
 from swiftspec.tree.walk import Accept, Match
@@ -49,41 +50,35 @@ class LocalVerifier:
     It is its own `Pending`, as there is one verification at a time.
     """
 
-    def __init__(
-        self, runner: Runner, steps: Sequence[Steps], rejection: Callable[[Sampler], Accept] | None = None
-    ) -> None:
-        """`steps`: those that can verify, the fastest first. `rejection`: for sampled requests, in place of Match."""
+    def __init__(self, runner: Runner, steps: Sequence[Steps]) -> None:
+        """`steps`: those that can verify, the fastest first."""
         self.runner, self.steps_known = runner, steps
-        self._rejection = rejection
 
     @property
     def busy(self) -> float:
         return self.runner.busy
 
-    def rejects(self, opening: Opening) -> bool:
-        """Whether a request is verified by rejection. At temperature 0 both ways are the same, and only one needs to
-        know what the draft drew."""
-        return self._rejection is not None and not opening.sampling.greedy
+    def asked(self, sampling: SamplingParams) -> Features:
+        """What a request asks of the steps."""
+        shard, more = self.runner.shard, ["guidance"] if sampling.guided else []
+        deep = shard is not None and sampling.filtered and sampling.top_k >= shard.exchanged
+        return features(sampling, *more, *(["deep top-k"] if deep else []))
+
+    def accept(self, sampler: Sampler) -> Accept:
+        """What decides over a request's proposals."""
+        return Match(sampler)
 
     def choose(self, opening: Opening) -> Steps:
         """The steps that run a request."""
-        sampling, shard = opening.sampling, self.runner.shard
-        asked = {
-            "guidance": sampling.guided,
-            "rejection": self.rejects(opening),
-            "deep top-k": shard is not None and sampling.filtered and sampling.top_k >= shard.exchanged,
-        }
-        more = [name for name, there in asked.items() if there]
-        return choose(self.steps_known, features(sampling, *more), opening.steps)
+        return choose(self.steps_known, self.asked(opening.sampling), opening.steps)
 
     def open(self, opening: Opening) -> int:
         self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
         self._sampler.observe(opening.output)
         guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
         kept = self.runner.open(opening.tokens, guidance, opening.kept)
-        accept = self._rejection if self._rejection is not None and self.rejects(opening) else Match
         self.steps = self.choose(opening)
-        self.steps.open(Request(self._sampler, accept=accept(self._sampler)))
+        self.steps.open(Request(self._sampler, accept=self.accept(self._sampler)))
         return kept
 
     def submit(self, proposal: Proposal) -> Pending:

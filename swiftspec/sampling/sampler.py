@@ -53,7 +53,7 @@ class History:
         self.prompt[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
         self.output = torch.zeros(vocab, device=device)
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def observe(self, tokens: Sequence[int]) -> None:
         """Counts verified tokens of the output."""
         index = torch.tensor(list(tokens), dtype=torch.int64, device=self.output.device)
         self.output.index_add_(0, index, torch.ones(len(tokens), device=self.output.device))
@@ -67,6 +67,13 @@ class History:
         return counts
 
 
+class Rules(Protocol):
+    """Which tokens may follow, of whoever has a word in that: a grammar (sampling/grammar.py)."""
+
+    def allowed(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, after each path below the last verified token
+    def observe(self, tokens: Sequence[int], /) -> None: ...  # verified tokens
+
+
 class Sampler:
     """Shapes logits after one request's parameters; draws the target's tokens and ranks the draft's children.
 
@@ -75,15 +82,10 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        vocab: int,
-        device: torch.device | str,
-        ops: Ops = reference,
-        shard: Shard | None = None,
-    ) -> None:
-        self.params, self.vocab, self.shard = params, vocab, shard
+        self, params: SamplingParams, prompt: Sequence[int], vocab: int, device: torch.device | str,
+        ops: Ops = reference, shard: Shard | None = None, rules: Rules | None = None,
+    ) -> None:  # fmt: skip
+        self.params, self.vocab, self.shard, self.rules = params, vocab, shard, rules
         self.device, self._ops = device, ops
         self.noise = self.noise_of(TARGET_STREAM)
         self.noise_rows: NoiseRows = self.noise.rows
@@ -95,20 +97,25 @@ class Sampler:
             bias[list(params.logit_bias)] = torch.tensor(list(params.logit_bias.values()))
             self.bias = bias.to(device)
 
+    @property
+    def by_path(self) -> bool:
+        """Whether a row's logits depend on the tokens of its path."""
+        return self.history is not None or self.rules is not None
+
     def noise_of(self, stream: int) -> PositionNoise:
         """The noise of one of the request's streams."""
         return PositionNoise(self.params.seed, self.device, stream=stream, gumbel_rows=self._ops.gumbel_rows)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Takes verified tokens of the output into the penalties' counts."""
-        if self.history is not None:
-            self.history.extend(tokens)
+        """Told of verified tokens of the output."""
+        for follower in (self.history, self.rules):
+            if follower is not None:
+                follower.observe(tokens)
 
     def shape(self, logits: Tensor, paths: Paths | None) -> Tensor:
         """Raw logits [n, >= V or width] to logits [n, m] of the distribution that is sampled; filtered tokens are -inf.
 
-        `paths` is needed for penalties only. Greedy requests keep their scale and are not filtered: the argmax is the
-        same.
+        `paths`: where `by_path`. Greedy requests keep their scale and are not filtered: the argmax is the same.
         """
         p, shard = self.params, self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
@@ -118,6 +125,9 @@ class Sampler:
         if self.history is not None:
             assert paths is not None
             logits = self._penalise(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
+        if self.rules is not None:
+            assert paths is not None
+            logits = logits.masked_fill(~self.rules.allowed(paths)[:, here].to(logits.device), filters.NEG_INF)
         if p.greedy:
             return logits
         logits = logits / p.temperature
@@ -162,7 +172,7 @@ class Sampler:
     ) -> tuple[Tensor, int, Scores]:
         """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
         p, temperature, bias = self.params, 1.0, None
-        if self.history is not None or p.filtered:
+        if self.by_path or p.filtered:
             logits = self.shape(logits, paths)
         else:
             temperature, bias = 1.0 if p.greedy else p.temperature, self.bias

@@ -48,7 +48,9 @@ def _reply(asked: BinaryIO, length: int, here: int, render: Any) -> dict[str, An
         texts, _ = render(
             conversations=[request["messages"]],
             chat_template=request["template"],
-            add_generation_prompt=True,
+            tools=request["tools"],
+            add_generation_prompt=not request["go_on"],
+            continue_final_message=request["go_on"],
             **request["variables"],
         )
         size = len(texts[0].encode("utf-8", "surrogatepass"))

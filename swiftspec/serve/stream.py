@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from swiftspec.engine import Chunk
+from typing import Protocol
 
 BROKEN = "\ufffd"  # what a decoder writes for bytes that are no character, and for the start of one
 PATIENCE = 8  # tokens that may hang on one unfinished character before the window is cut
@@ -20,6 +17,22 @@ class Codec(Protocol):
     byte_tokens: frozenset[int]
 
     def spell(self, tokens: Sequence[int]) -> str: ...
+
+
+class Chunk(Protocol):
+    """The tokens of one round, whoever brings them."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def accepted(self) -> int:
+        """The first so many were the draft's guess."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """ "stop" or "length" on the last chunk."""
+        ...
 
 
 class Detokenizer:
@@ -87,9 +100,10 @@ class Detokenizer:
 
 class StopStrings:
     """Looks for stop strings in text that comes in pieces. Independent of where the pieces are cut: of several stop
-    strings that one ends the text that is complete first, and of those the longest."""
+    strings that one ends the text that is complete first, and of those the longest; it is `found` then."""
 
     def __init__(self, stops: Sequence[str]) -> None:
+        self.found: str | None = None
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
         self._held = ""
@@ -99,7 +113,9 @@ class StopStrings:
         self._held += text
         ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if ends:
-            return min(ends)[1], True
+            end, at = min(ends)
+            self.found = self._held[at:end]
+            return at, True
         hold = next((n for n in range(min(self._longest - 1, len(self._held)), 0, -1) if self._may_begin(n)), 0)
         release = len(self._held) - hold
         self._held = self._held[release:]
@@ -118,42 +134,31 @@ class Piece:
     accepted: bool
 
 
-class TextStream:
-    """The pieces of one answer. After (or during) the iteration `token_ids`, `text` and `finish_reason` say what came:
-    finish_reason is None as long as the answer has not come to its own end."""
+class TextBuilder:
+    """The text of one answer, from chunks as they are pushed. `token_ids`, `text` and `finish_reason` say what came:
+    finish_reason is None as long as the answer has not come to its own end, and after that nothing is to be pushed."""
 
-    def __init__(
-        self, chunks: Iterator[Chunk], codec: Codec, stops: Sequence[str] = (), context: Sequence[int] = ()
-    ) -> None:
-        self._chunks = chunks
+    def __init__(self, codec: Codec, stops: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self._detokenizer = Detokenizer(codec, context)
         self._stops = StopStrings(stops)
         self._held: list[Piece] = []
+        self._spelled = 0
         self.token_ids: list[int] = []  # up to the token that completed a stop string
+        self.starts: list[int] = []  # where in the text each of them begins
         self.text = ""
         self.finish_reason: str | None = None
 
-    def __iter__(self) -> Iterator[Piece]:
-        """Ends at the first stop string. Closing it, or an exception, ends the request."""
-        try:
-            for chunk in self._chunks:
-                yield from self._chunk(chunk)
-                if self.finish_reason is not None:
-                    return
-        finally:
-            close = getattr(self._chunks, "close", None)
-            if close is not None:
-                close()
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.found
 
-    def rest(self) -> Iterator[Piece]:
-        """What is still held back of an answer that was broken off."""
-        if self.finish_reason is None:
-            yield from self._told(self._add(Piece(self._detokenizer.finish(), False), last=True))
-
-    def _chunk(self, chunk: Chunk) -> Iterator[Piece]:
+    def push(self, chunk: Chunk) -> list[Piece]:
+        """Takes a round's tokens and returns what may be shown by now. Ends at the first stop string."""
         out: list[Piece] = []
         for index, token in enumerate(chunk.token_ids):
             self.token_ids.append(token)
+            self.starts.append(self._spelled)
             out += self._add(Piece(self._detokenizer.push((token,)), index < chunk.accepted))
             if self.finish_reason is not None:
                 break
@@ -161,11 +166,18 @@ class TextStream:
             if chunk.finish_reason is not None:
                 out += self._add(Piece(self._detokenizer.finish(), False), last=True)
                 self.finish_reason = self.finish_reason or chunk.finish_reason
-        yield from self._told(out)
+        return self._told(out)
+
+    def rest(self) -> list[Piece]:
+        """What is still held back of an answer that was broken off."""
+        if self.finish_reason is not None:
+            return []
+        return self._told(self._add(Piece(self._detokenizer.finish(), False), last=True))
 
     def _add(self, piece: Piece, last: bool = False) -> list[Piece]:
         """Takes new text, gives what may be shown of all that is held."""
         self._held.append(piece)
+        self._spelled += len(piece.text)
         count, ended = self._stops.push(piece.text)
         if ended:
             self.finish_reason = "stop"
@@ -181,7 +193,7 @@ class TextStream:
             out.append(first)
         return out
 
-    def _told(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def _told(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Joins neighbours of one kind, so that a round costs at most a few writes."""
         joined: list[Piece] = []
         for piece in pieces:
@@ -189,6 +201,45 @@ class TextStream:
                 joined[-1] = Piece(joined[-1].text + piece.text, piece.accepted)
             elif piece.text:
                 joined.append(piece)
-        for piece in joined:
-            self.text += piece.text
-            yield piece
+        self.text += "".join(piece.text for piece in joined)
+        return joined
+
+
+class TextStream:
+    """The pieces of one answer, read from an engine in this process."""
+
+    def __init__(
+        self, chunks: Iterator[Chunk], codec: Codec, stops: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        self._chunks = chunks
+        self._builder = TextBuilder(codec, stops, context)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Up to the token that completed a stop string."""
+        return self._builder.token_ids
+
+    @property
+    def text(self) -> str:
+        return self._builder.text
+
+    @property
+    def finish_reason(self) -> str | None:
+        """None as long as the answer has not come to its own end."""
+        return self._builder.finish_reason
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Ends at the first stop string. Closing it, or an exception, ends the request."""
+        try:
+            for chunk in self._chunks:
+                yield from self._builder.push(chunk)
+                if self.finish_reason is not None:
+                    return
+        finally:
+            close = getattr(self._chunks, "close", None)
+            if close is not None:
+                close()
+
+    def rest(self) -> Iterator[Piece]:
+        """What is still held back of an answer that was broken off."""
+        yield from self._builder.rest()

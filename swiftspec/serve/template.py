@@ -61,12 +61,20 @@ class Renderer:
         self._process = self._end = None
 
     def render(
-        self, template: str, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], most: int
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        most: int,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        go_on: bool = False,
     ) -> str:
-        """The text of a conversation, ready for the assistant's turn; `variables`: the special tokens by name. Raises
-        UserError where the template fails, or keeps to no limit; TooLong on more than `most` bytes of text."""
+        """The text of a conversation, ready for the assistant's turn, or with `go_on` for more of its last message.
+        `variables`: the special tokens by name, and whatever else the template is to know; `tools`: their schemas.
+        Raises UserError where the template fails, or keeps to no limit; TooLong on more than `most` bytes of text."""
         asked = {
             "template": template, "messages": [dict(message) for message in messages], "variables": dict(variables),
+            "tools": None if tools is None else [dict(tool) for tool in tools], "go_on": go_on,
             "most": most, "seconds": self._seconds, "memory": self._memory,
         }  # fmt: skip
         try:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swiftspec import files
 from swiftspec.errors import UserError, shown
@@ -16,7 +16,7 @@ from swiftspec.serve.template import Renderer, TooLong
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]  # role and content
+Message = Mapping[str, Any]  # role and content, and what else a template may look at: tool_calls, tool_call_id, ...
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
 
@@ -91,28 +91,42 @@ class TextCodec:
         """Bytes of text beyond which it is certain that so many tokens do not hold it; None: that is not known."""
         return MOST_TEXT if context is None else context * self.longest
 
-    def encode(self, text: str, context: int | None = None) -> list[int]:
-        """Text as it stands, with the special tokens that the tokenizer puts around any text. Raises TooLong on text
-        that cannot fit a context of so many tokens; shorter text may still be too long."""
-        return self._encode(text, context, special=True)
+    def encode(self, text: str, context: int | None = None, special: bool = True) -> list[int]:
+        """Text as it stands, with the special tokens that the tokenizer puts around any text, or without them. Raises
+        TooLong on text that cannot fit a context of so many tokens; shorter text may still be too long."""
+        return self._encode(text, context, special)
 
-    def encode_chat(self, messages: Sequence[Message], context: int | None = None) -> list[int]:
-        """A conversation through the chat template, ready for the assistant's turn. As in transformers and vLLM the
-        template alone decides about BOS and its like. `context` as for `encode`."""
+    def template(self, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The chat template; of several the one named default, or where tools are given the one made for them."""
         if not self.has_template:
             raise UserError(f"{self.path} has no chat template: continue plain text with --raw")
-        for message in messages:
-            for text in message.values():
-                self._check(text, context)
         try:
-            template = self.tokenizer.get_chat_template()  # of several the one named default
+            return str(self.tokenizer.get_chat_template(tools=None if tools is None else [dict(t) for t in tools]))
         except ValueError as error:
             raise UserError(f"{self.path}: the chat template failed ({_line(error)})") from None
-        variables = {
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        context: int | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        go_on: bool = False,
+    ) -> list[int]:
+        """A conversation through the chat template, ready for the assistant's turn, or with `go_on` for more of its
+        last message. As in transformers and vLLM the template alone decides about BOS and its like. `tools`: the JSON
+        schemas of what may be called; `variables`: what else the template is told. `context` as for `encode`."""
+        template = self.template(tools)
+        for message in messages:
+            for text in message.values():
+                if isinstance(text, str):
+                    self._check(text, context)
+        special = {
             name: [str(token) for token in value] if isinstance(value, list) else str(value)
             for name, value in self.tokenizer.special_tokens_map.items()
         }
-        text = self._renderer.render(template, messages, variables, self.most_text(context))
+        known = {**(variables or {}), **special}
+        text = self._renderer.render(template, messages, known, self.most_text(context), tools, go_on)
         return self._encode(text, context, special=False)
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -48,6 +48,10 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise UserError("mode smc knows no penalties: set repetition, presence and frequency back, or take mode serial")
     if sampling.guided:
         raise UserError("mode smc knows no guidance: leave guidance_scale at 1, or take mode serial")
+    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+        raise UserError("mode smc gives no log-probabilities: leave them out, or take mode serial")
+    if sampling.grammar is not None:
+        raise UserError("mode smc knows no grammar: leave it out, or take mode serial")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.pause import Pause
 from tests.distributed.test_channel import connect
 from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny import make_checkpoint
@@ -72,7 +73,7 @@ class FakeDraft:
 def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
     here, there = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS).run)  # type: ignore[arg-type]
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, None, Pause()).run)  # type: ignore[arg-type]
     service.start()
     drafter = GroupDrafter(here, 3, BOUNDS, answer_timeout=0.3, open_timeout=0.6)
     yield drafter, draft, there
@@ -158,7 +159,7 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     propose = DraftService._propose
     monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
     here, there = connect(None)
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([])), BOUNDS).run)
+    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([])), BOUNDS, None, Pause()).run)
     service.start()
     drafter, heard = GroupDrafter(here, 3, BOUNDS), []
     try:

@@ -34,9 +34,11 @@ def for_people(path: str) -> bool:
 
 
 def ranks_in_one_room(path: str, source: str) -> list[str]:
+    """Ranks speak in one room; sockets are there, and where HTTP is."""
     if room(path) == "distributed":
         return []
-    return [f"{path} uses {name}" for name in uses(path, source, {"torch.distributed", "socket.socket"})]
+    banned = {"torch.distributed", *(() if path.startswith("serve/http/") else ("socket.socket",))}
+    return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
 
 def graphs_in_one_file(path: str, source: str) -> list[str]:

@@ -19,7 +19,7 @@ ROOMS = (
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
-HEAVY_FILES = {"distributed/grpc.py": {"grpc", "google"}}
+HEAVY_FILES = {"distributed/grpc.py": {"grpc", "google"}, "sampling/grammar.py": {"llguidance"}}
 ON_DEMAND = {"swiftspec.llm.LLM", "swiftspec.config.EngineConfig", "swiftspec.params.SamplingParams"}
 
 

@@ -16,7 +16,7 @@ from swiftspec.lab.measure import Books
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.profile import main
 from swiftspec.llm import LLM
-from swiftspec.serve import session
+from swiftspec.serve import found as serve_found
 from swiftspec.serve.cli import parse
 from swiftspec.serve.terminal import Phases
 from tests.support.ranks import Pool
@@ -184,20 +184,20 @@ def test_serve_takes_the_plan_and_says_so(
     assert main([*pair, *short, "--modes", "serial", "--budget", "10s"]) == 0
     capsys.readouterr()
     phases = Phases()
-    found = session.Found.of(parse(pair).settings, 1, phases)
+    found = serve_found.Found.of(parse(pair).settings, 1, phases)
     assert found.plan.mode == "serial" and found.plan.draft_steps is not None
     assert "plan: serial 1" in capsys.readouterr().err
-    fixed = session.Found.of(parse([*pair, "--draft-steps", "6"]).settings, 1, phases)
+    fixed = serve_found.Found.of(parse([*pair, "--draft-steps", "6"]).settings, 1, phases)
     assert fixed.plan.draft_steps == 6
-    assert session.Found.of(parse([*pair, "--plan", "none"]).settings, 1, phases).plan.draft_steps is None
+    assert serve_found.Found.of(parse([*pair, "--plan", "none"]).settings, 1, phases).plan.draft_steps is None
     (file,) = (tmp_path / "profiles").glob("*[!l].json")
     other = [*pair, "--plan", str(file), "--dtype", "float64"]
     with pytest.raises(UserError, match="is refused: it was measured with other dtype float32, not float64"):
-        session.Found.of(parse(other).settings, 1, phases)
+        serve_found.Found.of(parse(other).settings, 1, phases)
     data = json.loads(file.read_text())
     data["key"]["hardware"]["name"] = "a faster one"
     file.write_text(json.dumps(data))
-    assert session.Found.of(parse(pair).settings, 1, phases).plan.draft_steps is None
+    assert serve_found.Found.of(parse(pair).settings, 1, phases).plan.draft_steps is None
     assert "is not used: it is of another machine" in capsys.readouterr().err
 
 

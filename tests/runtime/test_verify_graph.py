@@ -163,7 +163,7 @@ def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) ->
     inputs, zeros = Inputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
     inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
     history = DeviceHistory([1, 2], 4, "cpu")
-    history.extend([0, 3, 3])
+    history.observe([0, 3, 3])
     assert torch.equal(
         history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
     )

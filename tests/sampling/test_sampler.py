@@ -165,7 +165,7 @@ def test_penalties_follow_the_path(prompt: list[int], output: list[int], data: s
 
 def test_history_counts_repeated_tokens() -> None:
     history = History([1], V, "cpu")
-    history.extend([2, 2, 3])
+    history.observe([2, 2, 3])
     counts = history.counts([[2, 4, 4], []])
     assert counts[0, [2, 3, 4]].tolist() == [3, 1, 2] and counts[1, [2, 3, 4]].tolist() == [2, 1, 0]
 

@@ -298,7 +298,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
 
 
 def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("swiftspec.serve.session.DEMO", tmp_path)
+    monkeypatch.setattr("swiftspec.serve.found.DEMO", tmp_path)
     assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
 
 

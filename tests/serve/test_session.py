@@ -12,7 +12,7 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.session import DEMO, planned
+from swiftspec.serve.found import DEMO, planned
 from swiftspec.serve.settings import Settings, UsageError
 from swiftspec.serve.terminal import Phases
 from tests.support.profiles import profile, run

@@ -12,8 +12,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.serve import oneshot
 from swiftspec.serve.cli import build_parser, parse
+from swiftspec.serve.found import Found, generation_defaults
 from swiftspec.serve.layers import load
-from swiftspec.serve.session import Found, generation_defaults
 from swiftspec.serve.settings import Flag, Settings, UsageError, env_name, flag_name
 from swiftspec.serve.terminal import Phases
 

@@ -13,8 +13,8 @@ from swiftspec.profiles import store
 from swiftspec.serve import oneshot
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.flags import CONTRADICTS, WITHOUT
+from swiftspec.serve.found import Found
 from swiftspec.serve.layers import load, strays
-from swiftspec.serve.session import Found
 from swiftspec.serve.settings import Settings, UsageError, env_name, flag_name
 from swiftspec.serve.terminal import Phases
 from tests.support import profiles

@@ -154,6 +154,7 @@ def test_a_process_that_goes_away(codecs: Any) -> None:
 def test_without_anybody_who_waits_it_leaves_by_itself() -> None:
     """At the end of its input; in a template without end, at its limit of CPU seconds."""
     asked = {"template": LOOP, "messages": [USER], "variables": {}, "most": 9, "seconds": 0.1, "memory": 1 << 30}
+    asked |= {"tools": None, "go_on": False}
     data = json.dumps(asked).encode()
     for request, code in ((b"", 0), (render.LENGTH.pack(len(data)) + data, -signal.SIGXCPU)):
         child = subprocess.Popen([sys.executable, "-P", render.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -22,6 +22,7 @@ from swiftspec.distributed.groups.shm import SharedParallel
 from swiftspec.distributed.world import join_world
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.llm import LLM, serve_rank
+from swiftspec.messages import Likelihood
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -69,7 +70,7 @@ def decode(
         return [{"refused": str(error)}]
     try:
         with switched_by_dice(by_dice):
-            return [_answer(llm, prompt, dict(values)) for prompt, values in requests]
+            return [answer(llm, prompt, dict(values)) for prompt, values in requests]
     finally:
         llm.close()
 
@@ -111,12 +112,21 @@ def switched_by_dice(chance: float | None) -> Iterator[None]:
         policy.decide = decide
 
 
-def _answer(llm: LLM, prompt: list[int], values: Json) -> Json:
-    """`cut` among the values: the answer is cut off after so many rounds."""
-    cut, tokens, reason = values.pop("cut", None), list[int](), None
+def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
+    """`cut` among the values: the answer is cut off after so many rounds; `looks`: once that was asked so often, while
+    the prompt is read."""
+    cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
+    likelihoods: list[Likelihood] = []
+    had: list[None] = []
+
+    def cancelled() -> bool:
+        had.append(None)
+        return looks is not None and len(had) > looks
+
     try:
-        for count, chunk in enumerate(stream := llm.stream(prompt, sampling_from(values)), 1):
+        for count, chunk in enumerate(stream := llm.stream(prompt, sampling_from(values), cancelled), 1):
             tokens, reason = tokens + list(chunk.token_ids), chunk.finish_reason
+            likelihoods += (*(chunk.prompt or ()), *(chunk.likelihoods or ()))
             if count == cut:
                 stream.close()
     except NotFinite as error:
@@ -124,12 +134,14 @@ def _answer(llm: LLM, prompt: list[int], values: Json) -> Json:
     stats = llm.stats
     return {
         "tokens": tokens,
+        "likelihoods": [(likelihood.logprob, *likelihood.top) for likelihood in likelihoods],
+        "looks": len(had),
         "reason": reason,
         "kept": stats.kept_tokens,
         "rounds": stats.rounds,
         "lost": stats.drafter_lost,
         "plain_rounds": stats.policy and stats.policy.plain_rounds,
-        "busy": stats.target_busy_time / stats.decode_time,
+        "busy": stats.target_busy_time / max(stats.decode_time, 1e-9),
         "draft_busy": stats.draft_busy_time,
         "steps": llm.config.draft_steps,
         "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,

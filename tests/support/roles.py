@@ -13,6 +13,7 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.full_verifier import FullVerifier
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
@@ -55,7 +56,7 @@ def make_drafter(
 
 def make_verifier(runner: Runner, method: str = "match", capture: Capture | None = None) -> LocalVerifier:
     """`method`: as EngineConfig.verify."""
-    return LocalVerifier(
+    return FullVerifier(
         runner, kinds.for_target(runner, tools(runner, capture)), Rejection if method == "reject" else None
     )
 

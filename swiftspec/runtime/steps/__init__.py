@@ -32,6 +32,8 @@ FEATURES = {
     "guidance": "guidance_scale other than 1",
     "drawn proposals": "proposal sample",
     "rejection": "verify reject, at a temperature above 0",
+    "log-probabilities": "logprobs",
+    "grammar": "a grammar",
     "population": "mode smc",
 }
 Features = frozenset[str]  # keys of FEATURES: what of a request matters to whether steps can take it
@@ -46,6 +48,7 @@ def features(sampling: SamplingParams, *more: str) -> Features:
         "logit bias": bool(sampling.logit_bias),
         "filters": sampling.filtered,
         "penalties": sampling.penalised,
+        "grammar": sampling.grammar is not None,
     }
     return frozenset(name for name, asked in found.items() if asked) | frozenset(more)
 

@@ -56,7 +56,7 @@ class EagerSteps:
                 pending.clear()
             else:
                 logits = self.forward(self.runner.tree_batch(leaves.tokens, leaves.depths, leaves.mask))
-            paths = tree.path_tokens(leaves.nodes) if self._request.sampler.params.penalised else None
+            paths = tree.path_tokens(leaves.nodes) if self._request.sampler.by_path else None
             positions = torch.from_numpy(leaves.depths + self.runner.cache.prefix_len[0]).to(logits.device)
             children = shape.rank(logits, leaves, paths, positions)
         tree.add_children(leaves.nodes, *children)
@@ -77,7 +77,7 @@ class EagerSteps:
         """What stands, by the logits."""
         request = self._request
         assert request.accept is not None
-        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.params.penalised else None
+        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.by_path else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         return request.accept(proposal, logits, paths, positions)
 

@@ -156,7 +156,7 @@ class Graphs:
 
 def shaping(sampling: SamplingParams) -> str:
     """Equal for two requests whose logits are shaped alike: a graph that has these parameters by value serves both."""
-    ends = {"max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
+    ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
     return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends))
 
 

@@ -7,24 +7,31 @@ import contextlib
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
+from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
+from swiftspec.serve.http.compiler import Compiler
 from swiftspec.serve.http.frames import Configure
 from swiftspec.serve.http.protocol import HEAD_BYTES, PatientProtocol
 from swiftspec.serve.http.remote import RemoteEngine
 from swiftspec.serve.http.wire import AsyncWire
+from swiftspec.serve.text import TextCodec
 
 MOST_CONNECTIONS = 1024
 KEEP_ALIVE = 60  # seconds that an idle connection stays open
+GRACE = 2  # seconds for the last bytes of answers
 
 
 def main() -> None:
     """Serves until rank 0 says so, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and tells
     wire, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
-    asyncio.run(serve(wire, listening))
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(wire, listening))
 
 
 async def serve(end: socket.socket, listening: socket.socket) -> None:
@@ -33,22 +40,22 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     limits = await wire.receive()
     if not isinstance(limits, Configure):
         return
-    engine = RemoteEngine(wire, limits)
-    app = create_app(engine, limits)
-    config = uvicorn.Config(
-        app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-        server_header=False, h11_max_incomplete_event_size=HEAD_BYTES, limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=1,
+    engine, tokenizer = RemoteEngine(wire, limits), Tokenizer()
+    app = create_app(engine, tokenizer.get, [limits.model_name], compile=Compiler())
+    server = Server(
+        uvicorn.Config(
+            app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, h11_max_incomplete_event_size=HEAD_BYTES, limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
+        )
     )  # fmt: skip
-    server = Server(config)
     hearing = asyncio.create_task(engine.run())
-    reading = asyncio.create_task(read_tokenizer(engine, app))
+    reading = asyncio.create_task(tokenizer.read(engine.found))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     draining = asyncio.create_task(engine.to_drain.wait())
     await asyncio.wait({hearing, serving, draining}, return_when=asyncio.FIRST_COMPLETED)
-    if not hearing.done():
-        await engine.drained()
-        engine.leave()
+    await engine.drained()
+    engine.leave()
     server.should_exit = True
     await serving
     for task in (hearing, reading, draining):
@@ -56,11 +63,28 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     await wire.close()
 
 
+class Tokenizer:
+    """The target's, once rank 0 has found it."""
+
+    def __init__(self) -> None:
+        self._codec: TextCodec | None = None
+
+    def get(self) -> TextCodec | None:
+        """None while it is not read."""
+        return self._codec
+
+    async def read(self, found: asyncio.Future[str]) -> None:
+        """Reads it beside the event loop. One that cannot be read is rank 0's to tell of."""
+        with contextlib.suppress(UserError):
+            self._codec = await asyncio.to_thread(TextCodec, Path(await found))
+
+
 class Server(uvicorn.Server):
-    """It leaves signals to the process: SIGTERM ends it, SIGINT does nothing."""
+    """It leaves signals alone: SIGTERM ends the process, and rank 0 hears the others."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # noqa: ANN201
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn has it."""
         yield
 
 

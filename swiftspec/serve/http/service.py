@@ -8,8 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 from swiftspec.errors import NotFinite, RankLost, UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
+from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.wire import FrontEndLost, Wire
-from swiftspec.serve.session import Found, Session, open_session
+from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.terminal import Phases
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
+    from swiftspec.messages import Likelihood
 
 BACKLOG = 128  # connections that wait to be accepted, while the front end starts
 FLUSH = 2.0  # seconds for the last frames at the end
@@ -171,7 +173,8 @@ class Service:
 
     def __init__(self, session: Session, wire: Wire, stopping: Stopping) -> None:
         self._session, self._wire, self._stopping = session, wire, stopping
-        self._drained = self._left = False
+        self._drained = self._left = self._cancelled = False
+        self._request = 0  # that runs, or ran last
 
     def run(self) -> None:
         """Until the front end says Leave. Raises what ends a server: FrontEndLost, RankLost."""
@@ -196,42 +199,43 @@ class Service:
 
     def _serve(self, start: frames.Start) -> None:
         """One request, to its `Done` or `Failed`."""
-        request, llm, wire = start.request, self._session.llm, self._wire
+        self._request, self._cancelled = start.request, False
         tokens = 0
         try:
             sampling = SamplingParams(**start.sampling)
-            with self._cancellable(request) as cancelled:
-                stream = llm.stream(start.prompt, sampling)
-                try:
-                    for chunk in stream:
-                        tokens += len(chunk.token_ids)
-                        wire.send(as_frame(request, chunk))
-                        if cancelled():
-                            break
-                finally:
-                    stream.close()
+            with closing(self._session.llm.stream(start.prompt, sampling, self._over)) as chunks:
+                for chunk in chunks:
+                    tokens += len(chunk.token_ids)
+                    self._tell(chunk)
+                    if self._over():
+                        break
         except RankLost as error:
-            wire.send(frames.Failed(request, str(error), user=False))
-            wire.send(frames.Lost(str(error)))
+            self._wire.send(frames.Failed(start.request, str(error), user=False))
+            self._wire.send(frames.Lost(str(error)))
             raise
         except (UserError, TypeError) as error:
-            wire.send(frames.Failed(request, str(error), user=not isinstance(error, NotFinite)))
+            self._wire.send(frames.Failed(start.request, str(error), user=not isinstance(error, NotFinite)))
         else:
-            wire.send(self._done(request, tokens, sampling))
+            self._wire.send(self._done(start.request, tokens, sampling))
 
-    @contextmanager
-    def _cancellable(self, request: int) -> Iterator[Any]:
-        """What says whether a request is to end: the front end has cancelled it, or leaves."""
+    def _over(self) -> bool:
+        """Whether the request is to end: the front end has cancelled it, or leaves."""
+        frame = self._wire.poll()
+        if self._stopping.asked:
+            self._drain()
+        if isinstance(frame, frames.Leave):
+            self._left = True
+        elif isinstance(frame, frames.Cancel) and frame.request == self._request:
+            self._cancelled = True
+        return self._left or self._cancelled
 
-        def cancelled() -> bool:
-            frame = self._wire.poll()
-            if self._stopping.asked:
-                self._drain()
-            if isinstance(frame, frames.Leave):
-                self._left = True
-            return self._left or (isinstance(frame, frames.Cancel) and frame.request == request)
-
-        yield cancelled
+    def _tell(self, chunk: Chunk) -> None:
+        """A round's tokens for the front end."""
+        if chunk.prompt is not None:
+            self._wire.send(frames.Prompt(self._request, as_frames(chunk.prompt)))
+        likelihoods = None if chunk.likelihoods is None else as_frames(chunk.likelihoods)
+        tokens = list(chunk.token_ids)
+        self._wire.send(frames.Chunk(self._request, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
 
     def _done(self, request: int, tokens: int, sampling: SamplingParams) -> frames.Done:
         llm = self._session.llm
@@ -242,9 +246,9 @@ class Service:
         return frames.Done(request, timings, answer.metrics(llm.config, llm.stats, tokens), more)
 
 
-def as_frame(request: int, chunk: Chunk) -> frames.Chunk:
-    """A round's tokens for the front end."""
-    return frames.Chunk(request, list(chunk.token_ids), chunk.accepted, None, chunk.finish_reason)
+def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
+    """As they travel."""
+    return [frames.Likelihood(one.logprob, list(one.top)) for one in likelihoods]
 
 
 def ready(session: Session) -> frames.Ready:

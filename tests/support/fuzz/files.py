@@ -22,7 +22,7 @@ from swiftspec.model.fingerprint import fingerprint
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
 from swiftspec.serve import layers
-from swiftspec.serve.session import generation_defaults
+from swiftspec.serve.found import generation_defaults
 from swiftspec.serve.settings import Settings
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written

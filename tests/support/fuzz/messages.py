@@ -33,6 +33,7 @@ from swiftspec.distributed.wire import (
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.pause import Pause
 from tests.support.fuzz import Target
 
 BOUNDS = Bounds(vocab=40, context=30, nodes=6)
@@ -326,20 +327,20 @@ def ask_times(says: Sequence[Message]) -> str:
 
 def serve_target(says: Sequence[Message]) -> str:
     """A draft's leader with a target that says anything; it leaves, or is alone at the end."""
-    service = DraftService(FakeChannel(says), LeadingDrafter(FakeRole(), Team([])), BOUNDS)  # type: ignore[arg-type]
+    service = DraftService(FakeChannel(says), LeadingDrafter(FakeRole(), Team([])), BOUNDS, None, Pause())  # type: ignore[arg-type]
     return _served(service.run)
 
 
 def obey(says: Sequence[Message]) -> str:
     """A follower with a leader that says anything."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS))  # type: ignore[arg-type]
+    return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS, Pause()))  # type: ignore[arg-type]
 
 
 def obey_draft(says: Sequence[Message]) -> str:
     """A follower of the draft's group."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), None, role, None, BOUNDS))  # type: ignore[arg-type]
+    return _served(lambda: follow(FakeChannel(says), None, role, None, BOUNDS, Pause()))  # type: ignore[arg-type]
 
 
 def _served(run: Any) -> str:

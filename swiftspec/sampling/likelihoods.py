@@ -1,0 +1,43 @@
+"""Log-probabilities of tokens in the model's own distribution: before grammar, bias, penalties and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends.reference import log_top_k
+from swiftspec.messages import Likelihood
+from swiftspec.sampling.sampler import Sampler
+
+
+def likelihoods(sampler: Sampler, logits: Tensor, tokens: Sequence[int], k: int) -> tuple[Likelihood, ...]:
+    """Of `tokens` [n], each after its row of raw logits [n, >= V, or this rank's width], with the k likeliest of the
+    row. In a group of ranks all must ask, and all get the same."""
+    vocab, shard = sampler.vocab, sampler.shard
+    logits = logits[:, : vocab if shard is None else len(shard.tokens)]
+    wanted = torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)[:, None]
+    if shard is None:
+        own, total = logits.gather(-1, wanted), logits.logsumexp(-1, keepdim=True)
+        ids, values = log_top_k(logits, min(k, vocab))
+    else:
+        own, total = shard.values(logits, wanted)
+        ids, values = shard.log_top_k(logits, min(k, vocab))
+    logprobs = (own - total).clamp_max(0).squeeze(-1).tolist()
+    tops = [tuple(zip(*row)) for row in zip(ids.tolist(), values.tolist())]
+    return tuple(map(Likelihood, logprobs, tops))
+
+
+class PromptLikelihoods:
+    """Those of a prompt's tokens but the first, from the rows of all but the last, which come a chunk at a time."""
+
+    def __init__(self, sampler: Sampler, prompt: Sequence[int], k: int) -> None:
+        self._sampler, self._prompt, self._k = sampler, prompt, k
+        self.known: list[Likelihood] = []
+
+    def read(self, logits: Tensor) -> None:
+        """Takes the next rows of raw logits, as `likelihoods` does."""
+        first = len(self.known) + 1
+        tokens = self._prompt[first : first + logits.shape[0]]
+        self.known += likelihoods(self._sampler, logits, tokens, self._k)

@@ -1,0 +1,182 @@
+"""One answer: the engine's frames as what is thought, said and called, round by round, and what it cost in the end."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swiftspec.serve.http.engine import Ask, Broken, Engine
+from swiftspec.serve.http.frames import Chunk, Done, Likelihood, Prompt
+from swiftspec.serve.http.reasoning import Reasoning
+from swiftspec.serve.http.tools import Call, Calls
+from swiftspec.serve.stream import TextBuilder
+from swiftspec.serve.text import TextCodec
+
+TAIL = 16  # tokens of a prompt that the text after it is spelled with
+
+
+class Shown:
+    """A codec that spells some of the special tokens: those that mark thoughts and calls."""
+
+    def __init__(self, codec: TextCodec, markers: frozenset[int]) -> None:
+        self.codec = codec
+        self.special = codec.special - markers
+        self.byte_tokens = codec.byte_tokens
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """The text of tokens."""
+        return self.codec.spell(tokens)
+
+
+@dataclass(slots=True)
+class Job:
+    """What an answer is to be. `goes_on`: the answer goes on the prompt's text, so that its first word may need a
+    space. `single`: it ends with the first call."""
+
+    ask: Ask
+    stops: Sequence[str] = ()
+    goes_on: bool = False
+    reasoning: Reasoning | None = None
+    calls: Calls | None = None
+    single: bool = False
+    nothing: bool = False  # only the prompt is of interest: the answer is one token, which is not shown
+    markers: frozenset[int] = frozenset()  # special tokens that are spelled
+
+
+@dataclass(slots=True)
+class Part:
+    """What one round adds. `first` and `last`: of its tokens among all of the answer's, for their likelihoods."""
+
+    thought: str
+    said: str
+    calls: list[Call]
+    first: int
+    last: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it comes. `thought`, `said` and `calls` say what has come by now."""
+
+    job: Job
+    builder: TextBuilder
+    thought: str = ""
+    said: str = ""
+    calls: list[Call] = field(default_factory=list)
+    likelihoods: list[Likelihood] = field(default_factory=list)
+    prompt_likelihoods: list[Likelihood] = field(default_factory=list)
+    accepted: int = 0
+    done: Done | None = None
+    started: bool = False
+
+    @staticmethod
+    def of(job: Job, codec: TextCodec) -> Answer:
+        """Before its first token."""
+        shown = Shown(codec, job.markers)
+        context = job.ask.prompt[-TAIL:] if job.goes_on else ()
+        return Answer(job, TextBuilder(shown, job.stops, context))
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.job.ask.prompt
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.builder.token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """stop, length or tool_calls."""
+        reason = self.builder.finish_reason or "stop"
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+    async def parts(self, engine: Engine) -> AsyncGenerator[Part]:
+        """A part for each round that brings something. Closing it cancels the request, as the engine says; so does a
+        stop string. Raises what the engine raises."""
+        async with contextlib.aclosing(engine.answer(self.job.ask)) as frames:
+            async for frame in frames:
+                self.started = True
+                if isinstance(frame, Prompt):
+                    self.prompt_likelihoods = frame.likelihoods
+                elif isinstance(frame, Done):
+                    self.done = frame
+                    break
+                elif self.builder.finish_reason is None:
+                    if self.job.nothing:
+                        frame = Chunk(frame.request, [], 0, finish_reason="length")
+                    part = self._part(frame)
+                    yield part
+                    if self._ended(frame):
+                        return
+        if self.builder.finish_reason is None:
+            raise Broken("the engine ended the answer without a word", "engine_error")
+
+    def _ended(self, frame: Chunk) -> bool:
+        """Whether the engine would go on, and nobody wants it to."""
+        if self.job.single and self.calls:
+            self.builder.finish_reason = self.builder.finish_reason or "stop"
+        return self.builder.finish_reason is not None and frame.finish_reason is None
+
+    def _part(self, frame: Chunk) -> Part:
+        first = len(self.tokens)
+        text = "".join(piece.text for piece in self.builder.push(frame))
+        last = len(self.tokens)
+        self.accepted += min(frame.accepted, last - first)
+        if frame.likelihoods is not None:
+            self.likelihoods += frame.likelihoods[: last - first]
+        ended = self.builder.finish_reason is not None
+        thought, said, calls = "", text, list[Call]()
+        if self.job.reasoning is not None:
+            thought, said = self.job.reasoning.push(text, ended)
+        if self.job.calls is not None:
+            said, calls = self.job.calls.push(said, ended)
+        if self.job.single and calls:
+            calls = calls[: 1 - len(self.calls)]
+        self.thought += thought
+        self.said += said
+        self.calls += calls
+        return Part(thought, said, calls, first, last)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that were kept from earlier requests."""
+        return 0 if self.done is None else int(self.done.timings.get("cache_n") or 0)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        reasoning = self.job.reasoning
+        if reasoning is None:
+            return 0
+        if reasoning.end is None:
+            return len(self.tokens) if reasoning.thinking else 0
+        return bisect_left(self.builder.starts, reasoning.end)
+
+    @property
+    def rejected(self) -> int:
+        """Draft tokens that were verified and do not stand in the answer; not known of one that was cut off."""
+        spec = (self.done.metrics.get("speculative_decoding") if self.done else None) or {}
+        return int(spec.get("num_draft_tokens", 0)) - int(spec.get("num_accepted_draft_tokens", 0))
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage`."""
+        return {
+            "prompt_tokens": len(self.prompt),
+            "completion_tokens": len(self.tokens),
+            "total_tokens": len(self.prompt) + len(self.tokens),
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.rejected,
+                "reasoning_tokens": self.reasoning_tokens,
+            },
+        }
+
+    def cost(self) -> dict[str, Any]:
+        """llama.cpp's `timings`, vLLM's `metrics`, and what else is to be said of the answer. Nothing of an answer that
+        was cut off by a stop string: the engine does not say."""
+        if self.done is None:
+            return {}
+        return {"timings": self.done.timings, "metrics": self.done.metrics, **self.done.more}

@@ -1,0 +1,209 @@
+"""Grammars: along every path of a tree the mask is a fresh parser's, and the text is plain decoding's and parses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.messages import Proposal
+from swiftspec.params import SamplingParams
+from swiftspec.sampling.grammar import GrammarRules, Grammars, TooComplex
+from tests.support.roles import drafter_of, make_drafter, put, verifier_of
+from tests.support.toy_pair import VOCAB, make_pair
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "cd"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, overrides={"whitespace_flexible": False})
+LIST = 'start: item ("," item)*\nitem: /[a-c]+/ | "[" start "]"'
+EOS = 0
+ASKED = SamplingParams(temperature=0, max_tokens=80, grammar=JSON)
+REQUESTS = {
+    "greedy": ASKED,
+    "sampled": replace(ASKED, temperature=0.9, seed=4),
+    "shaped": replace(ASKED, temperature=1.2, seed=2, top_k=9, repetition_penalty=1.2, logit_bias={40: 1.0}),
+    "guided": replace(ASKED, temperature=0.7, guidance_scale=1.5, negative_prompt_ids=(9, 8, 7)),
+    "scored": replace(ASKED, temperature=0.7, seed=11, logprobs=1),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> LLM:
+    return LLM(pair[0], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair: tuple[Path, Path]) -> Tokenizer:
+    return Tokenizer.from_file(str(pair[0] / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def grammars(pair: tuple[Path, Path]) -> Grammars:
+    return Grammars(pair[0], (EOS,), VOCAB)
+
+
+def allowed(rules: GrammarRules, *path: int) -> set[int]:
+    return set(np.flatnonzero(rules.allowed([path])[0].numpy()).tolist())
+
+
+def walks(rules: GrammarRules, data: st.DataObject, length: int) -> Iterator[int]:
+    """Tokens that the grammar allows, one after the other."""
+    path: list[int] = []
+    for _ in range(length):
+        path.append(data.draw(st.sampled_from(sorted(allowed(rules, *path)))))
+        yield path[-1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), text=st.sampled_from([JSON, LIST]))
+def test_every_node_has_the_mask_of_a_fresh_parser(grammars: Grammars, data: st.DataObject, text: str) -> None:
+    """Whatever order the paths of a tree come in, and however the verified text has moved on below them."""
+    rules, verified = grammars.rules(text), list[int]()
+    for _ in range(data.draw(st.integers(1, 3))):
+        paths = [list(walks(rules, data, data.draw(st.integers(0, 5)))) for _ in range(4)]
+        wild = data.draw(st.lists(st.integers(0, VOCAB - 1), max_size=3))  # what no tree proposes
+        order = data.draw(st.permutations([*paths, paths[0], wild]))
+        masks = dict(zip(map(tuple, order), rules.allowed(order), strict=True))
+        for path in paths:
+            fresh = grammars.rules(text)
+            fresh.observe([*verified, *path])
+            assert torch.equal(masks[tuple(path)], fresh.allowed([[]])[0])
+        verified += paths[0]
+        rules.observe(paths[0])
+
+
+def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    rules = grammars.rules(LIST)
+    a, comma = (tokenizer.encode(text).ids[0] for text in "a,")
+    assert EOS not in allowed(rules) and EOS in allowed(rules, a) and EOS not in allowed(rules, a, comma)
+    assert allowed(rules, a, EOS) == allowed(rules, a, EOS, a, EOS) == {EOS}
+    rules.observe([a])
+    assert EOS in allowed(rules)
+    rules.observe([EOS])
+    assert allowed(rules) == {EOS}
+
+
+def make(pair: tuple[Path, Path], kind: str) -> LLM:
+    config: dict[str, Any] = {"proposal": "sample"} if kind == "sample" else {}
+    llm = LLM(*pair, EngineConfig("serial", **config), dtype=torch.float64)
+    if kind == "ahead":
+        put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
+    return llm
+
+
+@pytest.mark.parametrize("kind", ["serial", "ahead", "sample"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_text_is_plain_decodings_and_parses(
+    pair: tuple[Path, Path], plain: LLM, tokenizer: Tokenizer, kind: str, name: str
+) -> None:
+    if (kind, name) == ("sample", "greedy"):
+        pytest.skip("drawn proposals need a temperature")
+    llm, asked = make(pair, kind), REQUESTS[name]
+    for prompt in ([5, 60, 70], [44]):
+        want, got = plain.generate(prompt, asked), llm.generate(prompt, asked)
+        assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
+        assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
+        value = json.loads(tokenizer.decode(got.token_ids[:-1]))
+        assert list(value) == ["name", "age", "tags"] and 0 <= value["age"] <= 999
+        assert got.stats.rounds < len(got.token_ids) or name != "greedy", "the draft's guesses follow it, too"
+
+
+def test_rejection_follows_a_grammar(pair: tuple[Path, Path], tokenizer: Tokenizer) -> None:
+    llm = LLM(*pair, EngineConfig("serial", verify="reject"), dtype=torch.float64)
+    for seed in range(3):
+        got = llm.generate([5, 60], replace(ASKED, temperature=1.0, seed=seed))
+        assert got.finish_reason == "stop" and json.loads(tokenizer.decode(got.token_ids[:-1]))
+
+
+def test_an_answer_ends_with_its_grammar_whatever_else_is_asked(plain: LLM) -> None:
+    got = plain.generate([5], replace(ASKED, ignore_eos=True))
+    assert got.finish_reason == "stop" and got.token_ids[-1] == EOS
+
+
+def test_a_request_after_another_is_not_held_by_its_grammar(pair: tuple[Path, Path], plain: LLM) -> None:
+    llm, free = make(pair, "serial"), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    want = plain.generate([5, 60], free).token_ids
+    stream = llm.stream([5, 60], ASKED)
+    next(stream)
+    stream.close()
+    assert llm.generate([5, 60], free).token_ids == want
+
+
+def test_a_proposal_that_the_grammar_forbids_is_not_taken(pair: tuple[Path, Path], plain: LLM) -> None:
+    """As a draft would make it that has lost its own parser."""
+    llm = LLM(pair[0], dtype=torch.float64)
+    want = plain.generate([5, 60], ASKED).token_ids
+    stream = llm.stream([5, 60], ASKED)
+    assert next(stream).token_ids == (want[0],)
+    forbidden = Proposal(1, 1, 2, (want[0], 7, 7, want[1]), (-1, 0, 1, 0))
+    assert verifier_of(llm).verify(forbidden).tokens == tuple(want[1:3])
+
+
+WRONG = {
+    "start: foo": "unknown name",
+    "": "cannot be read",
+    "start: " + "a" * 2**18: "above the limit",
+    '{"grammars": 5}': "cannot be read",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_is_no_grammar_is_said_in_one_line(plain: LLM, text: str) -> None:
+    with pytest.raises(UserError, match=WRONG[text]) as error:
+        plain.stream([5], replace(ASKED, grammar=text))
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    for folder, eos, reason in ((tmp_path, (0,), "there is no"), (pair[0], (), "names none")):
+        with pytest.raises(UserError, match=reason):
+            Grammars(folder, eos, VOCAB).rules(LIST)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(UserError, match="no tokenizer that a grammar can use"):
+        Grammars(tmp_path, (0,), VOCAB).rules(LIST)
+
+
+def test_a_parser_at_its_limits_ends_the_request_alone(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, failed = make(pair, "serial"), list[object]()
+    compute = GrammarRules._mask
+
+    def fail(self: Any, path: Any) -> Any:
+        failed.append(path)
+        if len(failed) > 20:
+            raise TooComplex("the grammar cannot be followed any further: too complex")
+        return compute(self, path)
+
+    want = llm.generate([5], ASKED).token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(GrammarRules, "_mask", fail)
+        with pytest.raises(UserError, match="followed any further"):
+            llm.generate([5], ASKED)
+    assert llm.generate([5], ASKED).token_ids == want

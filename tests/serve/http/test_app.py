@@ -1,0 +1,210 @@
+"""What goes around all endpoints: states, errors, ids; and bad input, which costs one line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from swiftspec.serve.http.engine import Broken, State, Unusable
+from tests.support.http import Player
+
+CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def refused(client: httpx.Client, path: str, body: Any, param: str | None = None, status: int = 400) -> str:
+    """The message of a request that is refused, which is one line of bounded length."""
+    answer = client.post(path, json=body) if not isinstance(body, bytes) else client.post(
+        path, content=body, headers={"content-type": "application/json"}
+    )  # fmt: skip
+    error = answer.json()["error"]
+    assert answer.status_code == status, answer.text
+    assert error["param"] == param
+    assert "\n" not in error["message"] and len(error["message"]) <= 600
+    return str(error["message"])
+
+
+def test_while_it_loads(player: Player, client: httpx.Client) -> None:
+    player.state, player.about = State("loading", "target weights 1 of 2 GB", 0, 0), None
+    assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
+    for path in ("/health", "/health/generate"):
+        answer = client.get(path)
+        assert answer.status_code == 503 and answer.json()["error"]["type"] == "unavailable_error"
+    answer = client.post(CHAT, json=HELLO)
+    assert answer.json()["error"]["message"] == "Loading model: target weights 1 of 2 GB"
+    assert int(answer.headers["retry-after"]) >= 1 and "x-should-retry" not in answer.headers
+
+
+def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None:
+    player.state = State("draining", "", 1, 0)
+    assert client.post(CHAT, json=HELLO).status_code == 503
+    player.state = State("dead", "rank 1 is gone", 0, 0)
+    answer = client.post(TEXT, json={"prompt": "a"})
+    assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
+    assert "rank 1 is gone" in answer.json()["error"]["message"]
+
+
+def test_what_it_says_of_itself(player: Player, client: httpx.Client) -> None:
+    assert client.get("/health").json()["status"] == "ok"
+    assert client.get("/health/generate").json()["status"] == "ok"
+    assert player.asks[0].sampling["max_tokens"] == 1
+    assert client.get("/version").json()["version"]
+    assert client.get("/v1/models/other").json()["id"] == "other"
+    assert client.get("/v1/models/none").status_code == 404
+
+
+def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
+    answer = client.post("/tokenize", json={"prompt": "def é", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) and answer["max_model_len"] == 256
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "def é"}
+    whole = client.post("/tokenize", json=HELLO).json()["tokens"]
+    assert player.codec.spell(whole) == "<|user|>hello<|end|><|bot|>"
+    assert refused(client, "/tokenize", {}, "prompt") == "prompt: give either prompt or messages"
+    assert "token 999 is none of the model's 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
+
+
+def test_ids(player: Player, client: httpx.Client) -> None:
+    assert client.get("/health", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
+    for odd in ("a b", "x" * 200):
+        given = client.get("/health", headers={"x-request-id": odd}).headers["x-request-id"]
+        assert given != odd and len(given) == 32
+    with client.stream("POST", CHAT, json={**HELLO, "stream": True}, headers={"x-request-id": "s"}) as answer:
+        assert answer.headers["x-request-id"] == "s"
+
+
+def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) -> None:
+    client.post(TEXT, json={"prompt": "a", "replace_key": "k"})
+    client.post(TEXT, json={"prompt": "a"}, headers={"x-replace-key": "h"})
+    client.post(TEXT, json={"prompt": "a"})
+    assert [ask.key for ask in player.asks] == ["k", "h", None]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"{", "the body is no JSON: "),
+        (b"\xff\xfe{}", "body"),
+        (b'{"prompt": "\xff"}', "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"x": ' * 100_000, "body"),
+        (b"[]", "the body must be a JSON object"),
+        (b"", "the body must be a JSON object"),
+        (b"7" * 5000, "body"),
+        (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+    ],
+)
+def test_bodies_that_are_none(player: Player, client: httpx.Client, body: bytes, says: str) -> None:
+    assert says in refused(client, TEXT, body, "temperature" if says == "temperature" else None)
+
+
+def test_half_a_surrogate_anywhere(player: Player, client: httpx.Client) -> None:
+    for path, body in (
+        (TEXT, b'{"prompt": "\\ud800"}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "model": "\\ud800"}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"\\ud800": 1}}'),
+        (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_schema",'
+         b' "json_schema": {"schema": {"const": "\\ud800"}}}}'),
+        (RESPONSES, b'{"input": "a", "metadata": {"a": "\\ud800"}}'),
+    ):  # fmt: skip
+        answer = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+
+
+def test_no_json_at_all(client: httpx.Client) -> None:
+    answer = client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 400 and "Content-Type: application/json" in answer.json()["error"]["message"]
+    assert client.get(CHAT).status_code == 405 and client.get(CHAT).headers["allow"] == "POST"
+    assert client.get("/nothing").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"prompt": "a", "n": 2}, "n"),
+        (TEXT, {"prompt": "a", "best_of": 3}, "best_of"),
+        (TEXT, {"prompt": "a", "min_tokens": 3}, "min_tokens"),
+        (TEXT, {"prompt": "a", "use_beam_search": True}, "use_beam_search"),
+        (TEXT, {"prompt": ["a", "b"]}, "prompt"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix"),
+        (TEXT, {"prompt": [1, 999]}, "prompt"),
+        (TEXT, {"prompt": ""}, "prompt"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        (TEXT, {"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        (TEXT, {"prompt": "a", "logit_bias": {"999": 1}}, "logit_bias"),
+        (TEXT, {"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids"),
+        (TEXT, {"prompt": "a", "temperature": -1}, "temperature"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (TEXT, {"prompt": "a", "seed": "5"}, "seed"),
+        (TEXT, {"prompt": "a", "guided_regex": "(", "guided_choice": ["a"]}, "guided_choice"),
+        (TEXT, {"prompt": "a", "guided_regex": "("}, "guided_regex"),
+        (TEXT, {"prompt": "a", "smc": {"particles": 4}}, "smc"),
+        (CHAT, {}, "messages"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {**HELLO, "top_logprobs": 2}, "top_logprobs"),
+        (CHAT, {**HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        (CHAT, {**HELLO, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {**HELLO, "chat_template": "{{ 1 }}"}, "chat_template"),
+        (CHAT, {**HELLO, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT, {**HELLO, "chat_template_kwargs": {"a": "x" * 20_000}}, "chat_template_kwargs"),
+        (CHAT, {**HELLO, "response_format": {"type": "json_schema"}}, "response_format"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        (RESPONSES, {"input": "a", "previous_response_id": "x"}, "previous_response_id"),
+        (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "tools.0"),
+        (RESPONSES, {"input": [{"type": "item_reference"}]}, "input.0"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input.0.arguments"),
+    ],
+)
+def test_what_is_refused(player: Player, client: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+    assert refused(client, path, body, param).startswith(param)
+    assert not player.asks
+
+
+def test_what_is_ignored(player: Player, client: httpx.Client) -> None:
+    """Fields that nobody knows, and those that are not served and ask for nothing."""
+    body = {**HELLO, "n": 1, "user": "u", "store": True, "made_up": {"a": 1}, "min_tokens": 0, "modalities": ["text"]}
+    assert client.post(CHAT, json={**body, "functions": [], "audio": None}).status_code == 200
+
+
+def test_a_prompt_that_does_not_fit(player: Player, client: httpx.Client) -> None:
+    for text in ("ab" * 300, "ab" * 300_000):
+        for path, body in ((TEXT, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_errors_of_the_engine(player: Player, client: httpx.Client) -> None:
+    for error, status in (
+        (Unusable("no guidance in mode smc"), 400),
+        (Broken("out of time", "timeout"), 504),
+        (Broken("a newer request has this key", "replaced"), 409),
+        (ZeroDivisionError("a bug"), 500),
+    ):
+        player.prepare(raises=error)
+        for stream in (False, True):
+            answer = client.post(CHAT, json={**HELLO, "stream": stream})
+            assert answer.status_code == status
+            assert ("a bug" in answer.text) is False
+
+
+def test_errors_in_the_middle(player: Player, client: httpx.Client) -> None:
+    player.prepare(raises=Broken("out of time", "timeout"), after=1)
+    lines = client.post(CHAT, json={**HELLO, "stream": True}).text.strip().split("\n\n")
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "timeout"
+    lines = client.post(MESSAGES, json={**HELLO, "stream": True, "max_tokens": 9}).text.strip().split("\n\n")
+    assert lines[-1].startswith('event: error\ndata: {"type":"error","error":{"type":"timeout_error"')
+    player.prepare(raises=ZeroDivisionError("a bug"), after=1)
+    assert "its log says what" in client.post(CHAT, json={**HELLO, "stream": True}).text
+
+
+def test_anthropics_errors(client: httpx.Client) -> None:
+    answer = client.post(MESSAGES, json=HELLO)
+    assert answer.json() == {
+        "type": "error", "error": {"type": "invalid_request_error", "message": "max_tokens: field required"}
+    }  # fmt: skip
+    block = {"type": "image", "source": {}}
+    answer = client.post(MESSAGES, json={"messages": [{"role": "user", "content": [block]}], "max_tokens": 5})
+    assert "messages.0.content: a block of type 'image'" in answer.json()["error"]["message"]

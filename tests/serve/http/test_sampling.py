@@ -1,0 +1,106 @@
+"""What a request asks for is what the engine is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+
+from swiftspec.params import SamplingParams
+from tests.serve.http.test_app import CHAT, HELLO, TEXT, refused
+from tests.support.http import READY, Player
+
+
+def asked(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -> dict[str, Any]:
+    given = HELLO if path == CHAT else {"prompt": "def"}
+    answer = client.post(path, json={**given, **body})
+    assert answer.status_code == 200, answer.text
+    return player.asks[-1].sampling
+
+
+def test_every_parameter(player: Player, client: httpx.Client) -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 1,
+        "frequency_penalty": -1, "guidance_scale": 2, "ignore_eos": True, "stop_token_ids": [4, 5], "seed": 9,
+        "max_tokens": 11,
+    }  # fmt: skip
+    sampling = asked(client, player, **values, logit_bias={"7": -5}, negative_prompt="b")
+    negative = player.codec.encode("b")
+    assert sampling == {**values, "logit_bias": {7: -5}, "negative_prompt_ids": negative}
+    lists: dict[str, Any] = {name: tuple(value) for name, value in sampling.items() if isinstance(value, list)}
+    SamplingParams(**{**sampling, **lists})
+
+
+def test_defaults_are_the_models(player: Player, client: httpx.Client) -> None:
+    player.about = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
+    assert asked(client, player, CHAT, seed=1) == {"temperature": 0.3, "top_k": 20, "max_tokens": 30, "seed": 1}
+    assert asked(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
+    assert asked(client, player, CHAT, temperature=1e-7)["temperature"] == 0.001
+
+
+def test_seeds(player: Player, client: httpx.Client) -> None:
+    assert asked(client, player)["seed"] != asked(client, player)["seed"]
+    assert asked(client, player, seed=-1)["seed"] == 2**64 - 1
+    assert asked(client, player, seed=2**63 + 1)["seed"] == 2**63 + 1
+
+
+def test_the_longest_answer_is_cut_to_what_fits(player: Player, client: httpx.Client) -> None:
+    prompt = player.codec.encode_chat(HELLO["messages"])
+    bodies: list[dict[str, Any]] = [{}, {"max_tokens": 100_000}, {"max_completion_tokens": 2**31 - 1}]
+    for body in bodies:
+        assert asked(client, player, CHAT, **body)["max_tokens"] == 256 - len(prompt)
+    assert asked(client, player, CHAT, max_tokens=9, max_completion_tokens=7)["max_tokens"] == 7
+    assert asked(client, player)["max_tokens"] == 16, "as OpenAI has it"
+    long: dict[str, Any] = {"guidance_scale": 2, "negative_prompt": "a b " * 20}
+    longer = player.codec.encode_chat([{"role": "user", "content": long["negative_prompt"]}])
+    assert asked(client, player, CHAT, **long)["max_tokens"] == 256 - len(longer)
+
+
+def test_a_negative_prompt_is_rendered_as_a_prompt_is(player: Player, client: httpx.Client) -> None:
+    sampling = asked(client, player, CHAT, guidance_scale=2, negative_prompt="b")
+    assert player.codec.spell(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
+    assert "negative_prompt_ids" not in asked(client, player, CHAT, negative_prompt="b")
+    assert asked(client, player, guidance_scale=2)["negative_prompt_ids"] == []
+
+
+def test_a_population_is_as_the_server_was_started(player: Player, client: httpx.Client) -> None:
+    plan = {"mode": "smc", "population": {"particles": 4, "power": 2.0}}
+    player.prepare(about=msgspec.structs.replace(READY, plan=plan), more={"exact": False})
+    answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4, "power": 2.0}}).json()
+    assert answer["exact"] is False
+    message = refused(client, CHAT, {**HELLO, "smc": {"particles": 8}}, "smc")
+    assert message == "smc: particles is 4 here, not 8; start the server with --mode smc --particles 8"
+
+
+def test_grammars(player: Player, client: httpx.Client) -> None:
+    bodies: list[dict[str, Any]] = [
+        {"guided_regex": "a+"}, {"guided_choice": ["a", "b"]}, {"guided_json": {"type": "object"}},
+        {"guided_json": '{"type": "object"}'}, {"guided_grammar": 'start: "a"'}, {"structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"json": {"type": "object"}}}, {"structured_outputs": {"json_object": True}},
+        {"response_format": {"type": "json_object"}},
+    ]  # fmt: skip
+    for body in bodies:
+        assert asked(client, player, **body)["grammar"], body
+    assert "grammar" not in asked(client, player, response_format={"type": "text"})
+
+
+def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:
+    vocab = player.codec.vocab
+    words = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+    try:
+        vocab.update(zip(words, (310, 311, 312)))
+        asked(client, player, prompt="def f", suffix="return")
+        enc = player.codec.encode
+        assert player.asks[-1].prompt == [310, *enc("def f"), 311, *enc("return"), 312]
+    finally:
+        for word in words:
+            del vocab[word]
+
+
+def test_likelihoods_of_a_prompt_alone(player: Player, client: httpx.Client) -> None:
+    """What evaluations ask for."""
+    answer = client.post(TEXT, json={"prompt": [[274, 9]], "max_tokens": 0, "echo": True, "logprobs": 1}).json()
+    choice = answer["choices"][0]
+    assert choice["text"] == player.codec.decode([274, 9]) and choice["logprobs"]["token_logprobs"] == [None, -0.5]
+    assert answer["usage"]["completion_tokens"] == 0 and player.asks[-1].sampling["max_tokens"] == 1

@@ -1,0 +1,156 @@
+"""Clients that leave, and silence: told by ASGI's own messages, so that nothing depends on a network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+
+from swiftspec.serve.http.engine import Ask, Broken, Refused, State
+from swiftspec.serve.http.frames import Chunk, Done, Prompt
+from tests.support.http import Player, application
+
+HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
+CHAT = "/v1/chat/completions"
+
+
+class Caller:
+    """One request to an application. `gone` is when its client leaves; `sent` what it was sent."""
+
+    def __init__(self, player: Player, body: dict[str, Any], **options: Any) -> None:
+        self._app = application(player, **options)
+        self._body = json.dumps(body).encode()
+        self._asked = False
+        self.gone = asyncio.Event()
+        self.came = asyncio.Event()
+        self.sent: list[Message] = []
+
+    async def run(self) -> None:
+        headers = [(b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b"",
+            "headers": headers, "asgi": {"spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
+        }  # fmt: skip
+        await self._app(scope, self._receive, self._send)
+
+    async def _receive(self) -> Message:
+        if not self._asked:
+            self._asked = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.came.set()
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+
+async def until(player: Player) -> None:
+    """Until it holds its answer back."""
+    while not player.holding.is_set():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rounds: int) -> None:
+    """Before the first token (queued, or in the prefill) as well as in the middle."""
+
+    async def leave() -> None:
+        player.prepare(hold=rounds)
+        caller = Caller(player, {**HELLO, "stream": stream})
+        running = asyncio.ensure_future(caller.run())
+        await until(player)
+        assert not player.closed
+        caller.gone.set()
+        await running
+        assert player.closed == player.asks and len(player.asks) == 1
+        assert bool(caller.text) == (stream and rounds > 0) and "[DONE]" not in caller.text
+
+    asyncio.run(leave())
+
+
+def test_a_server_that_ends_cancels_too(player: Player) -> None:
+    async def end() -> None:
+        player.prepare(hold=1)
+        running = asyncio.ensure_future(Caller(player, {**HELLO, "stream": True}).run())
+        await until(player)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert player.closed == player.asks
+
+    asyncio.run(end())
+
+
+@pytest.mark.parametrize(
+    ("rounds", "waiting", "comment"), [(0, 1, ": queued"), (0, 0, ": keep-alive"), (2, 1, ": keep")]
+)
+def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int, comment: str) -> None:
+    async def wait() -> None:
+        player.prepare(hold=rounds, state=State("ready", "", 1, waiting))
+        caller = Caller(player, {**HELLO, "stream": True}, every=0.005)
+        running = asyncio.ensure_future(caller.run())
+        while comment not in caller.text:
+            caller.came.clear()
+            await caller.came.wait()
+        caller.gone.set()
+        await running
+        assert [message["type"] for message in caller.sent].count("http.response.start") == 1
+        assert caller.sent[0]["status"] == 200
+
+    asyncio.run(wait())
+
+
+def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
+    class Late(Player):
+        async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+            await going.wait()
+            async for frame in super().answer(ask):
+                yield frame
+
+    going = asyncio.Event()
+
+    async def play() -> None:
+        late = Late(player.codec, raises=Refused("waited too long", 429, 1.0))
+        caller = Caller(late, {**HELLO, "stream": True}, every=0.005)
+        running = asyncio.ensure_future(caller.run())
+        await caller.came.wait()
+        going.set()
+        await running
+        assert caller.sent[0]["status"] == 200
+        last = caller.text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "rate_limit_error"
+
+    asyncio.run(play())
+
+
+def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: httpx.Client) -> None:
+    """Rounds of one token, so that characters and stop strings come in halves."""
+    text = "é中😀 def STOP it"
+    player.prepare(text=text, size=1)
+    lines = client.post(CHAT, json={**HELLO, "stream": True, "stop": ["STOP"]}).text.strip().split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+    pieces = [chunk["delta"].get("content", "") for chunk in chunks]
+    assert "".join(pieces) == "é中😀 def " and "\ufffd" not in "".join(pieces)
+    assert pieces[0] == "" and all(pieces[1:-1]), "a round that shows nothing sends nothing"
+    assert not any("S" in piece for piece in pieces)
+    assert chunks[-1]["stop_reason"] == "STOP" and chunks[-1]["finish_reason"] == "stop"
+    assert player.cancelled.wait(5), "nobody wants the rest"
+
+
+def test_an_answer_that_breaks_off_without_a_word(player: Player, client: httpx.Client) -> None:
+    player.prepare(text="")
+    answer = client.post(CHAT, json=HELLO)
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "engine_error"
+    player.prepare(raises=Broken("x", "engine_error"))
+    assert "x-should-retry" not in client.post(CHAT, json=HELLO).headers
