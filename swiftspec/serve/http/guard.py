@@ -9,8 +9,6 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
 
 import numpy as np
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,32 +16,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.watch import VISIT, Visit
 
 MOST_BODY = 8 << 20  # bytes
 MOST_HEADERS = 100
 MOST_HEADER = 8 << 10  # bytes of a name and its value; `protocol.HEAD_BYTES` bounds all of them
 DEEPEST = 64  # brackets of JSON in each other: parsers and validators are recursive
 OPEN = {"/health"}  # what needs no key: whoever starts the server may ask whether it lives
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
 
 QUOTE = ord('"')
 OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
 STEPS = np.zeros(256, np.int8)
 STEPS[list(b"[{")], STEPS[list(b"]}")] = 1, -1
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """The request that is being served. `traceparent`, `tracestate`: W3C's, as they came, or empty."""
-
-    path: str
-    id: str
-    traceparent: str
-    tracestate: str
-
-
-VISIT: ContextVar[Visit | None] = ContextVar("visit", default=None)  # of the task that serves it
 
 
 def nobody(reason: str) -> None:
@@ -55,8 +40,9 @@ class Guard:
     where it is plain, else a new one.
 
     `keys`: a request must bring one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for /health; none:
-    nothing is asked. `hosts`: what its `Host` may be, with any port; None: anything. `refused` hears the reason of
-    every refusal in one word.
+    nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser reach a server without
+    keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of every refusal in one
+    word.
     """
 
     def __init__(
@@ -127,15 +113,6 @@ class _Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.reason, self.error = reason, ApiError(status, message, code=code, headers=headers)
-
-
-def hosts_of(host: str) -> frozenset[str] | None:
-    """The names under which a server without keys may be asked: where it listens for this machine alone, those of this
-    machine, lest a page in a browser reach it under a name of its own (DNS rebinding). None: any."""
-    bare = host.strip("[]").lower()
-    if bare == "localhost" or bare == "::1" or bare.startswith("127."):
-        return LOOPBACK | {f"[{bare}]" if ":" in bare else bare}
-    return None
 
 
 def depth(data: bytes) -> int:

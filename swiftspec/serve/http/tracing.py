@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 
 from swiftspec import __version__
 from swiftspec.errors import UserError, shown
-from swiftspec.serve.http.guard import VISIT, Visit
-from swiftspec.serve.http.watch import Seen
+from swiftspec.serve.http.watch import Seen, Visit
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -58,8 +57,7 @@ class Tracing:
         """A request that has ended. Its parent is what the `traceparent` of its client says. No text goes along."""
         from opentelemetry.trace import SpanKind, StatusCode
 
-        visit = VISIT.get() or Visit("", "", "", "")
-        now = time.time_ns()
+        visit, now = seen.visit, time.time_ns()
         parent = self._propagator.extract({"traceparent": visit.traceparent, "tracestate": visit.tracestate})
         operation = "chat" if visit.path in CHATS else "text_completion"
         span = self._tracer.start_span(

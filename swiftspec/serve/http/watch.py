@@ -6,10 +6,25 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from swiftspec.serve.http.engine import Ask, Broken, Engine, Refused, State, Unusable
 from swiftspec.serve.http.frames import Chunk, Done, Prompt, Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a client's request says beside its body. `traceparent`, `tracestate`: W3C's, as they came."""
+
+    path: str = ""
+    id: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+NOBODY = Visit()
+VISIT: ContextVar[Visit] = ContextVar("visit", default=NOBODY)  # of the task that serves it
 
 
 @dataclass(slots=True)
@@ -18,6 +33,7 @@ class Seen:
 
     ask: Ask
     began: float
+    visit: Visit
     came: list[float] = field(default_factory=list)  # when the tokens of each round came
     tokens: int = 0
     ended: float = 0.0
@@ -56,7 +72,7 @@ class Watched:
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
         """As `engine.Engine.answer` says."""
-        seen = Seen(ask, self._clock())
+        seen = Seen(ask, self._clock(), VISIT.get())
         try:
             async with aclosing(self._engine.answer(ask)) as frames:
                 async for frame in frames:

@@ -16,9 +16,8 @@ from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.http import tracing
 from swiftspec.serve.http.engine import Ask, Refused
-from swiftspec.serve.http.guard import VISIT, Visit
 from swiftspec.serve.http.tracing import Tracing
-from swiftspec.serve.http.watch import Watched
+from swiftspec.serve.http.watch import VISIT, Visit, Watched
 from tests.support.played import Played, Ticks, served, whole
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
