@@ -42,8 +42,8 @@ class Metrics:
         self._up.set(state.phase == "ready")
         if about is not None:
             self._loading.set(about.load_ms / 1e3)
-            plan = [_word(about.plan.get(name)) for name in PLAN]
-            self._info.labels(self._name, about.model, _word(about.draft_model), *plan).set(1)
+            draft = (about.draft_model or "").rpartition("/")[2]  # not where it lies
+            self._info.labels(self._name, draft, *(_word(about.plan.get(name)) for name in PLAN)).set(1)
         return generate_latest(self._registry)
 
     def refuse(self, reason: str) -> None:
@@ -98,8 +98,8 @@ class Metrics:
         self._overlap = self._gauge(
             "overlap_ratio", "Share of the decode time in the target's forwards, of the last whole answer."
         )
-        help = "Always 1: the models, the mode and the plan as labels."
-        self._info = Gauge(f"{PREFIX}plan_info", help, [LABEL, "target", "draft", *PLAN], registry=self._registry)
+        help = "Always 1: the draft model, the mode and the plan as labels."
+        self._info = Gauge(f"{PREFIX}plan_info", help, [LABEL, "draft", *PLAN], registry=self._registry)
 
     def _requests(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")

@@ -138,7 +138,7 @@ def test_the_endpoint_tells_the_state_and_the_plan() -> None:
     assert (total(found, "num_requests_running"), total(found, "num_requests_waiting")) == (1, 2)
     assert (total(found, "ready"), total(found, "loading_seconds")) == (1, 1.5)
     (plan,) = [dict(labels) for name, labels in found if name == "plan_info"]
-    assert plan["mode"] == "serial" and plan["target"] == "target" and plan["draft_steps"] == ""
+    assert plan["mode"] == "serial" and plan["draft"] == "draft" and plan["draft_steps"] == ""
     engine.about = None  # pyright: ignore[reportAttributeAccessIssue]
     assert not [name for name, _ in samples(Metrics(engine, "m")) if name == "plan_info"]
 
