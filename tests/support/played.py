@@ -15,8 +15,6 @@ from swiftspec.serve.http.watch import Watched
 
 PLAN = {"mode": "serial", "target_tp": 1, "verify_batch": 8}
 ABOUT = Ready("/models/target", "/models/draft", 100, 50, [1], {}, PLAN, 1500.0)
-    "/models/target", "/models/draft", 100, 50, [1], {}, {"mode": "serial", "target_tp": 1, "verify_batch": 8}, 1500.0
-)
 
 
 class Played:
