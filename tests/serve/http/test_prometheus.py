@@ -154,3 +154,9 @@ def test_the_dashboard_asks_for_metrics_that_are_told() -> None:
     asked = {re.sub(r"_bucket$", "", name) for query in queries for name in re.findall(r"swiftspec:(\w+)", query)}
     refused = {"requests_refused_total"}
     assert len(asked) > 15 and asked <= names_told() | refused
+
+
+def test_the_table_of_the_documents_has_every_metric() -> None:
+    text = (ROOT / "docs" / "reference" / "serving.md").read_text()
+    told = {re.sub(r"_(count|sum|created)$", "", name) for name in names_told()}
+    assert {name for name in told if f"`{name}" not in text and f"`{name}_total" not in text} == set()
