@@ -59,7 +59,7 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
         )
     )  # fmt: skip
     hearing = asyncio.create_task(engine.run())
-    reading = asyncio.create_task(tokenizer.read(engine.found))
+    reading = asyncio.create_task(tokenizer.read(engine))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     draining = asyncio.create_task(engine.to_drain.wait())
     await asyncio.wait({hearing, serving, draining}, return_when=asyncio.FIRST_COMPLETED)
@@ -96,10 +96,12 @@ class Tokenizer:
         """None while it is not read."""
         return self._codec
 
-    async def read(self, found: asyncio.Future[str]) -> None:
-        """Reads it beside the event loop. One that cannot be read is rank 0's to tell of."""
+    async def read(self, engine: RemoteEngine) -> None:
+        """Reads it beside the event loop, and says when all is ready. Of one that cannot be read rank 0 tells."""
         with contextlib.suppress(UserError):
-            self._codec = await asyncio.to_thread(TextCodec, Path(await found))
+            self._codec = await asyncio.to_thread(TextCodec, Path(await engine.found))
+            await engine.ready.wait()
+            engine.serving()
 
 
 class Server(uvicorn.Server):

@@ -35,6 +35,10 @@ class Cancel(Frame, frozen=True):
     request: int
 
 
+class Serving(Frame, frozen=True):
+    """The front end has all that it needs to take requests."""
+
+
 class Leave(Frame, frozen=True):
     """The front end has nothing to do any more: rank 0 is to end, and the other ranks with it."""
 
@@ -133,5 +137,5 @@ class Lost(Frame, frozen=True):
     message: str
 
 
-ToEngine = Start | Cancel | Leave
+ToEngine = Start | Cancel | Serving | Leave
 FromEngine = Configure | Drain | Loading | Found | Ready | Prompt | Chunk | Done | Failed | Lost

@@ -48,6 +48,7 @@ class RemoteEngine:
         self._idle.set()
         self.about: Ready | None = None
         self.to_drain = asyncio.Event()  # rank 0 wants to leave
+        self.ready = asyncio.Event()  # it takes requests, or never will
         self.found: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the target's folder
 
     @property
@@ -152,6 +153,7 @@ class RemoteEngine:
                 self.found.set_result(target)
             case Ready():
                 self.about, self._phase, self._step = frame, "ready", ""
+                self.ready.set()
             case frames.Drain():
                 self.to_drain.set()
             case frames.Lost(message=message):
@@ -180,6 +182,10 @@ class RemoteEngine:
                 await self._idle.wait()
         if self._running is not None:
             self._running.end(Broken("the server is being stopped", "engine_error"))
+
+    def serving(self) -> None:
+        """Tells rank 0 that clients may come."""
+        self._wire.send(frames.Serving())
 
     def leave(self) -> None:
         """Sends rank 0 home."""

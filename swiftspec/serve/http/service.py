@@ -54,10 +54,9 @@ def run(settings: Settings, world: World | None = None) -> int:
         finally:
             phases.close()
         host, port = listening.getsockname()[:2]
-        print(f"swiftspec: listening on http://{host}:{port}", file=sys.stderr, flush=True)
         try:
             with Stopping() as stopping:
-                Service(session, front.wire, stopping).run()
+                Service(session, front.wire, stopping, f"http://{host}:{port}").run()
         finally:
             session.close()
     return 0
@@ -166,9 +165,12 @@ class Stopping:
         os.close(self._told)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-        os.write(self._told, b".")
-        self._restore()
+        if self.asked:
+            self._restore()
+            os.kill(os.getpid(), number)
+        else:
+            self.asked = True
+            os.write(self._told, b".")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -179,8 +181,8 @@ class Stopping:
 class Service:
     """Decodes requests one after the other."""
 
-    def __init__(self, session: Session, wire: Wire, stopping: Stopping) -> None:
-        self._session, self._wire, self._stopping = session, wire, stopping
+    def __init__(self, session: Session, wire: Wire, stopping: Stopping, url: str) -> None:
+        self._session, self._wire, self._stopping, self._url = session, wire, stopping, url
         self._drained = self._left = self._cancelled = False
         self._request = 0  # that runs, or ran last
 
@@ -196,6 +198,8 @@ class Service:
     def _take(self, frame: frames.ToEngine | None) -> None:
         if isinstance(frame, frames.Start):
             self._serve(frame)
+        elif isinstance(frame, frames.Serving):
+            print(f"swiftspec: listening on {self._url}", file=sys.stderr, flush=True)
         elif isinstance(frame, frames.Leave):
             self._left = True
 

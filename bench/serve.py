@@ -1,0 +1,192 @@
+"""What HTTP costs: the server's streams beside the same session asked in process.
+
+    python -m bench.serve [--steps full,2,5] [--requests 6] [--tokens 256] [--json out.json]
+
+For each of --steps ("full": as fast as it goes; else emulated milliseconds of a target's step, a draft's a twentieth of
+that) a server and a session in a process of its own answer the same held-out prompts greedily, in turns. It prints, of
+each: tokens a second of whole requests, from asking to the last byte; for the server the time to the first byte beyond
+the engine's own time to its first token; and free text beside text under a JSON schema, by tokens and by rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from transformers import AutoTokenizer
+
+from bench.data.heldout import ROOT
+from bench.heldout import DEMO, read_prompts
+
+SCHEMA = {
+    "type": "array", "minItems": 200,
+    "items": {
+        "type": "object", "required": ["name", "size", "tags"], "additionalProperties": False,
+        "properties": {
+            "name": {"type": "string", "maxLength": 24}, "size": {"type": "integer"},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 4},
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request: its tokens and rounds, seconds from asking to the end, to the first byte, and to the first token as
+    the engine counts it."""
+
+    tokens: int
+    rounds: int
+    seconds: float
+    first: float
+    engine_first: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@contextmanager
+def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that answers prompts from its standard input (`answer_here`)."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "bench.serve", "--answer-here", *flags],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        yield child
+    finally:
+        child.communicate()
+
+
+def answer_here(flags: list[str]) -> None:
+    """Answers each line of standard input, a JSON list of token ids and a number of tokens, as text in this process."""
+    from swiftspec.params import SamplingParams
+    from swiftspec.serve.cli import parse
+    from swiftspec.serve.session import open_session
+    from swiftspec.serve.stream import TextStream
+    from swiftspec.serve.terminal import Phases
+
+    opened = open_session(parse(flags).settings, Phases(quiet=True), warm_up=True)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        prompt, tokens = json.loads(line)
+        began = time.perf_counter()
+        first = 0.0
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        stream = TextStream(opened.llm.stream(prompt, sampling), opened.codec)
+        for _ in stream:
+            first = first or time.perf_counter() - began
+        stats = opened.llm.stats
+        took = time.perf_counter() - began
+        print(json.dumps(asdict(Answer(stats.tokens, stats.rounds, took, first, stats.first_token_time))), flush=True)
+    opened.close()
+
+
+@contextmanager
+def server(flags: Sequence[str]) -> Iterator[httpx.Client]:
+    """A server, and a client of it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "swiftspec.serve", "--port", "0", *flags],
+        cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        url = next(found[1] for line in process.stderr if (found := re.search(r"listening on (\S+)", line)))
+        with httpx.Client(base_url=url, timeout=600) as client:
+            yield client
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def over_http(client: httpx.Client, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
+    """The same as a stream from the server."""
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True} | (
+        more or {}
+    )
+    began = time.perf_counter()
+    first, last = 0.0, {}
+    with client.stream("POST", "/v1/completions", json=asked) as stream:
+        for line in stream.iter_lines():
+            first = first or time.perf_counter() - began
+            if line.startswith("data: {"):
+                last = json.loads(line[6:])
+    took = time.perf_counter() - began
+    rounds = last["metrics"]["speculative_decoding"]["num_spec_steps"]
+    engine_first = last["metrics"]["time_to_first_token_ms"] / 1e3
+    return Answer(last["timings"]["predicted_n"], rounds, took, first, engine_first)
+
+
+def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """One row."""
+    flags = ["--plan", "none", "--threads", "1", "--kept-memory", "0"]
+    if steps != "full":
+        flags += ["--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
+    found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}
+    with session(flags) as child, server(flags) as client:
+        over_http(client, prompts[0], 8, schema)  # the grammar is compiled once
+        for prompt in prompts:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(json.dumps([prompt, tokens]) + "\n")
+            child.stdin.flush()
+            found["session"].append(Answer(**json.loads(child.stdout.readline())))
+            found["http"].append(over_http(client, prompt, tokens))
+            found["schema"].append(over_http(client, prompt, tokens, schema))
+    rate = {name: sum(a.tokens for a in some) / sum(a.seconds for a in some) for name, some in found.items()}
+    per_round = {name: 1e3 * sum(a.seconds for a in some) / sum(a.rounds for a in some) for name, some in found.items()}
+    return {
+        "steps": steps, "tokens_per_second": rate, "http_share": rate["http"] / rate["session"],
+        "first_byte_overhead_ms": statistics.median(1e3 * (a.first - a.engine_first) for a in found["http"]),
+        "ms_per_round": per_round, "schema_slower": 1 - rate["schema"] / rate["http"],
+        "schema_round_slower": per_round["schema"] / per_round["http"] - 1,
+        "answers": {name: [asdict(a) for a in some] for name, some in found.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", default="full,2,5")
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    texts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
+    prompts = [text[:64] for text in texts[: args.requests]]
+    rows = []
+    print("steps   session tok/s   http tok/s   share   first byte   schema tok/s   slower   a round slower")
+    for steps in args.steps.split(","):
+        row = measure(steps, prompts, args.tokens)
+        rows.append(row)
+        rate = row["tokens_per_second"]
+        print(
+            f"{steps:>5} {rate['session']:>15.1f} {rate['http']:>12.1f} {row['http_share']:>7.1%}"
+            f" {row['first_byte_overhead_ms']:>9.2f} ms {rate['schema']:>14.1f} {row['schema_slower']:>8.1%}"
+            f" {row['schema_round_slower']:>15.1%}",
+            flush=True,
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps({"machine": os.uname().machine, "rows": rows}, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--answer-here"]:
+        answer_here(sys.argv[2:])
+    else:
+        main()
