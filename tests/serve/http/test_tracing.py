@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -68,6 +71,30 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
         "swiftspec.draft_busy": 0.0, "swiftspec.num_spec_steps": 1, "swiftspec.num_draft_tokens": 3,
         "swiftspec.num_accepted_draft_tokens": 1, "swiftspec.mean_acceptance_length": 2.0,
     }  # fmt: skip
+
+
+def test_a_collector_gets_it_over_http() -> None:
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        traced = Tracing(f"http://127.0.0.1:{server.server_port}", "m")
+        asyncio.run(served(Watched(Played(whole(Stats(), [1])), [traced.record]), Ask([1], {})))
+        traced.close()
+        server.shutdown()
+    ((path, body),) = got
+    (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert path == "/v1/traces" and [span.name for span in told.scope_spans[0].spans] == ["text_completion m"]
+    assert "swiftspec" in [item.value.string_value for item in told.resource.attributes if item.key == "service.name"]
 
 
 @pytest.mark.parametrize("parent", ["", "00-zz-zz-01", "x" * 200])
