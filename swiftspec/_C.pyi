@@ -1,6 +1,6 @@
 """SwiftSpec's native operators, as `python -m tools.stubs` reads them from the extension (csrc/bind)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
@@ -92,18 +92,20 @@ class Rounds:
         scoring: Scoring,
         coupled: bool,
         tau: float,
+        allowed: Callable | None,
     ) -> tuple[int, float]:
         """Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root that
-        is all there is. Returns how many leaves, and the seconds of the forward."""
+        is all there is. `allowed`: of the nodes of these leaves, a bit for each token that may follow, uint8 [leaves,
+        bytes]; None: any. Returns how many leaves, and the seconds of the forward."""
     def scoring(
         self, vocab: int, temperature: float, bias: Array | None, noisy: bool, seed: int, stream: int
     ) -> Scoring:
         """`bias` [vocab] float32; if `noisy`, the noise is that of `seed` and `stream`."""
     def verify(
-        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Scoring
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Scoring, allowed: Array | None
     ) -> tuple[list[int], list[int], float]:
-        """The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the
-        seconds of the forward."""
+        """`allowed`: as in `expand`, [nodes, bytes]. The accepted path, whose slots now follow the prefix, the token
+        drawn after each of its nodes, and the seconds of the forward."""
 
 class Scoring:
     """What makes tokens of one request's logits; `Rounds.scoring` makes it."""

@@ -14,13 +14,11 @@ SAMPLING, STOPPING = "sampling", "length and stopping"  # headings of --help
 class SamplingParams:
     """What shapes the target's distribution, and what ends the text. Raises UserError on nonsense values.
 
-    Order: guidance, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the path up
-    to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is greedy.
-
-    `logprobs` k: each token of the answer comes with its log-probability and the k likeliest tokens with theirs, in the
-    distribution before all of these but guidance; `prompt_logprobs`: so does each of the prompt but the first, which is
-    then read afresh. None: not asked for. `grammar`: what the answer follows, a grammar of llguidance, in Lark or as
-    its JSON; an end-of-text token comes only where that may end, and ends the answer. It acts before the temperature.
+    Order: guidance, grammar, logit_bias, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens of the
+    path up to the row: repetition the prompt's too, presence and frequency those of the output only. Temperature 0 is
+    greedy. `grammar`: what the answer follows, one of llguidance, in Lark or as its JSON. An end-of-text token comes
+    only where that may end, and ends the answer. `logprobs` k: tokens of the answer come with their log-probabilities,
+    and with the k likeliest ones, after guidance and before all else; `prompt_logprobs`: so do those of the prompt.
     """
 
     temperature: float = setting(
@@ -67,7 +65,7 @@ class SamplingParams:
     ignore_eos: bool = setting(False, "Go on after an end-of-text token.", STOPPING)
     logprobs: int | None = setting(None, least=0, most=20)
     prompt_logprobs: int | None = setting(None, least=0, most=20)
-    grammar: str | None = None
+    grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
 
     def __post_init__(self) -> None:

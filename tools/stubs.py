@@ -24,7 +24,7 @@ STUB = Path(__file__).resolve().parents[1] / "swiftspec" / "_C.pyi"
 WIDTH = 120
 HEAD = '''"""SwiftSpec's native operators, as `python -m tools.stubs` reads them from the extension (csrc/bind)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy
 import torch
@@ -39,6 +39,7 @@ PLAIN = {
     "typing.SupportsInt | typing.SupportsIndex": "int",
     "typing.SupportsFloat | typing.SupportsIndex": "float",
     "collections.abc.Sequence": "Sequence",
+    "collections.abc.Callable": "Callable",
     "torch.Tensor | numpy.ndarray": "Array",
 }
 Definition = ast.ClassDef | ast.FunctionDef

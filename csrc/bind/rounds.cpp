@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -49,9 +50,17 @@ void check_room(const Rounds& rounds, int64_t prefix, int64_t rows, const Scorin
   check(scoring.columns().count <= stack.head->n, "the scoring is another decoder's");
 }
 
+// bits [rows, bytes] uint8 of so many rows
+host::Allowed allowed_from(const MaybeArray& bits, int64_t rows, const Scoring& scoring) {
+  if (!bits) return {};
+  const int64_t bytes = (scoring.columns().vocab + 7) / 8;
+  return {bits->at<uint8_t>(kCpu, "allowed", {rows, bytes}), bytes};
+}
+
 // leaves expanded, seconds of the forward
 std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, int64_t prefix, const Nodes& pending, int64_t leaves,
-                                  int64_t children, Scoring& scoring, bool coupled, double tau) {
+                                  int64_t children, Scoring& scoring, bool coupled, double tau,
+                                  const std::optional<py::function>& allowed) {
   const int64_t ahead = static_cast<int64_t>(pending.size()), vocab = rounds.decoder().stack().vocab;
   size_arg("leaves", leaves, 1);
   check(tau > 0, "tau must be above 0");
@@ -61,14 +70,21 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, int64_t prefix, co
   check_inside(pending.data(), ahead, vocab, "a token lies outside the vocabulary");
   check_inside(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
   check_room(rounds, prefix, ahead + tree.expanded() + leaves, scoring);
-  py::gil_scoped_release unlocked;
-  const int64_t count = rounds.expand(tree, prefix, pending, leaves, children, scoring, coupled, tau);
+  py::object bits;  // alive until they have been read
+  const host::AllowedAfter after = [&](const Nodes& nodes) {
+    const py::gil_scoped_acquire locked;
+    bits = (*allowed)(nodes);
+    return allowed_from(bits.cast<Array>(), static_cast<int64_t>(nodes.size()), scoring);
+  };
+  const py::gil_scoped_release unlocked;
+  const int64_t count = rounds.expand(tree, prefix, pending, leaves, children, scoring, coupled, tau,
+                                      allowed ? after : host::AllowedAfter{});
   return {count, count == 0 ? 0.0 : rounds.seconds()};
 }
 
 // path, sampled tokens, seconds of the forward
 std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
-                                        Scoring& scoring) {
+                                        Scoring& scoring, const MaybeArray& allowed) {
   const auto count = static_cast<int64_t>(tokens.size());
   size_arg("nodes", count, 1);
   check(parents.size() == tokens.size() && parents[0] == -1, "every node but the root has a parent");
@@ -78,10 +94,11 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
   }
   check_inside(tokens.data(), count, rounds.decoder().stack().vocab, "a token lies outside the vocabulary");
   check_room(rounds, prefix, count, scoring);
+  const host::Allowed follow = allowed_from(allowed, count, scoring);
   Nodes path, sampled;
   {
     py::gil_scoped_release unlocked;
-    rounds.verify(tokens, parents, prefix, scoring, path, sampled);
+    rounds.verify(tokens, parents, prefix, scoring, follow, path, sampled);
   }
   return {std::move(path), std::move(sampled), rounds.seconds()};
 }
@@ -100,11 +117,13 @@ void bind_rounds(py::module_& m) {
            py::arg("seed"), py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 4>(),
            "`bias` [vocab] float32; if `noisy`, the noise is that of `seed` and `stream`.")
       .def("expand", &expand, py::arg("tree"), py::arg("prefix"), py::arg("pending"), py::arg("leaves"),
-           py::arg("children"), py::arg("scoring"), py::arg("coupled"), py::arg("tau"),
+           py::arg("children"), py::arg("scoring"), py::arg("coupled"), py::arg("tau"), py::arg("allowed"),
            "Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root "
-           "that is all there is. Returns how many leaves, and the seconds of the forward.")
+           "that is all there is. `allowed`: of the nodes of these leaves, a bit for each token that may follow, "
+           "uint8 [leaves, bytes]; None: any. Returns how many leaves, and the seconds of the forward.")
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
-           "The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the "
+           py::arg("allowed"),
+           "`allowed`: as in `expand`, [nodes, bytes]. The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the "
            "seconds of the forward.");
 }
 

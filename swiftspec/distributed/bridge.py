@@ -30,7 +30,7 @@ from swiftspec.distributed.wire import (
     to_text,
     to_words,
 )  # fmt: skip
-from swiftspec.errors import DrafterLost, RankLost
+from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.trace import Observer, Record, TraceLog
 from swiftspec.runtime.fallback import FAILURES
@@ -212,7 +212,7 @@ class DraftService:
                     serve()
                 except Cancelled:
                     self._open = False
-                except (RankLost, *FAILURES) as error:
+                except (RankLost, UserError, *FAILURES) as error:
                     self._open = False
                     self._tell_failure(str(error) or type(error).__name__)
         except ConnectionError as error:

@@ -7,6 +7,7 @@ every rank, and the text under a grammar is plain decoding's. Letters: n paths, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,13 +25,15 @@ Tokens = tuple[int, ...]
 
 LONGEST = 2**18  # characters of a grammar
 COMPILED = 4  # grammars that are kept ready
-LIMITS = {  # about 10 ms for a mask, by the library's own measure, and 100 MB
-    "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000, "verbose_errors": False,
+# a few seconds to read even the worst grammar, about 10 ms for a mask by the library's own measure, and 100 MB
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 100_000, "step_lexer_fuel": 100_000, "step_max_items": 25_000, "max_lexer_states": 50_000,
+    "verbose_errors": False,
 }  # fmt: skip
 
 
 class TooComplex(RequestEnds):
-    """A parser has met its limits: on all ranks, which read the same tokens, at the same one."""
+    """A parser cannot go on: on all ranks, which read the same tokens, at the same one."""
 
 
 class Grammars:
@@ -74,70 +77,70 @@ class Grammars:
 
 class GrammarRules:
     """One grammar along one request's text, as `sampler.Rules`. Tokens that end the text end it: after one of them
-    nothing but these may follow.
-
-    Every node has a parser of its own, a copy of its parent's that has read one more token. A copy takes as long as a
-    step back, and after steps back llguidance 1.9 may give another mask than on the straight way.
-    """
+    nothing but these may follow."""
 
     def __init__(self, parser: Any, eos: Sequence[int], vocab: int, known: int) -> None:
         """`parser`: at the start of the text; it knows tokens below `known`."""
-        self._eos, self._vocab, self._known = frozenset(eos), vocab, known
-        self._parsers: dict[Tokens, Any] = {(): parser}  # by path; None where the grammar forbids it
-        self._masks: dict[Tokens, NDArray[np.uint8]] = {}
+        self._parser, self._eos, self._vocab, self._known = parser, frozenset(eos), vocab, known
+        self._at: Tokens = ()  # what the parser has read below the last verified token
+        self._masks: dict[Tokens, NDArray[np.uint8]] = {}  # by path
         self._ended = False
         end = np.zeros(vocab, np.bool_)
         end[[token for token in eos if token < vocab]] = True
         self._end = np.packbits(end, bitorder="little")
 
     def observe(self, tokens: Sequence[int]) -> None:
-        self._ended = self._ended or not self._eos.isdisjoint(tokens)
-        if self._ended:
-            return
         path = tuple(tokens)
-        if self._parser(path) is None:
+        self._ended = self._ended or not self._eos.isdisjoint(path)
+        if not self._ended and not self._follow(path):
             raise TooComplex("the text does not follow its grammar")
-        self._parsers, self._masks = _below(self._parsers, path), _below(self._masks, path)
+        self._at, self._masks = (), _below(self._masks, path)
 
     def allowed(self, paths: Paths) -> Tensor:
         """[n, V] bool. After a path that the grammar forbids every token is: nobody gets there."""
-        masks = [np.unpackbits(self._mask(tuple(path)), count=self._vocab, bitorder="little") for path in paths]
-        return torch.from_numpy(np.stack(masks).view(np.bool_))
+        every = np.unpackbits(self.bits(paths), axis=-1, count=self._vocab, bitorder="little")
+        return torch.from_numpy(every.view(np.bool_))
+
+    def bits(self, paths: Paths) -> NDArray[np.uint8]:
+        """The same as rows of bits [n, bytes], the lowest of a byte first."""
+        return np.stack([self._mask(tuple(path)) for path in paths])
 
     def _mask(self, path: Tokens) -> NDArray[np.uint8]:
-        """A bit for each token, perhaps of fewer than V: those beyond are not allowed."""
         if self._ended or not self._eos.isdisjoint(path):
             return self._end
         if path not in self._masks:
-            parser = self._parser(path)
-            if parser is None:
-                return np.full(-(-self._vocab // 8), 255, np.uint8)
-            self._masks[path] = np.frombuffer(parser.compute_bitmask(), np.uint8)
-            _check(parser)
+            if not self._follow(path):
+                return np.full_like(self._end, 255)
+            found = np.frombuffer(self._parser.compute_bitmask(), np.uint8)
+            self._check()
+            if not found.any():  # the tokenizer cannot spell what the grammar wants
+                raise TooComplex("the grammar cannot be followed any further: no token fits")
+            mask = self._masks[path] = np.zeros_like(self._end)  # tokens beyond the tokenizer's are not allowed
+            mask[: len(found)] = found[: len(mask)]
         return self._masks[path]
 
-    def _parser(self, path: Tokens) -> Any:
-        """The one that has read a path without an end; None where the grammar forbids it."""
-        if path not in self._parsers:
-            above, parser = self._parser(path[:-1]), None
-            if above is not None and path[-1] < self._known:
-                parser = above.deep_copy()
-                read = parser.try_consume_tokens([path[-1]])
-                _check(parser)
-                parser = parser if read else None
-            self._parsers[path] = parser
-        return self._parsers[path]
+    def _follow(self, path: Tokens) -> bool:
+        """Moves the parser to a path without an end. False where the grammar forbids it."""
+        same = next((i for i, (a, b) in enumerate(zip(self._at, path)) if a != b), min(len(self._at), len(path)))
+        if same < len(self._at):
+            self._parser.rollback(len(self._at) - same)
+            # without this llguidance 1.9 may lack tokens in the masks of what it reads next
+            self._parser.compute_bitmask()
+        rest = [*takewhile(lambda token: token < self._known, path[same:])]
+        read = self._parser.try_consume_tokens(rest) if rest else 0
+        self._at = path[: same + read]
+        self._check()
+        return len(self._at) == len(path)
+
+    def _check(self) -> None:
+        """Raises TooComplex where the parser has met its limits."""
+        if self._parser.is_error():
+            raise TooComplex(f"the grammar cannot be followed any further: {_reason(self._parser.get_error())}")
 
 
 def _below(found: dict[Tokens, T], path: Tokens) -> dict[Tokens, T]:
     """What is known of paths from this one on."""
     return {known[len(path) :]: value for known, value in found.items() if known[: len(path)] == path}
-
-
-def _check(parser: Any) -> None:
-    """Raises TooComplex where a parser has met its limits."""
-    if parser.is_error():
-        raise TooComplex(f"the grammar cannot be followed any further: {_reason(parser.get_error())}")
 
 
 def _reason(error: object) -> str:

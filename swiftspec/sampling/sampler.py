@@ -7,7 +7,7 @@ sampling parameters and target logits, whatever tree looked it up. Letters: n ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Rules(Protocol):
     """Which tokens may follow, of whoever has a word in that: a grammar (sampling/grammar.py)."""
 
     def allowed(self, paths: Paths, /) -> Tensor: ...  # [n, V] bool, after each path below the last verified token
+    def bits(self, paths: Paths, /) -> Any: ...  # the same as numpy's uint8 [n, bytes], a byte's lowest bit first
     def observe(self, tokens: Sequence[int], /) -> None: ...  # verified tokens
 
 
@@ -119,19 +120,23 @@ class Sampler:
         """
         p, shard = self.params, self.shard
         here = slice(0, self.vocab) if shard is None else slice(shard.tokens.start, shard.tokens.stop)
-        logits = logits[:, : here.stop - here.start]
+        logits = self._ruled(logits[:, : here.stop - here.start], paths, here)
         if self.bias is not None:
             logits = logits + self.bias[here].to(logits.dtype)
         if self.history is not None:
             assert paths is not None
             logits = self._penalise(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
-        if self.rules is not None:
-            assert paths is not None
-            logits = logits.masked_fill(~self.rules.allowed(paths)[:, here].to(logits.device), filters.NEG_INF)
         if p.greedy:
             return logits
         logits = logits / p.temperature
         return filters.keep(logits, p, self.sure) if shard is None else shard.keep(logits, p, self.sure)
+
+    def _ruled(self, logits: Tensor, paths: Paths | None, here: slice) -> Tensor:
+        """Without the tokens that the rules forbid; logits [n, m] of the tokens `here`."""
+        if self.rules is None:
+            return logits
+        assert paths is not None
+        return logits.masked_fill(~self.rules.allowed(paths)[:, here].to(logits.device), filters.NEG_INF)
 
     def _penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
         p = self.params
@@ -172,9 +177,10 @@ class Sampler:
     ) -> tuple[Tensor, int, Scores]:
         """What the operators take: they apply bias and temperature themselves where nothing has to come in between."""
         p, temperature, bias = self.params, 1.0, None
-        if self.by_path or p.filtered:
+        if self.history is not None or p.filtered:
             logits = self.shape(logits, paths)
         else:
+            logits = self._ruled(logits[:, : self.vocab], paths, slice(self.vocab))
             temperature, bias = 1.0 if p.greedy else p.temperature, self.bias
         if positions is None:
             return logits, self.vocab, Scores(temperature * tau, bias)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swiftspec.tree.mask import Rows, paths
+from swiftspec.tree.mask import Rows
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -178,7 +178,7 @@ class DraftTree:
         self.visible.fill(False)
         self.visible[: self.expanded, : self.expanded] = rows
 
-    def path_tokens(self, nodes: Ints) -> list[list[int]]:
-        """Tokens from below the root down to each node, for penalties that follow the path."""
-        every = paths(self.token[: self.count].tolist(), [-1, *self.parent[1 : self.count].tolist()])
-        return [every[node] for node in nodes.tolist()]
+    def path_tokens(self, nodes: Sequence[int] | Ints) -> list[list[int]]:
+        """Tokens from below the root down to each node, for what follows the path."""
+        spelled = lambda node: [*spelled(int(self.parent[node])), int(self.token[node])] if node else []  # noqa: E731
+        return [spelled(int(node)) for node in nodes]

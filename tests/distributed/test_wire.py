@@ -1,7 +1,7 @@
 """The messages survive their packed form; anything else is refused."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -75,12 +75,15 @@ def test_sampling_values_of_another_type_are_refused(values: dict[str, object]) 
 
 def test_every_sampling_value_travels_with_an_opening() -> None:
     sampling = SamplingParams(
-        0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, (1, 2)
-    )
-    again = read_opening(pack(Opening(3, (1, 2, 3), sampling, 2, "eager", (2, 0))))
-    assert again == Opening(3, (1, 2, 3), sampling, 2, "eager", (2, 0))
-    default = asdict(SamplingParams())
-    assert all(value != default[name] for name, value in asdict(again.sampling).items())
+        0.7, 0.9, 5, 0.1, 1.1, 0.5, -0.5, {3: -1.5, 12: 2.0}, 1.5, 2**64 - 1, 7, ("a", "é"), (4, 5), True, 3, None,
+        "start: /é+/", (1, 2),
+    )  # fmt: skip
+    default, told = asdict(SamplingParams()), set[str]()
+    for sent in (sampling, replace(sampling, guidance_scale=1.0, prompt_logprobs=2)):  # one goes without the other
+        again = read_opening(pack(Opening(3, (1, 2, 3), sent, 2, "eager", (2, 0))))
+        assert again == Opening(3, (1, 2, 3), sent, 2, "eager", (2, 0))
+        told |= {name for name, value in asdict(again.sampling).items() if value != default[name]}
+    assert told == set(default)
 
 
 @pytest.mark.parametrize("kept", [3, [-1], [1.0], [True], [2**31], [1, 1, 1], ["1"], {}])

@@ -152,17 +152,21 @@ struct Model {
     std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
     Rounds rounds(decoder_here, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2)});
     Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
+    constexpr int64_t kBytes = (kVocab + 7) / 8;
+    const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // every other round some tokens may not follow
+    const AllowedAfter after = [&](const Nodes&) { return Allowed{bits.data(), kBytes}; };
     int64_t prefix = 30;
     tree.reset(5);
     Nodes pending = {3, 4}, path, kept, sampled;
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 3; ++step) {
-        rounds.expand(tree, prefix, pending, 4, 5, scoring, round % 2 == 0, 0.7);
+        rounds.expand(tree, prefix, pending, 4, 5, scoring, round % 2 == 0, 0.7, round % 2 == 0 ? nullptr : after);
         prefix += static_cast<int64_t>(pending.size());
         pending.clear();
       }
       const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
-      rounds.verify(tokens, parents, prefix + kTree, scoring, path, sampled);  // the draft's slots stay as they are
+      const Allowed allowed = round % 2 == 0 ? Allowed{} : after(nodes);
+      rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // the draft's slots stay
       told.insert(told.end(), sampled.begin(), sampled.end());
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
       result.insert(result.end(), path.begin(), path.end());

@@ -27,6 +27,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from tests.support import roles
 from tests.support.roles import opening
+from tests.support.rules import DiceRules
 from tests.support.tiny import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
@@ -38,6 +39,7 @@ SAMPLINGS = [
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.8, seed=5),
     SamplingParams(temperature=1.3, seed=6, logit_bias={7: 2.0, 9: -3.0}),
+    SamplingParams(temperature=0.9, seed=7, grammar="dice"),
 ]
 
 
@@ -49,8 +51,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_runner(path: Path, dtype: torch.dtype) -> Runner:
-    model = load_model(path, dtype=dtype, ops=host, max_positions=200 + TREE)
-    return roles.make_runner(model, host, context=200, tree_slots=TREE)
+    return runner_on(load_model(path, dtype=dtype, ops=host, max_positions=200 + TREE))
+
+
+def runner_on(model: Any) -> Runner:
+    runner = roles.make_runner(model, host, context=200, tree_slots=TREE)
+    runner.rules = lambda grammar: DiceRules(VOCAB)
+    return runner
 
 
 def same_caches(one: Runner, other: Runner) -> None:
@@ -191,7 +198,7 @@ def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str)
     runners = []
     for _ in range(2):
         model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
-        runners.append(roles.make_runner(model, host, context=200, tree_slots=TREE))
+        runners.append(runner_on(model))
     drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3))
     verifier = roles.make_verifier(runners[1])
     for role in (drafter, verifier):
@@ -250,10 +257,14 @@ def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
         ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
     ]:
         with pytest.raises(ValueError, match=message):
-            rounds.verify(tokens, parents, prefix, scoring)
+            rounds.verify(tokens, parents, prefix, scoring, None)
+    with pytest.raises(ValueError, match="allowed"):
+        rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8))
     drafter = roles.make_drafter(runner, EngineConfig())
     tree: Any = drafter.tree
     with pytest.raises(ValueError, match="full"):
-        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0)
+        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0, None)
+    with pytest.raises(ValueError, match="allowed"):
+        rounds.expand(tree.native, 0, [], 1, 2, scoring, False, 1.0, lambda nodes: np.zeros((1, 1), np.uint8))
     with pytest.raises(ValueError, match="does not have"):
         tree.reroot(3)

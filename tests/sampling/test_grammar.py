@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -109,6 +110,13 @@ def test_the_end_comes_where_the_grammar_ends_and_nothing_after_it(grammars: Gra
     assert allowed(rules) == {EOS}
 
 
+def test_a_parser_catches_up_with_much_at_once(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """As a draft's must that has slept for a long while."""
+    rules, words = grammars.rules(LIST), tokenizer.encode("a").ids + tokenizer.encode(",a").ids * 1000
+    rules.observe(words)
+    assert allowed(rules) == allowed(grammars.rules(LIST), *words) and EOS in allowed(rules)
+
+
 def make(pair: tuple[Path, Path], kind: str) -> LLM:
     config: dict[str, Any] = {"proposal": "sample"} if kind == "sample" else {}
     llm = LLM(*pair, EngineConfig("serial", **config), dtype=torch.float64)
@@ -170,6 +178,8 @@ WRONG = {
     "": "cannot be read",
     "start: " + "a" * 2**18: "above the limit",
     '{"grammars": 5}': "cannot be read",
+    "start: /" + "a?" * 100_000 + "b/": "cannot be read",  # would take minutes
+    "start: " + "(" * 100_000 + '"a"' + ")" * 100_000: "cannot be read",
 }
 
 
@@ -187,6 +197,12 @@ def test_a_target_without_a_tokenizer_or_an_end(pair: tuple[Path, Path], tmp_pat
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UserError, match="no tokenizer that a grammar can use"):
         Grammars(tmp_path, (0,), VOCAB).rules(LIST)
+
+
+def test_where_no_token_fits_the_request_ends() -> None:
+    parser: Any = SimpleNamespace(compute_bitmask=lambda: bytes(8), is_error=lambda: False)
+    with pytest.raises(TooComplex, match="no token fits"):
+        GrammarRules(parser, (EOS,), 64, 64).bits([()])
 
 
 def test_a_parser_at_its_limits_ends_the_request_alone(

@@ -33,7 +33,8 @@ def likelihoods(tokens: Sequence[int], count: int) -> list[Likelihood]:
 @dataclass
 class Player:
     """Plays `text` in rounds of `size` tokens, or raises what is in `raises` after `after` rounds. `hold` stops it
-    after that many rounds until a test lets it go on. `asks` says what it was asked, `closed` which were cancelled."""
+    after that many rounds until its client leaves. `asks` says what it was asked, `closed` which of them were
+    cancelled, and `stopped` which were ended early."""
 
     codec: TextCodec
     text: str = "def add(a, b):\n    return a + b\n"
@@ -47,6 +48,7 @@ class Player:
     state: State = field(default_factory=lambda: State("ready", "", 0, 0))
     asks: list[Ask] = field(default_factory=list)
     closed: list[Ask] = field(default_factory=list)
+    stopped: list[Ask] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -57,7 +59,7 @@ class Player:
         """Back to the beginning, with what is to be played next."""
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
         self.asks.append(ask)
         ended = False
         try:
@@ -75,7 +77,9 @@ class Player:
                 last = number + 1 == len(rounds)
                 reason = None if not last else self.reason if cut == tokens else "length"
                 scores = likelihoods(part, ask.sampling["logprobs"]) if "logprobs" in ask.sampling else None
-                yield Chunk(1, part, len(part) - 1, scores, reason)
+                if (yield Chunk(1, part, len(part) - 1, scores, reason)):
+                    self.stopped.append(ask)
+                    break
             ended = True
             yield Done(1, TIMINGS, METRICS, self.more)
         finally:

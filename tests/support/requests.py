@@ -33,6 +33,7 @@ def a_request(dice: random.Random) -> tuple[list[int], Json]:
             guidance_scale=dice.choice([0.0, 0.5, 1.5, 7.0]),
             ignore_eos=True,
             stop_token_ids=tokens(3),
+            logprobs=dice.choice([0, 2, 20]),
         ),
     }
     if "guidance_scale" in sampling:

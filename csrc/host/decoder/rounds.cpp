@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 
@@ -76,12 +77,26 @@ void Rounds::forward(int64_t prefix, int64_t width, int64_t logits_from) {
   seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
+// The logits of tokens that may not follow become -inf.
+void Rounds::forbid(int64_t rows, const Columns& columns, const Allowed& allowed) {
+  if (allowed.bits == nullptr) return;
+  for (int64_t row = 0; row < rows; ++row) {
+    const uint8_t* bits = allowed.bits + row * allowed.bytes;
+    float* logits = logits_.data() + row * decoder_.stack().head->n;
+    for (int64_t column = 0; column < columns.count; ++column) {
+      const int64_t token = columns.first + column;
+      if ((bits[token / 8] >> (token % 8) & 1) == 0) logits[column] = -std::numeric_limits<float>::infinity();
+    }
+  }
+}
+
 int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring,
-                       bool coupled, double tau) {
+                       bool coupled, double tau, const AllowedAfter& allowed) {
   const int64_t first = tree.expanded(), ahead = static_cast<int64_t>(pending.size());
   const Nodes leaves = tree.take_leaves(w);
   const auto count = static_cast<int64_t>(leaves.size());
   if (count == 0) return 0;
+  const Allowed follow = allowed ? allowed(leaves) : Allowed{};
   const int64_t after = tree.expanded(), width = ahead + after;
   tokens_ = pending;
   mask_.assign(static_cast<size_t>((ahead + count) * width), 0);
@@ -99,6 +114,7 @@ int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t
     positions_.push_back(prefix + ahead + std::count(sees, sees + after, uint8_t{1}) - 1);
   }
   forward(prefix, width, ahead);
+  forbid(count, scoring.columns(), follow);
   positions_.erase(positions_.begin(), positions_.begin() + ahead);
   drawn_.resize(static_cast<size_t>(count * k));
   values_.resize(drawn_.size());
@@ -110,8 +126,8 @@ int64_t Rounds::expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t
   return count;
 }
 
-void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, Nodes& path,
-                    Nodes& sampled) {
+void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const Allowed& allowed,
+                    Nodes& path, Nodes& sampled) {
   const auto count = static_cast<int64_t>(tokens.size());
   tokens_ = tokens;
   mask_.assign(static_cast<size_t>(count * count), 0);
@@ -126,6 +142,7 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, S
     positions_.push_back(parent < 0 ? prefix : positions_[static_cast<size_t>(parent)] + 1);
   }
   forward(prefix, count, 0);
+  forbid(count, scoring.columns(), allowed);
   drawn_.resize(tokens.size());
   values_.resize(tokens.size());
   draw(scoring.args(logits_.data(), decoder_.stack().head->n, positions_, scoring.noisy(), 1.0), drawn_.data(),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -44,6 +45,16 @@ class Scoring {
   std::vector<int64_t> rows_;
 };
 
+// Which tokens may follow: a row of bits for each row of logits, a bit for each token of the vocabulary, the lowest of
+// a byte first. Null: all of them.
+struct Allowed {
+  const uint8_t* bits = nullptr;
+  int64_t bytes = 0;  // of a row
+};
+
+// What may follow each of these leaves; called before their forward.
+using AllowedAfter = std::function<Allowed(const Nodes& leaves)>;
+
 // One sequence's region of a cache.
 struct Region {
   void *keys, *values;  // of the first layer
@@ -61,13 +72,14 @@ class Rounds {
 
   // Expands the w likeliest leaves into their k likeliest children each, `coupled` under the noise of `scoring`; tau
   // divides the scores. `pending`: verified tokens between prefix and root that have no KV yet; only where the root
-  // is all there is. Returns how many leaves it expanded.
+  // is all there is. Without `allowed` any token may follow. Returns how many leaves it expanded.
   int64_t expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled,
-                 double tau);
+                 double tau, const AllowedAfter& allowed);
 
   // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
   // nodes, the root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
-  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, Nodes& path, Nodes& sampled);
+  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const Allowed& allowed,
+              Nodes& path, Nodes& sampled);
 
   double seconds() const { return seconds_; }  // that the last forward took
   const Decoder& decoder() const { return decoder_; }
@@ -75,6 +87,7 @@ class Rounds {
 
  private:
   void forward(int64_t prefix, int64_t width, int64_t logits_from);
+  void forbid(int64_t rows, const Columns& columns, const Allowed& allowed);
   void commit(int64_t prefix, const Nodes& path);
 
   Decoder& decoder_;

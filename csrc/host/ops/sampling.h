@@ -128,7 +128,8 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
       const F weight = exponential(sub(part, top));
       total = add(total, weight);
     }
-    const float normaliser = values[0] + std::log(sum(total));
+    // where nothing may follow there is no sum, and NaN would spoil that of a group's other ranks
+    const float normaliser = values[0] == kNone ? kNone : values[0] + std::log(sum(total));
     if (totals != nullptr) {
       totals[row] = normaliser;
       continue;

@@ -86,15 +86,10 @@ def _part(batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length
     run = places == list(range(first, first + count))
     target = slice(first, first + count) if run else slice(None)
     k, v = cache.k[:, sequence : sequence + 1], cache.v[:, sequence : sequence + 1]
-    return Part(
-        rows=rows,
-        slots=None if run else slots,
-        key_targets=list(k[:, 0, :, target].transpose(1, 2).unbind(0)),
-        value_targets=list(v[:, 0, :, target].transpose(1, 2).unbind(0)),
-        keys=list(k[:, :, :, :length].unbind(0)),
-        values=list(v[:, :, :, :length].unbind(0)),
-        mask=_mask(window, length, num_heads // cache.k.shape[2], cache.k.dtype),
-    )
+    to_k, to_v = (list(part[:, 0, :, target].transpose(1, 2).unbind(0)) for part in (k, v))
+    keys, values = (list(part[:, :, :, :length].unbind(0)) for part in (k, v))
+    mask = _mask(window, length, num_heads // cache.k.shape[2], cache.k.dtype)
+    return Part(rows, None if run else slots, to_k, to_v, keys, values, mask)
 
 
 def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor | None:

@@ -1,13 +1,14 @@
 """Steps as one native call each, on a CPU: Python is otherwise what a small model's round waits for.
 
 The native side finds rows, masks and positions itself, keeps the logits to itself and gives back tokens. So it takes
-requests whose logits need no more than a bias, a temperature and noise. A verification also commits the accepted path.
+requests whose logits need no more than rules, a bias, a temperature and noise. A verification also commits the
+accepted path.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -20,7 +21,10 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Accepted, Features, Request
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.sampling.noise import TARGET_STREAM
+from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
+
+Allowed = Callable[[list[int]], NDArray]  # nodes of leaves -> bits of the tokens that may follow each
 
 
 class NativeRounds(Protocol):
@@ -31,10 +35,11 @@ class NativeRounds(Protocol):
         self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
     ) -> Any: ...
     def expand(
-        self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float, /
-    ) -> tuple[int, float]: ...
+        self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float,
+        allowed: Allowed | None, /,
+    ) -> tuple[int, float]: ...  # fmt: skip
     def verify(
-        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, /
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None, /
     ) -> tuple[list[int], list[int], float]: ...
 
 
@@ -87,7 +92,7 @@ class NativeSteps(EagerSteps):
     """Expansions and verifications of one decoder that is a native call (`Fused`). A draft's tree is a `NativeTree`."""
 
     name = "native"
-    EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias"})
+    EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias", "grammar"})
 
     def __init__(self, runner: Runner, fused: NativeModel) -> None:
         super().__init__(runner)
@@ -114,6 +119,8 @@ class NativeSteps(EagerSteps):
         assert isinstance(tree, NativeTree)
         runner, shape = self.runner, self._request.expansion
         assert shape is not None
+        rules = self._request.sampler.rules
+        allowed = None if rules is None else lambda nodes: rules.bits(tree.path_tokens(nodes))
         for _ in range(count):
             if not self.has_room(tree, pending):
                 return
@@ -123,8 +130,9 @@ class NativeSteps(EagerSteps):
             prefix = runner.cache.prefix_len[0]
             try:
                 expanded, seconds = self._rounds.expand(
-                    tree.native, prefix, pending, leaves, shape.children, self._scoring, shape.coupled, shape.tau
-                )
+                    tree.native, prefix, pending, leaves, shape.children, self._scoring, shape.coupled, shape.tau,
+                    allowed,
+                )  # fmt: skip
             except OSError as error:
                 raise self._reason(error) from None
             if pending:
@@ -135,9 +143,12 @@ class NativeSteps(EagerSteps):
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began = self.runner, time.perf_counter()
-        prefix = runner.cache.prefix_len[0]
+        prefix, rules = runner.cache.prefix_len[0], self._request.sampler.rules
+        allowed = None if rules is None else rules.bits(tree_mask.paths(proposal.tokens, proposal.parents))
         try:
-            path, tokens, seconds = self._rounds.verify(proposal.tokens, proposal.parents, prefix, self._scoring)
+            path, tokens, seconds = self._rounds.verify(
+                proposal.tokens, proposal.parents, prefix, self._scoring, allowed
+            )
         except OSError as error:
             raise self._reason(error) from None
         runner.cache.append_prefix(len(path))

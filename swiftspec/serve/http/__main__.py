@@ -27,7 +27,8 @@ from swiftspec.serve.http.remote import RemoteEngine
 from swiftspec.serve.http.tracing import Tracing
 from swiftspec.serve.http.watch import Watched
 from swiftspec.serve.http.wire import AsyncWire
-from swiftspec.serve.text import TextCodec
+from swiftspec.serve.template import Renderer
+from swiftspec.serve.text import TextCodec, may_have_template
 
 MOST_CONNECTIONS = 1024
 KEEP_ALIVE = 60  # seconds that an idle connection stays open
@@ -98,8 +99,12 @@ class Tokenizer:
 
     async def read(self, engine: RemoteEngine) -> None:
         """Reads it beside the event loop, and says when all is ready. Of one that cannot be read rank 0 tells."""
+        folder = Path(await engine.found)
+        renderer = Renderer(folder)
+        if may_have_template(folder):
+            renderer.start()  # its imports take longer than the first chat may wait
         with contextlib.suppress(UserError):
-            self._codec = await asyncio.to_thread(TextCodec, Path(await engine.found))
+            self._codec = await asyncio.to_thread(TextCodec, folder, renderer)
             await engine.ready.wait()
             engine.serving()
 

@@ -94,23 +94,26 @@ class Answer:
         return "tool_calls" if self.calls and reason == "stop" else reason
 
     async def parts(self, engine: Engine) -> AsyncGenerator[Part]:
-        """A part for each round that brings something. Closing it cancels the request, as the engine says; so does a
-        stop string. Raises what the engine raises."""
+        """A part for each round that brings something. A stop string ends the request, and closing this cancels it, as
+        the engine says. Raises what the engine raises."""
+        over: bool | None = None
         async with contextlib.aclosing(engine.answer(self.job.ask)) as frames:
-            async for frame in frames:
-                self.started = True
+            while self.done is None:
+                try:
+                    frame = await frames.asend(over)
+                except StopAsyncIteration:
+                    break
+                self.started, over = True, None
                 if isinstance(frame, Prompt):
                     self.prompt_likelihoods = frame.likelihoods
                 elif isinstance(frame, Done):
                     self.done = frame
-                    break
                 elif self.builder.finish_reason is None:
                     if self.job.nothing:
                         frame = Chunk(frame.request, [], 0, finish_reason="length")
                     part = self._part(frame)
+                    over = self._ended(frame)
                     yield part
-                    if self._ended(frame):
-                        return
         if self.builder.finish_reason is None:
             raise Broken("the engine ended the answer without a word", "engine_error")
 
@@ -156,7 +159,7 @@ class Answer:
 
     @property
     def rejected(self) -> int:
-        """Draft tokens that were verified and do not stand in the answer; not known of one that was cut off."""
+        """Draft tokens that were verified and do not stand in the answer."""
         spec = (self.done.metrics.get("speculative_decoding") if self.done else None) or {}
         return int(spec.get("num_draft_tokens", 0)) - int(spec.get("num_accepted_draft_tokens", 0))
 
@@ -175,8 +178,7 @@ class Answer:
         }
 
     def cost(self) -> dict[str, Any]:
-        """llama.cpp's `timings`, vLLM's `metrics`, and what else is to be said of the answer. Nothing of an answer that
-        was cut off by a stop string: the engine does not say."""
+        """llama.cpp's `timings`, vLLM's `metrics`, and what else is to be said of the answer."""
         if self.done is None:
             return {}
         return {"timings": self.done.timings, "metrics": self.done.metrics, **self.done.more}

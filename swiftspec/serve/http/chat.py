@@ -10,10 +10,11 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer, Part
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.jobs import chat_job, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import grammar_asked
 from swiftspec.serve.http.schema import (
     CHAT_NEVER,
+    WHOLE,
     Constrained,
     Count,
     Object,
@@ -29,7 +30,7 @@ from swiftspec.serve.http.schema import (
 from swiftspec.serve.http.scores import Scores
 from swiftspec.serve.http.server import Server, number
 from swiftspec.serve.http.sse import DONE, event
-from swiftspec.serve.http.talk import Message, NamedTool, Talked, TemplateFields, Tool, ToolChoice, talk_of, tool_of
+from swiftspec.serve.http.talk import Message, NamedTool, Talked, TemplateFields, Tool, ToolChoice, talk_of
 from swiftspec.serve.http.tools import Call
 
 
@@ -44,7 +45,7 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -63,7 +64,7 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
 
 def talked_of(body: ChatRequest) -> Talked:
     """The conversation and its tools, for the chat template."""
-    tools = [tool_of(one.function.name, one.function.description, one.function.parameters) for one in body.tools or ()]
+    tools = [one.shown() for one in body.tools or ()]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice or "auto"
     return Talked(
         talk_of(body.messages), tools, choice, body.variables(), bool(body.continue_final_message),
@@ -148,7 +149,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/chat/completions")
+    @made.post("/v1/chat/completions", responses=BOTH_WAYS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

@@ -13,10 +13,11 @@ from swiftspec.serve.http.answer import Answer, Job, Part
 from swiftspec.serve.http.engine import Ask
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.frames import Chunk, Likelihood, Ready
-from swiftspec.serve.http.jobs import replace_key, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, replace_key, respond
 from swiftspec.serve.http.sampling import grammar_asked, sampling_of
 from swiftspec.serve.http.schema import (
     NEVER,
+    WHOLE,
     Constrained,
     Count,
     Sampled,
@@ -55,7 +56,7 @@ class CompletionRequest(Sampled, Constrained):
     suffix: Text | None = None
     max_tokens: Count | None = Field(USUAL, description="0 only with echo: the prompt's likelihoods alone.")
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -198,7 +199,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/completions")
+    @made.post("/v1/completions", responses=BOTH_WAYS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

@@ -60,7 +60,8 @@ class Engine(Protocol):
         """What rank 0 has said of itself; None before it is ready."""
         ...
 
-    def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
-        """The frames of one answer, `Done` last. The first step waits in the queue. Closing the generator, which every
-        caller must see to (`contextlib.aclosing`), cancels the request. Raises Refused, Unusable or Broken."""
+    def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
+        """The frames of one answer, `Done` last. The first step waits in the queue. Sending True in place of a step
+        ends the request where it is: `Done` still comes, maybe after chunks that nobody wants. Closing the generator,
+        which every caller must see to (`contextlib.aclosing`), cancels it. Raises Refused, Unusable or Broken."""
         ...

@@ -25,6 +25,10 @@ BROKEN = {"engine_error": 500, "timeout": 504, "replaced": 409}
 DEEP = "the body is nested too deeply"
 LONGEST = 600  # characters of a message
 ANTHROPIC = "/v1/messages"
+ANTHROPICS = {  # its words for ours
+    "unavailable_error": "overloaded_error", "timeout": "timeout_error", "engine_error": "api_error",
+    "replaced": "invalid_request_error",
+}  # fmt: skip
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -100,7 +104,7 @@ def _invalid(complaints: Sequence[Any]) -> ApiError:
 def body(error: ApiError, path: str) -> dict[str, Any]:
     """The JSON of an error, in the shape that the path's clients know."""
     if path.startswith(ANTHROPIC):
-        kind = {"unavailable_error": "overloaded_error", "timeout": "timeout_error"}.get(error.kind, error.kind)
+        kind = ANTHROPICS.get(error.kind, error.kind)
         return {"type": "error", "error": {"type": kind, "message": error.message}}
     said = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
     return {"error": said}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -27,6 +27,15 @@ from swiftspec.serve.text import TextCodec
 
 KEY = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
+BOTH_WAYS: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
+    200: {
+        "description": "The answer: one object, or with `stream` its parts as server-sent events.",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
 NO_FORMAT = "this model's chat template takes no tools, or has calls written in no way that is known here"
 
 
@@ -69,10 +78,10 @@ async def encode_talk(server: Server, talked: Talked) -> list[int]:
         return await server.threaded(
             codec.encode_chat, talked.messages, about.max_model_len, tools, talked.variables, talked.goes_on
         )
-    except TooLong:
-        raise
     except UserError as error:  # where the model lies is no client's business
-        raise ApiError(400, str(error).removeprefix(f"{codec.path}: "), "messages") from None
+        message = str(error).replace(f"{codec.path}: ", "")
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        raise ApiError(400, message, "messages", code) from None
 
 
 async def chat_job(

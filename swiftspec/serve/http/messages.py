@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -9,7 +10,8 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer, Part
 from swiftspec.serve.http.errors import unsupported
-from swiftspec.serve.http.jobs import chat_job, encode_talk, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, encode_talk, respond
+from swiftspec.serve.http.sampling import Grammar
 from swiftspec.serve.http.schema import NEVER, Body, Object, Positive, Sampled, Stops, Text, Word, refuse
 from swiftspec.serve.http.server import Server, number
 from swiftspec.serve.http.sse import event
@@ -57,6 +59,20 @@ class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
 
 
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Object = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    format: OutputFormat | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer has to keep to."""
+        return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
+
+
 class CountRequest(Body):
     """A conversation whose tokens are to be counted."""
 
@@ -66,6 +82,7 @@ class CountRequest(Body):
     tools: Annotated[list[InputTool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest, Sampled):
@@ -144,9 +161,11 @@ def talked_of(body: CountRequest) -> Talked:
         tools.append(tool_of(tool.name, tool.description, tool.input_schema))
     chosen = body.tool_choice
     choice = "auto" if chosen is None else {"any": "required", "tool": chosen.name or ""}.get(chosen.type, chosen.type)
-    variables = {}
+    variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
     talk = talk_of(body)
     last = talk[-1]
     goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
@@ -238,14 +257,15 @@ def router(server: Server) -> APIRouter:
     """The endpoints."""
     made = APIRouter()
 
-    @made.post("/v1/messages")
+    @made.post("/v1/messages", responses=BOTH_WAYS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)
         refuse(body, NEVER)
         job = await chat_job(
-            server, request, body, talked_of(body), limit=body.max_tokens, stops=body.stop_sequences or ()
-        )
+            server, request, body, talked_of(body), limit=body.max_tokens, stops=body.stop_sequences or (),
+            grammar=body.output_config and body.output_config.grammar(),
+        )  # fmt: skip
         answer = Answer.of(job, codec)
         return await respond(server, request, answer, MessageWriter(answer, model), body.stream)
 

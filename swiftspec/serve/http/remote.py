@@ -55,7 +55,7 @@ class RemoteEngine:
     def state(self) -> State:
         return State(self._phase, self._step, int(self._running is not None), len(self._waiting))
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
         """As `engine.Engine.answer` says."""
         ticket = Ticket(next(self._numbers), ask)
         self._admit(ticket)
@@ -69,7 +69,8 @@ class RemoteEngine:
             self._wire.send(frames.Start(ticket.number, ask.prompt, ask.sampling))
             ticket.started = True
             async for frame in self._frames(ticket):
-                yield frame
+                if (yield frame):
+                    self._wire.send(frames.Cancel(ticket.number))
         finally:
             self._leave(ticket)
 

@@ -9,10 +9,11 @@ from pydantic import Field
 
 from swiftspec.serve.http.answer import Answer
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.jobs import chat_job, respond
+from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import Grammar, grammar_asked
 from swiftspec.serve.http.schema import (
     NEVER,
+    WHOLE,
     Body,
     Constrained,
     JsonSchema,
@@ -88,7 +89,7 @@ class ResponsesRequest(Sampled, Constrained):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     include: Annotated[list[Word], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
@@ -177,7 +178,7 @@ def router(server: Server) -> APIRouter:
     """The endpoint."""
     made = APIRouter()
 
-    @made.post("/v1/responses")
+    @made.post("/v1/responses", responses=BOTH_WAYS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)

@@ -6,14 +6,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from swiftspec.params import MOST
 from swiftspec.serve.http.errors import unsupported
 
+
+def _whole(value: object) -> object:
+    """JSON knows no integers: 4.0 is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_whole)
 Token = Annotated[int, Field(ge=0, le=MOST)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Positive = Annotated[int, Field(ge=1, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST), WHOLE]
+Positive = Annotated[int, Field(ge=1, le=MOST), WHOLE]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Field(max_length=16)]
 Text = Annotated[str, Field(max_length=8 << 20)]
@@ -36,11 +43,11 @@ class Body(BaseModel):
 class Smc(Body):
     """The shape of the population in mode smc, as the server was started with it."""
 
-    particles: Annotated[int, Field(ge=1, le=1024)] | None = None
-    smc_draft_tokens: Annotated[int, Field(ge=1, le=64)] | None = None
+    particles: Annotated[int, Field(ge=1, le=1024), WHOLE] | None = None
+    smc_draft_tokens: Annotated[int, Field(ge=1, le=64), WHOLE] | None = None
     ess_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     power: Annotated[float, Field(gt=0, le=100)] | None = None
-    smc_exact: Annotated[int, Field(ge=0, le=64)] | None = None
+    smc_exact: Annotated[int, Field(ge=0, le=64), WHOLE] | None = None
 
 
 class Sampled(Body):
@@ -50,13 +57,13 @@ class Sampled(Body):
         None, description="0 is greedy; what lies between 0 and 0.001 is taken as 0.001."
     )
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MOST), WHOLE] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Bias | None = Field(None, description="Added to the logits, by token id.")
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = Field(
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), WHOLE] | None = Field(
         None, description="Of the noise; a random one where none is given. Below 0 it counts from 2^64 down."
     )
     guidance_scale: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -75,8 +82,8 @@ class Sampled(Body):
     allowed_token_ids: Annotated[list[Token], Field(max_length=1 << 20)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MOST), WHOLE] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=MOST), WHOLE] | None = None
     logits_processors: list[Any] | None = Field(None, max_length=64)
 
 

@@ -46,7 +46,9 @@ class Scores:
         return known
 
     def _bytes(self, token: int) -> bytes:
-        name = str(self._codec.tokenizer.convert_ids_to_tokens(token))
+        name = self._codec.tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(name, str):  # models have more rows than their tokenizers tokens
+            return b""
         single = BYTE.fullmatch(name)
         if single:
             return bytes([int(single[1], 16)])

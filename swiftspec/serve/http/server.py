@@ -55,7 +55,7 @@ class Server:
 
     def name(self, asked: str | None) -> str:
         """The model's name as the client calls it. Raises ApiError on a model that is not served."""
-        if asked is None or asked in self.names:
+        if not asked or asked in self.names:
             return asked or self.names[0]
         served = ", ".join(self.names)
         raise ApiError(

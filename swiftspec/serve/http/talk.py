@@ -61,6 +61,10 @@ class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
 
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return tool_of(self.function.name, self.function.description, self.function.parameters)
+
 
 class NamedFunction(Body):
     name: Name

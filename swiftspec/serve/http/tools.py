@@ -42,16 +42,18 @@ class Format:
 HERMES = Format("<tool_call>", "</tool_call>", "arguments")
 MISTRAL = Format("[TOOL_CALLS]", None, "arguments")
 LLAMA = Format("", None, "parameters", leading=True)
+LLAMA_SHOWN = re.compile(r"""["']name\\?["']:.{1,60}["']parameters\\?["']:""")
+OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # calls that are no JSON, or with their name before it
 
 
 def format_of(template: str) -> Format | None:
     """The format that a chat template shows to its model; None where it takes no tools, or writes them otherwise."""
-    if "tools" not in template:
+    if "tools" not in template or any(other in template for other in OTHERS):
         return None
     for format in (HERMES, MISTRAL):
         if format.begin in template:
             return format
-    return LLAMA if re.search(r"""["']parameters["']""", template) else None
+    return LLAMA if LLAMA_SHOWN.search(template) else None
 
 
 class Calls:

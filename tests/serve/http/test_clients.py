@@ -128,7 +128,8 @@ def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
     )
     assert answer.content[0].to_dict() == {"type": "text", "text": "def add(a, "}
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b):")
-    assert thinker.closed, "nobody wants the rest"
+    assert thinker.stopped == thinker.asks and not thinker.closed, "nobody wants the rest"
+    assert answer.to_dict()["timings"] == TIMINGS
     thinker.prepare(text=f"<think>hm</think>{CALL}", size=4)
     tools: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]
     with client.messages.stream(model="toy", max_tokens=200, messages=HELLO, tools=tools) as stream:
@@ -191,4 +192,8 @@ def test_a_schema(player: Player, plain_url: str) -> None:
     assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)
+    assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    form = {"type": "json_schema", "schema": schema}
+    config: Any = {"format": form}
+    anthropics(plain_url).messages.create(model="toy", max_tokens=9, messages=HELLO, output_config=config)
     assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema

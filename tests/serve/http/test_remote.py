@@ -76,6 +76,26 @@ def begin(engine: RemoteEngine, *prompt: int, key: str | None = None) -> asyncio
     return asyncio.create_task(collect(engine.answer(Ask(list(prompt), {}, key))))
 
 
+def test_a_request_that_is_ended_still_says_what_it_cost() -> None:
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        chunk = frames.Chunk(1, [7], 0)
+        async with aclosing(engine.answer(Ask([1], {}))) as answer:
+            first = asyncio.create_task(anext(answer))
+            assert isinstance(await rank0.next(), frames.Start)
+            rank0.say(chunk)
+            assert await first == chunk
+            last = asyncio.create_task(answer.asend(True))
+            assert await rank0.next() == frames.Cancel(1)
+            rank0.end(1)
+            assert isinstance(await last, frames.Done)
+        other = begin(engine, 2)
+        assert isinstance(await rank0.next(), frames.Start), "and no second Cancel before it"
+        rank0.end(2)
+        await other
+
+    play(scene)
+
+
 def test_requests_run_one_after_the_other_in_their_order() -> None:
     async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
         tasks = [begin(engine, n) for n in range(3)]

@@ -43,6 +43,7 @@ def test_seeds(player: Player, client: httpx.Client) -> None:
     assert asked(client, player)["seed"] != asked(client, player)["seed"]
     assert asked(client, player, seed=-1)["seed"] == 2**64 - 1
     assert asked(client, player, seed=2**63 + 1)["seed"] == 2**63 + 1
+    assert asked(client, player, seed=4.0)["seed"] == 4, "JSON knows no integers"
 
 
 def test_the_longest_answer_is_cut_to_what_fits(player: Player, client: httpx.Client) -> None:

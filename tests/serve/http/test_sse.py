@@ -79,6 +79,14 @@ def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rou
     asyncio.run(leave())
 
 
+def test_a_connection_that_is_dropped(player: Player, client: httpx.Client) -> None:
+    """The same over a real one."""
+    player.prepare(hold=1)
+    with client.stream("POST", CHAT, json={**HELLO, "stream": True}) as answer:
+        next(answer.iter_raw())
+    assert player.cancelled.wait(10)
+
+
 def test_a_server_that_ends_cancels_too(player: Player) -> None:
     async def end() -> None:
         player.prepare(hold=1)
@@ -113,7 +121,7 @@ def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int,
 
 def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
     class Late(Player):
-        async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+        async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
             await going.wait()
             async for frame in super().answer(ask):
                 yield frame
@@ -145,7 +153,7 @@ def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: ht
     assert pieces[0] == "" and all(pieces[1:-1]), "a round that shows nothing sends nothing"
     assert not any("S" in piece for piece in pieces)
     assert chunks[-1]["stop_reason"] == "STOP" and chunks[-1]["finish_reason"] == "stop"
-    assert player.cancelled.wait(5), "nobody wants the rest"
+    assert player.stopped == player.asks and not player.closed, "nobody wants the rest"
 
 
 def test_an_answer_that_breaks_off_without_a_word(player: Player, client: httpx.Client) -> None:

@@ -69,8 +69,10 @@ def test_a_call_comes_as_soon_as_it_is_whole() -> None:
 def test_what_a_template_shows() -> None:
     assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
     assert format_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
-    assert format_of('{{ tools }} {"name": f, "parameters": p}') is LLAMA
-    assert format_of("{{ tools }}") is format_of('<tool_call> "parameters"') is None
+    for shown in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
+        assert format_of("{{ tools }} " + shown) is LLAMA
+    for other in ("{{ tools }}", "<tool_call>", "{{ tools }} <tool_call><function=f>", "{{ tools['parameters'] }}"):
+        assert format_of(other) is None
 
 
 @pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])

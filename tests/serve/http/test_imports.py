@@ -1,0 +1,16 @@
+"""The chat and the one-shot pay nothing for the server."""
+
+import subprocess
+import sys
+
+import pytest
+
+SERVER = {"fastapi", "starlette", "uvicorn", "msgspec", "llguidance"}
+FRONT = "swiftspec.serve.__main__, swiftspec.serve.cli, swiftspec.serve.oneshot, swiftspec.serve.chat"
+
+
+@pytest.mark.slow
+def test_the_commands_without_a_port_import_no_server() -> None:
+    code = f"import sys, {FRONT}; print(*sorted({SERVER!r} & set(sys.modules)), 'swiftspec.serve.http' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]

@@ -1,0 +1,84 @@
+"""The OpenAPI document: it is true, everything in it is bounded, and nothing that it allows breaks the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+
+from tests.support.http import Player, application
+
+PATHS = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+    "/v1/models", "/v1/models/{model}", "/health", "/health/generate", "/version", "/tokenize", "/detokenize",
+}  # fmt: skip
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.large_base_example]
+
+
+@pytest.fixture(scope="module")
+def document(plain_player: Player) -> dict[str, Any]:
+    return application(plain_player).openapi()
+
+
+def nodes(value: Any, where: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of a document, with its path."""
+    if isinstance(value, dict):
+        yield where, value
+        for name, part in value.items():
+            yield from nodes(part, f"{where}/{name}")
+    elif isinstance(value, list):
+        for at, part in enumerate(value):
+            yield from nodes(part, f"{where}/{at}")
+
+
+def test_every_path_is_there(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == PATHS
+    assert "422" not in str(document["paths"]), "what does not fit is a 400"
+
+
+def test_every_number_has_a_range_and_every_list_an_end(document: dict[str, Any]) -> None:
+    for where, node in nodes(document["components"]["schemas"]):
+        if where.startswith("/Error"):
+            continue
+        if node.get("type") in ("integer", "number"):
+            assert "minimum" in node or "exclusiveMinimum" in node, where
+            assert "maximum" in node, where
+        if node.get("type") == "array":
+            assert "maxItems" in node, where
+        if node.get("type") == "string" and "enum" not in node and "const" not in node:
+            assert "maxLength" in node or "{1,128}$" in node.get("pattern", ""), where
+
+
+@pytest.mark.slow
+def test_whatever_the_document_allows(plain_player: Player) -> None:
+    """And what it forbids: no answer is a 5xx, and all are as documented."""
+    import schemathesis  # takes a second
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.core.result import Ok
+    from schemathesis.specs.openapi import checks as known
+
+    plain_player.prepare()
+    schema = schemathesis.openapi.from_asgi("/openapi.json", application(plain_player))
+    checks = [
+        not_a_server_error, known.status_code_conformance, known.content_type_conformance,
+        known.response_schema_conformance,
+    ]  # fmt: skip
+
+    found = [read.ok() for read in schema.get_all_operations() if isinstance(read, Ok)]
+    assert len(found) == len(PATHS)
+    for operation in found:
+        for mode in schemathesis.GenerationMode:
+
+            @given(operation.as_strategy(generation_mode=mode))
+            @settings(max_examples=30, deadline=None, suppress_health_check=SLOW)
+            def each(case: schemathesis.Case) -> None:
+                case.call_and_validate(checks=checks)
+
+            try:
+                each()
+            except Unsatisfiable:  # nothing that it forbids
+                assert operation.method == "get"

@@ -1,0 +1,34 @@
+"""Rules that no grammar would make, over a vocabulary of any kind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swiftspec.sampling.sampler import Paths
+
+
+class DiceRules:
+    """Any third of the tokens may follow, which one depends on all of the output; of the first ones at least one."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab, self.text = vocab, tuple[int, ...]()
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.text = (*self.text, *tokens)
+
+    def allowed(self, paths: Paths) -> torch.Tensor:
+        return torch.from_numpy(np.stack([self._row(path) for path in paths]))
+
+    def bits(self, paths: Paths) -> NDArray[np.uint8]:
+        return np.packbits(self.allowed(paths).numpy(), axis=-1, bitorder="little")
+
+    def _row(self, path: Sequence[int]) -> NDArray[np.bool_]:
+        dice = random.Random(str((*self.text, *path)))
+        row = np.array([dice.random() < 0.33 for _ in range(self.vocab)])
+        row[dice.randrange(min(self.vocab, 8))] = True
+        return row
