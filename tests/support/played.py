@@ -18,18 +18,19 @@ ABOUT = Ready("/models/target", "/models/draft", 100, 50, [1], {}, PLAN, 1500.0)
 
 
 class Played:
-    """Gives these frames for each request, one list after the other; an exception in a list is raised."""
+    """Gives these frames for each request, one list after the other; an exception in a list is raised. `over`: how
+    often it was told that this is enough."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
         self.state, self.about = State("ready", "", 1, 2), ABOUT
-        self._answers, self.closed = list(answers), 0
+        self._answers, self.closed, self.over = list(answers), 0, 0
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Any]:
+    async def answer(self, ask: Ask) -> AsyncGenerator[Any, bool | None]:
         try:
             for frame in self._answers.pop(0):
                 if isinstance(frame, BaseException):
                     raise frame
-                yield frame
+                self.over += bool((yield frame))
         finally:
             self.closed += 1
 

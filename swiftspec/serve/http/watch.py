@@ -70,19 +70,22 @@ class Watched:
     def about(self) -> Ready | None:
         return self._engine.about
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done]:
+    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
         """As `engine.Engine.answer` says."""
         seen = Seen(ask, self._clock(), VISIT.get())
+        over: bool | None = None
         try:
             async with aclosing(self._engine.answer(ask)) as frames:
-                async for frame in frames:
+                while True:
+                    frame = await frames.asend(over)
                     self._look(seen, frame)
-                    yield frame
-        except GeneratorExit:
-            self._cut(seen)
-            raise
-        except asyncio.CancelledError:
-            seen.reason = "abort"
+                    over = yield frame
+                    if over:
+                        seen.reason = "stop"
+        except StopAsyncIteration:
+            return
+        except (GeneratorExit, asyncio.CancelledError):  # the client has left; or it has all, and wants no more
+            seen.reason = "abort" if seen.reason == "error" else seen.reason
             raise
         except Exception as error:
             seen.error, seen.reason = error, _reason(error)
@@ -98,13 +101,8 @@ class Watched:
         elif isinstance(frame, Chunk):
             seen.came.append(self._clock())
             seen.tokens += len(frame.token_ids)
-            seen.reason = frame.finish_reason or seen.reason
-
-    def _cut(self, seen: Seen) -> None:
-        """It was closed from outside: after its end, at a stop string, or because the client has left."""
-        task = asyncio.current_task()
-        if seen.reason == "error":
-            seen.reason = "abort" if task is None or task.cancelling() else "stop"
+            if frame.finish_reason is not None and seen.reason == "error":
+                seen.reason = frame.finish_reason
 
 
 def _reason(error: Exception) -> str:

@@ -38,12 +38,13 @@ def test_what_is_refused_and_what_is_answered_is_counted(player: Player) -> None
     )  # fmt: skip
     assert [health.status_code, closed.status_code, models.status_code, large.status_code] == [200, 401, 200, 413]
     assert models.headers.get_list("x-request-id") == large.headers.get_list("x-request-id") == ["r-1"]
-    assert '"finish_reason":"stop"' in cut.text and player.closed
+    assert '"finish_reason":"stop"' in cut.text and player.stopped and not player.closed
     for line in (
         'requests_refused_total{model_name="toy",reason="unauthorized"} 1.0',
         'requests_refused_total{model_name="toy",reason="body_too_large"} 1.0',
         'request_success_total{finished_reason="stop",model_name="toy"} 1.0',  # by a stop string, not cancelled
         'prompt_tokens_total{model_name="toy"} 1.0',
+        'spec_decode_num_draft_tokens_total{model_name="toy"} 9.0',
     ):
         assert f"swiftspec:{line}" in metrics.text
 

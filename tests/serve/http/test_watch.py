@@ -44,11 +44,28 @@ def test_an_error_goes_through(error: Exception, reason: str, answered: bool) ->
     assert [(one.reason, one.error, one.answered, one.queued) for one in seen] == [(reason, error, answered, None)]
 
 
-def test_an_answer_that_the_server_cuts_at_a_stop_string_has_stopped() -> None:
+def test_an_answer_that_the_server_ends_at_a_stop_string_has_stopped() -> None:
+    """What was on its way comes all the same, and the engine's word."""
+    seen: list[Seen] = []
+    *_, done = frames = whole(Stats(), [3, 2, 4])
+    engine = Played(frames)
+
+    async def request() -> None:
+        async with aclosing(Watched(engine, [seen.append]).answer(ASK)) as answer:
+            frame, over = await anext(answer), True
+            while frame != done:
+                frame, over = await answer.asend(over), None
+
+    asyncio.run(request())
+    assert [(one.reason, one.tokens, one.done) for one in seen] == [("stop", 9, done)]
+    assert engine.over == 1 and engine.closed == 1
+
+
+def test_one_that_is_closed_before_its_end_is_aborted() -> None:
     seen: list[Seen] = []
     engine = Played(whole(Stats(), [3, 2]))
     assert len(asyncio.run(served(Watched(engine, [seen.append]), ASK, 1))) == 1
-    assert [(one.reason, one.tokens, one.done) for one in seen] == [("stop", 3, None)] and engine.closed == 1
+    assert [(one.reason, one.tokens, one.done) for one in seen] == [("abort", 3, None)] and engine.closed == 1
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -57,7 +74,7 @@ def test_a_client_that_leaves_aborts(waits: bool) -> None:
     seen: list[Seen] = []
 
     class Endless(Played):
-        async def answer(self, ask: Ask) -> AsyncGenerator[Any]:
+        async def answer(self, ask: Ask) -> AsyncGenerator[Any, bool | None]:
             try:
                 yield whole(Stats(), [1, 1])[0]
                 await asyncio.Event().wait()
