@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 from datetime import timedelta
+from ipaddress import ip_address
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -43,11 +45,14 @@ def _await_keeper(here: Launched, say: Say, waiting: Waiting) -> None:
 def _handshake(here: Launched, keeps: bool) -> TCPStore:
     """Opens the store. In a thread, as torch waits for ever where something else than a store listens."""
     found: list[TCPStore | RuntimeError | ValueError] = []
+    listening = _loopback(here) if keeps else None
 
     def connect() -> None:
         try:
-            limit = timedelta(seconds=HANDSHAKE)
-            made = TCPStore(here.host, here.port, here.size, keeps, limit, wait_for_workers=False, multi_tenant=True)
+            made = TCPStore(
+                here.host, here.port, here.size, keeps, timedelta(seconds=HANDSHAKE), wait_for_workers=False,
+                multi_tenant=True, master_listen_fd=listening,
+            )  # fmt: skip
             found.append(made)
         except (RuntimeError, ValueError) as error:
             found.append(error)
@@ -60,5 +65,31 @@ def _handshake(here: Launched, keeps: bool) -> TCPStore:
         return result
     reason = first_line(result)
     if "EADDRINUSE" in reason:
-        raise UserError(f"port {here.port} is in use on this machine: choose another with MASTER_PORT")
+        raise _in_use(here)
     raise UserError(f"no store at {here.host}:{here.port} ({reason[:200]}): look at MASTER_ADDR and MASTER_PORT")
+
+
+def _loopback(here: Launched) -> int | None:
+    """The file of a socket that listens for the store where its address is this machine's alone: torch would listen for
+    everybody. It is torch's then. None where ranks of other machines come, or nobody knows the address."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)[0]
+        if not ip_address(address[0]).is_loopback:
+            return None
+        listening = socket.socket(family, kind)
+    except (OSError, ValueError):
+        return None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does: the last job's may linger
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _in_use(here) from None
+        return None
+    return listening.detach()
+
+
+def _in_use(here: Launched) -> UserError:
+    return UserError(f"port {here.port} is in use on this machine: choose another with MASTER_PORT")

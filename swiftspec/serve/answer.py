@@ -79,7 +79,8 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
 
 def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
     """vLLM's shape, and ours from `mode` on. Acceptance counts whole rounds, so a stop inside the last round leaves it
-    as it was. `target_busy`: the share of the decode time in the target's forwards."""
+    as it was. `target_busy`, `draft_busy`: the share of the decode time in the forwards of each; together they may come
+    to more than 1, as the draft of mode async runs beside the target."""
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
@@ -88,6 +89,7 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
         "mode": plan.mode,
         "split": {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp},
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
+        "draft_busy": min(_share(stats.draft_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
         "policy": policy(stats),
     }

@@ -123,6 +123,10 @@ class OwnSettings:
         20.0, "After Ctrl-C or SIGTERM the request under way may take so long to end; a second one ends at once.",
         SERVER, "SECONDS", least=0, most=86_400,
     )  # fmt: skip
+    otlp_endpoint: str | None = setting(
+        None, "Send a span for each request to this OpenTelemetry collector, such as http://localhost:4318.", SERVER,
+        "URL", "off",
+    )  # fmt: skip
 
     mode: str | None = setting(
         None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."

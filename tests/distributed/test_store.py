@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from swiftspec.distributed.store import open_store
 from swiftspec.distributed.world import World, join_world
 from swiftspec.errors import UserError
 
+NET = Path("/proc/net")
 SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.2)
 BRIEF = Waiting(timeout=0.3, silent=0.05, again=0.05, grace=0.1)
 
@@ -64,6 +66,21 @@ def test_nobody_keeps_the_store(port: int) -> None:
 def test_a_port_in_use_names_its_variable(listener: int) -> None:
     with pytest.raises(UserError, match=f"^port {listener} is in use on this machine: choose another with MASTER_PORT"):
         open_store(rank(0, listener), lambda text: None, SOON)
+
+
+@pytest.mark.skipif(not NET.exists(), reason="only Linux tells where it listens")
+def test_a_store_of_this_machine_alone_is_not_open_to_others(port: int) -> None:
+    """torch by itself listens on every address of the machine."""
+    store = open_store(rank(0, port), lambda text: None, SOON)
+    store.set("a", "b")
+    assert b"".join(addresses_at(port)) == bytes([127, 0, 0, 1])[::-1]
+
+
+def addresses_at(port: int) -> list[bytes]:
+    """Where this machine listens on a port, as the kernel has it."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in (NET / name).read_text().splitlines()[1:]]
+    found = [words[1].split(":") for words in lines if words[3] == "0A"]  # listening
+    return [bytes.fromhex(address) for address, number in found if int(number, 16) == port]
 
 
 def test_something_else_listens_there(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,12 @@ def test_what_was_not_measured_is_null() -> None:
     assert told["speculative_decoding"]["break_even_acceptance_length"] is None
     spec = metrics(EngineConfig(), Stats(), 0)["speculative_decoding"]
     assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None
+
+
+def test_the_shares_of_the_two_models_are_shares() -> None:
+    told = metrics(EngineConfig(), Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (0.5, 0.25)
+    told = metrics(EngineConfig(), Stats(decode_time=1.0, target_busy_time=1.1, draft_busy_time=1.2), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (1.0, 1.0)
+    told = metrics(EngineConfig(), Stats(), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (0.0, 0.0)

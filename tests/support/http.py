@@ -19,8 +19,17 @@ from swiftspec.serve.http.engine import Ask, State
 from swiftspec.serve.http.frames import Chunk, Done, Likelihood, Prompt, Ready
 from swiftspec.serve.text import TextCodec
 
-TIMINGS = {"cache_n": 3, "prompt_n": 7, "predicted_n": 5, "draft_n": 9, "draft_n_accepted": 4}
-METRICS = {"speculative_decoding": {"num_draft_tokens": 9, "num_accepted_draft_tokens": 4}, "mode": "serial"}
+TIMINGS = {
+    "cache_n": 3, "prompt_n": 7, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 4.0, "draft_n": 9,
+    "draft_n_accepted": 4,
+}  # fmt: skip
+SPECULATION = {
+    "num_spec_steps": 3, "num_draft_tokens": 9, "num_accepted_draft_tokens": 4, "num_accepted_tokens_per_pos": [3, 1],
+}  # fmt: skip
+METRICS = {
+    "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0, "speculative_decoding": SPECULATION, "mode": "serial",
+    "target_busy": 0.5, "draft_busy": 0.25,
+}  # fmt: skip
 READY = Ready("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)
 
 

@@ -7,17 +7,25 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from swiftspec.errors import UserError
+from swiftspec.serve.http import prometheus
+from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.compiler import Compiler
+from swiftspec.serve.http.engine import Engine
 from swiftspec.serve.http.frames import Configure
+from swiftspec.serve.http.guard import Guard
+from swiftspec.serve.http.prometheus import Metrics
 from swiftspec.serve.http.protocol import HEAD_BYTES, PatientProtocol
 from swiftspec.serve.http.remote import RemoteEngine
+from swiftspec.serve.http.tracing import Tracing
+from swiftspec.serve.http.watch import Watched
 from swiftspec.serve.http.wire import AsyncWire
 from swiftspec.serve.template import Renderer
 from swiftspec.serve.text import TextCodec, may_have_template
@@ -42,7 +50,8 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     if not isinstance(limits, Configure):
         return
     engine, tokenizer = RemoteEngine(wire, limits), Tokenizer()
-    app = create_app(engine, tokenizer.get, [limits.model_name], compile=Compiler())
+    tracing = None if limits.otlp_endpoint is None else Tracing(limits.otlp_endpoint, limits.model_name)
+    app = application(engine, tokenizer.get, limits, tracing)
     server = Server(
         uvicorn.Config(
             app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -61,7 +70,21 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     await serving
     for task in (hearing, reading, draining):
         task.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     await wire.close()
+
+
+def application(
+    engine: Engine, codec: Callable[[], TextCodec | None], limits: Configure, tracing: Tracing | None = None
+) -> ASGIApp:
+    """The endpoints over an engine that is watched, and the guard before them."""
+    metrics = Metrics(engine, limits.model_name)
+    watched = Watched(engine, [metrics.count] if tracing is None else [metrics.count, tracing.record])
+    app = create_app(watched, codec, [limits.model_name], compile=Compiler())
+    app.include_router(prometheus.router(metrics))
+    hosts = None if limits.api_keys else names_of(limits.host)
+    return Guard(app, limits.api_keys, hosts, metrics.refuse)
 
 
 class Tokenizer:

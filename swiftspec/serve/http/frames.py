@@ -55,6 +55,8 @@ class Configure(Frame, frozen=True):
     queue_timeout: float
     request_timeout: float | None
     drain_timeout: float
+    host: str = "127.0.0.1"  # where it listens
+    otlp_endpoint: str | None = None  # a collector of OpenTelemetry's; None: no spans
 
 
 class Drain(Frame, frozen=True):

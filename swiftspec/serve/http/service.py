@@ -18,10 +18,12 @@ from swiftspec.errors import NotFinite, RankLost, UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
 from swiftspec.serve.found import Found
-from swiftspec.serve.http import frames
+from swiftspec.serve.http import frames, tracing
+from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.wire import FrontEndLost, Wire
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings
+from swiftspec.serve.streams import warn
 from swiftspec.serve.terminal import Phases
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ BYE = 5.0  # seconds in which a front end that has said Leave, or was told so, e
 def run(settings: Settings, world: World | None = None) -> int:
     """Serves until a signal or the front end ends it. Returns the exit code. Raises UserError as the other commands do:
     before anything is loaded where the address cannot be had."""
+    if settings.otlp_endpoint is not None:
+        tracing.check(settings.otlp_endpoint)
+    if not settings.api_key and names_of(settings.host) is None:
+        warn(f"--host {settings.host} without --api-key: everybody who reaches this machine may ask")
     listening = listen(settings.host, settings.port or 0)
     with listening, FrontEnd(settings, listening) as front:
         phases = Telling(front.wire)
@@ -119,6 +125,8 @@ def configuration(settings: Settings) -> frames.Configure:
         queue_timeout=settings.queue_timeout,
         request_timeout=settings.request_timeout,
         drain_timeout=settings.drain_timeout,
+        host=settings.host,
+        otlp_endpoint=settings.otlp_endpoint,
     )
 
 

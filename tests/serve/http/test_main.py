@@ -1,0 +1,59 @@
+"""The whole of the front end but its process: endpoints, metrics and guard around an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from swiftspec.serve.http.__main__ import application
+from swiftspec.serve.http.frames import Configure
+from tests.support.http import Player
+
+
+def asked(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
+    """The answers to (method, path, what else httpx takes), one after the other."""
+    limits = Configure("toy", keys, 8, 30.0, None, 20.0)
+
+    async def all_of_them() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(application(player, lambda: player.codec, limits))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+            return [await client.request(method, path, **more) for method, path, more in requests]
+
+    return asyncio.run(all_of_them())
+
+
+def test_what_is_refused_and_what_is_answered_is_counted(player: Player) -> None:
+    key = {"Authorization": "Bearer one", "X-Request-Id": "r-1"}
+    completion: dict[str, Any] = {"headers": key, "json": {"prompt": "a", "stop": "add", "stream": True}}
+    health, closed, models, cut, large, metrics = asked(
+        player, ["one"],
+        ("GET", "/health", {}),
+        ("GET", "/metrics", {}),
+        ("GET", "/v1/models", {"headers": key}),
+        ("POST", "/v1/completions", completion),
+        ("POST", "/v1/completions", {"headers": key, "content": b" " * (9 << 20)}),
+        ("GET", "/metrics", {"headers": key}),
+    )  # fmt: skip
+    assert [health.status_code, closed.status_code, models.status_code, large.status_code] == [200, 401, 200, 413]
+    assert models.headers.get_list("x-request-id") == large.headers.get_list("x-request-id") == ["r-1"]
+    assert '"finish_reason":"stop"' in cut.text and player.stopped and not player.closed
+    for line in (
+        'requests_refused_total{model_name="toy",reason="unauthorized"} 1.0',
+        'requests_refused_total{model_name="toy",reason="body_too_large"} 1.0',
+        'request_success_total{finished_reason="stop",model_name="toy"} 1.0',  # by a stop string, not cancelled
+        'prompt_tokens_total{model_name="toy"} 1.0',
+        'spec_decode_num_draft_tokens_total{model_name="toy"} 9.0',
+    ):
+        assert f"swiftspec:{line}" in metrics.text
+
+
+def test_without_keys_only_this_machine_is_served(player: Player) -> None:
+    there: dict[str, Any] = {"headers": {"Host": "evil.example"}}
+    here, stranger, preflight = asked(
+        player, [], ("GET", "/v1/models", {}), ("GET", "/v1/models", there),
+        ("OPTIONS", "/v1/models", {"headers": {"Origin": "http://evil.example"}}),
+    )  # fmt: skip
+    assert [here.status_code, stranger.status_code, preflight.status_code] == [200, 403, 405]
+    assert not [name for name in preflight.headers if name.startswith("access-control")]
