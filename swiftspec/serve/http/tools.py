@@ -65,6 +65,7 @@ class Calls:
         self._held = ""
         self._inside = False
         self._said = False
+        self._since = False  # something was said since the last call
         self.count = 0
 
     def push(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
@@ -85,6 +86,7 @@ class Calls:
                 self._held = ""
                 return said + self._format.begin + text, calls
             calls += found[0]
+            self._since = False
             self.count += len(found[0])
             self._held = found[1]
             if end is None:
@@ -109,8 +111,9 @@ class Calls:
         self._held = before[len(sure) :]
         if last:
             self._held = ""
-            if self.count and not sure.strip():
+            if self.count and not self._since and not sure.strip():
                 return ""
+        self._since = self._since or bool(sure)
         return sure
 
     def _calls(self, text: str, last: bool) -> tuple[list[Call], str] | None:

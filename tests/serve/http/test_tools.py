@@ -6,7 +6,7 @@ import json
 
 import llguidance
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from swiftspec.serve.http.grammar import grammar_of
@@ -52,6 +52,7 @@ def test_it_does_not_depend_on_the_pieces(case: tuple[Format, str, str, list[str
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", ONE, " ", "\n", "a", "<tool", "{"]), max_size=9))
+@example(["<tool_call>", ONE, "</tool_call>", "</tool_call>", " "])
 def test_any_text_in_single_characters(words: list[str]) -> None:
     text = "".join(words)
     assert read(HERMES, text, list(range(len(text)))) == read(HERMES, text, [])
