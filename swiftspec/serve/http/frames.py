@@ -83,7 +83,9 @@ class Ready(Frame, frozen=True):
     max_model_len: int
     vocab_size: int  # token ids in a prompt lie below
     eos_token_ids: list[int]
-    defaults: dict[str, Any]  # sampling values of the model's generation_config.json
+    defaults: dict[
+        str, Any
+    ]  # sampling values for requests that name none: of the command, else of generation_config.json
     plan: dict[str, Any]
     load_ms: float
 

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from types import FrameType
@@ -22,7 +22,7 @@ from swiftspec.serve.http import frames, tracing
 from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.wire import FrontEndLost, Wire
 from swiftspec.serve.session import Session, open_session
-from swiftspec.serve.settings import Settings
+from swiftspec.serve.settings import Settings, UsageError, flag_name
 from swiftspec.serve.streams import warn
 from swiftspec.serve.terminal import Phases
 
@@ -33,12 +33,17 @@ if TYPE_CHECKING:
 
 BACKLOG = 128  # connections that wait to be accepted, while the front end starts
 FLUSH = 2.0  # seconds for the last frames at the end
+DEFAULTS = (  # sampling flags that make sense for every request
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
 BYE = 5.0  # seconds in which a front end that has said Leave, or was told so, ends
 
 
 def run(settings: Settings, world: World | None = None) -> int:
     """Serves until a signal or the front end ends it. Returns the exit code. Raises UserError as the other commands do:
     before anything is loaded where the address cannot be had."""
+    defaults = defaults_of(settings)
     if settings.otlp_endpoint is not None:
         tracing.check(settings.otlp_endpoint)
     if not settings.api_key and names_of(settings.host) is None:
@@ -55,11 +60,24 @@ def run(settings: Settings, world: World | None = None) -> int:
             phases.close()
         host, port = listening.getsockname()[:2]
         try:
+            front.wire.send(ready(session, defaults))
             with Stopping() as stopping:
                 Service(session, front.wire, stopping, f"http://{host}:{port}").run()
         finally:
             session.close()
     return 0
+
+
+def defaults_of(settings: Settings) -> dict[str, Any]:
+    """The sampling values that were given at the start, for requests that name none. Raises UsageError on what only a
+    request can mean."""
+    table, defaults = settings.table, dict[str, Any]()
+    for name, flag in table.flags.items():
+        if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
+            if name not in DEFAULTS:
+                raise UsageError(f"{flag_name(name)} is for one request, and clients bring their own: leave it out")
+            defaults[name] = getattr(settings, name)
+    return defaults
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -188,7 +206,6 @@ class Service:
 
     def run(self) -> None:
         """Until the front end says Leave. Raises what ends a server: FrontEndLost, RankLost."""
-        self._wire.send(ready(self._session))
         while not self._left:
             frame = self._wire.wait(self._stopping.heard)
             if self._stopping.asked:
@@ -263,11 +280,11 @@ def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
     return [frames.Likelihood(one.logprob, list(one.top)) for one in likelihoods]
 
 
-def ready(session: Session) -> frames.Ready:
-    """What the front end is to know of the models."""
+def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:
+    """What the front end is to know of the models. `defaults`: sampling values that go before the model's own."""
     llm = session.llm
     return frames.Ready(
         model=session.model, draft_model=session.draft_model, max_model_len=llm.max_model_len,
-        vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults=dict(session.defaults),
+        vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.defaults, **defaults},
         plan=asdict(llm.config), load_ms=round(llm.load_time * 1e3, 3),
     )  # fmt: skip

@@ -272,6 +272,8 @@ def test_what_cannot_be_served_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "cannot be served" in capsys.readouterr().err
     assert main(["--port", "0", "--prompt", "a"]) == 2
     assert "--prompt" in capsys.readouterr().err
+    assert main(["--port", "0", "--seed", "3"]) == 2
+    assert "--seed is for one request" in capsys.readouterr().err
     assert main(["--port", "0", "--host", "no.such.host.invalid"]) == 1
     assert "no.such.host.invalid" in capsys.readouterr().err
 
