@@ -19,12 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import httpx
 from transformers import AutoTokenizer
 
 from bench.data.heldout import ROOT
@@ -98,8 +98,8 @@ def answer_here(flags: list[str]) -> None:
 
 
 @contextmanager
-def server(flags: Sequence[str]) -> Iterator[httpx.Client]:
-    """A server, and a client of it."""
+def server(flags: Sequence[str]) -> Iterator[HTTPConnection]:
+    """A server, and a connection to it: the standard library's, which costs least."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftspec.serve", "--port", "0", *flags],
         cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
@@ -107,24 +107,23 @@ def server(flags: Sequence[str]) -> Iterator[httpx.Client]:
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"listening on (\S+)", line)))
-        with httpx.Client(base_url=url, timeout=600) as client:
+        with closing(HTTPConnection(url.removeprefix("http://"), timeout=600)) as client:
             yield client
     finally:
         process.terminate()
         process.communicate()
 
 
-def over_http(client: httpx.Client, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
+def over_http(client: HTTPConnection, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
     """The same as a stream from the server."""
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True} | (
-        more or {}
-    )
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body, first, last = json.dumps(asked | (more or {})), 0.0, {}
     began = time.perf_counter()
-    first, last = 0.0, {}
-    with client.stream("POST", "/v1/completions", json=asked) as stream:
-        for line in stream.iter_lines():
+    client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    with client.getresponse() as stream:
+        for line in stream:
             first = first or time.perf_counter() - began
-            if line.startswith("data: {"):
+            if line.startswith(b"data: {"):
                 last = json.loads(line[6:])
     took = time.perf_counter() - began
     rounds = last["metrics"]["speculative_decoding"]["num_spec_steps"]
@@ -134,7 +133,7 @@ def over_http(client: httpx.Client, prompt: list[int], tokens: int, more: dict[s
 
 def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """One row."""
-    flags = ["--plan", "none", "--threads", "1", "--kept-memory", "0"]
+    flags = ["--plan", "none", "--threads", "1", "--kept-memory", "0", "--no-adapt", "--no-self-switch"]
     if steps != "full":
         flags += ["--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
