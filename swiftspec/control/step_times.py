@@ -77,7 +77,7 @@ def verification_time(verifier: Verifier, bs: int, room: int) -> float:
 def steps_for(target: float, draft: DraftTimes) -> int:
     """d for a verification of `target` seconds: as many expansions as fit beside a turn, so that the target never
     waits. The draft's times being typical ones and the target's its shortest, a draft is seldom late."""
-    return max(math.floor(min((target - draft.turn) / draft.expansion, MOST_STEPS)), 1)
+    return math.floor(min(max((target - draft.turn) / draft.expansion, 1), MOST_STEPS))
 
 
 def _seconds(act: Callable[[], object]) -> float:
