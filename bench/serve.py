@@ -19,9 +19,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +97,8 @@ def answer_here(flags: list[str]) -> None:
 
 
 @contextmanager
-def server(flags: Sequence[str]) -> Iterator[HTTPConnection]:
-    """A server, and a connection to it: the standard library's, which costs least."""
+def server(flags: Sequence[str]) -> Iterator[str]:
+    """The address of a server."""
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftspec.serve", "--port", "0", *flags],
         cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
@@ -107,25 +106,22 @@ def server(flags: Sequence[str]) -> Iterator[HTTPConnection]:
     try:
         assert process.stderr is not None
         url = next(found[1] for line in process.stderr if (found := re.search(r"listening on (\S+)", line)))
-        with closing(HTTPConnection(url.removeprefix("http://"), timeout=600)) as client:
-            yield client
+        yield url
     finally:
         process.terminate()
         process.communicate()
 
 
-def over_http(client: HTTPConnection, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
-    """The same as a stream from the server."""
+def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | None = None) -> Answer:
+    """The same as a stream from the server, for curl: a client that takes little of the cores itself."""
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-    body, first, last = json.dumps(asked | (more or {})), 0.0, {}
-    began = time.perf_counter()
-    client.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    with client.getresponse() as stream:
-        for line in stream:
-            first = first or time.perf_counter() - began
-            if line.startswith(b"data: {"):
-                last = json.loads(line[6:])
-    took = time.perf_counter() - began
+    command = ["curl", "-sNf", f"{url}/v1/completions", "-H", "Content-Type: application/json", "-d", "@-"]
+    done = subprocess.run(
+        [*command, "-w", "%{stderr}%{time_starttransfer} %{time_total}"],
+        input=json.dumps(asked | (more or {})), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    first, took = map(float, done.stderr.split())
+    last = json.loads([line for line in done.stdout.splitlines() if line.startswith("data: {")][-1][6:])
     rounds = last["metrics"]["speculative_decoding"]["num_spec_steps"]
     engine_first = last["metrics"]["time_to_first_token_ms"] / 1e3
     return Answer(last["timings"]["predicted_n"], rounds, took, first, engine_first)
@@ -138,15 +134,15 @@ def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]
         flags += ["--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
     found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}
-    with session(flags) as child, server(flags) as client:
-        over_http(client, prompts[0], 8, schema)  # the grammar is compiled once
+    with session(flags) as child, server(flags) as url:
+        over_http(url, prompts[0], 8, schema)  # the grammar is compiled once
         for prompt in prompts:
             assert child.stdin is not None and child.stdout is not None
             child.stdin.write(json.dumps([prompt, tokens]) + "\n")
             child.stdin.flush()
             found["session"].append(Answer(**json.loads(child.stdout.readline())))
-            found["http"].append(over_http(client, prompt, tokens))
-            found["schema"].append(over_http(client, prompt, tokens, schema))
+            found["http"].append(over_http(url, prompt, tokens))
+            found["schema"].append(over_http(url, prompt, tokens, schema))
     rate = {name: sum(a.tokens for a in some) / sum(a.seconds for a in some) for name, some in found.items()}
     per_round = {name: 1e3 * sum(a.seconds for a in some) / sum(a.rounds for a in some) for name, some in found.items()}
     return {

@@ -13,6 +13,16 @@ from tests.support.ranks import Pool
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run two at a time and by groups (`make test-slow`), those that start several ranks or processes stay
+    on one worker, one after the other; what only computes runs beside them."""
+    for item in items:
+        if {"distributed", "fuzz", "lab", "serve"} & {part.name for part in item.path.parents}:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.get_closest_marker("slow") is not None:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(autouse=True)
 def own_threads() -> Iterator[None]:
     """A command that runs in this process takes threads and cores for itself; the tests after it have what they had."""

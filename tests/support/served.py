@@ -29,6 +29,7 @@ class Served:
             [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *flags],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, start_new_session=True,
+            preexec_fn=_hear,
         )  # fmt: skip
         self.said: list[str] = []
         self.url = ""
@@ -88,6 +89,11 @@ class Served:
             pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
             costs[process] = pages * 4096, len(list(Path(f"/proc/{process}/fd").iterdir()))
         return costs
+
+
+def _hear() -> None:
+    """Whoever runs the tests in the background has them ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _parent(process: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,9 +43,9 @@ sys.meta_path.insert(0, Refuse)
 
 
 def bare(code: str) -> subprocess.CompletedProcess[str]:
-    """Python code in a process that can import nothing of the front end."""
-    refuse = REFUSE.format(refused=front())
-    return subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, cwd=ROOT)
+    """Python code in a process that can import nothing of the front end, nor what others bring to pytest."""
+    refuse, plain = REFUSE.format(refused=front()), {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.run([sys.executable, "-c", refuse + code], capture_output=True, text=True, cwd=ROOT, env=plain)
 
 
 def test_all_that_must_be_done_fits_the_nine_minutes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import re
@@ -57,6 +58,7 @@ def posted(body: bytes) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+@functools.cache
 def expected(prompt: str, tokens: int, *flags: str) -> str:
     """What the command says, alone."""
     command = [
