@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from swiftspec.serve import answer
 from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames, tracing
 from swiftspec.serve.http.address import names_of
-from swiftspec.serve.http.wire import FrontEndLost, Wire
+from swiftspec.serve.http.wire import Wire
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings, UsageError, flag_name
 from swiftspec.serve.streams import warn
@@ -112,7 +112,7 @@ class FrontEnd:
                 command, stdin=subprocess.DEVNULL, start_new_session=True,
                 pass_fds=(there.fileno(), listening.fileno()),
             )  # fmt: skip
-        self.wire, self._socket = Wire(here), here
+        self.wire = Wire(here)
         self.wire.send(configuration(settings))
 
     def tell(self, found: Found) -> None:
@@ -124,9 +124,7 @@ class FrontEnd:
 
     def __exit__(self, *error: object) -> None:
         """Sends what is left, and sees to it that the process ends."""
-        with suppress(FrontEndLost):
-            self.wire.flush(FLUSH)
-        self._socket.close()
+        self.wire.close(FLUSH)
         try:
             self.process.wait(BYE)
         except subprocess.TimeoutExpired:

@@ -7,6 +7,8 @@ import select
 import socket
 from collections import deque
 from contextlib import suppress
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -51,25 +53,31 @@ class Frames:
 
 
 class Wire:
-    """Rank 0's end. `send` and `poll` never wait: what the socket does not take is kept and goes with a later call.
-    Raises FrontEndLost where the front end is gone."""
+    """Rank 0's end, which it owns. `send` and `poll` never wait, however slowly the other end reads.
+
+    A thread sends: a round's tokens go while the next round's first step computes, and so does the front end's work on
+    them, which they wake. Sent by the decode loop itself they cost a round of 5 ms a twentieth (docs/results.md).
+    Raises FrontEndLost where the front end is gone.
+    """
 
     def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
         self._socket, self._frames = end, Frames(ToEngine)
         self._readable = select.poll()  # asked after every round: an exception of recv costs more
         self._readable.register(end, select.POLLIN)
         self._in: deque[Any] = deque()
-        self._out = bytearray()
+        self._out: SimpleQueue[Frame | None] = SimpleQueue()
+        self._lost: FrontEndLost | None = None
+        self._sender = Thread(target=self._send, name="frames", daemon=True)
+        self._sender.start()
 
     def send(self, frame: Frame) -> None:
         """A frame for the front end."""
-        self._out += packed(frame)
-        self._write()
+        if self._lost is not None:
+            raise self._lost
+        self._out.put(frame)
 
     def poll(self) -> ToEngine | None:
         """The next frame, if one has come."""
-        self._write()
         if not self._in and self._readable.poll(0):
             self._read()
         return self._in.popleft() if self._in else None
@@ -77,38 +85,42 @@ class Wire:
     def wait(self, beside: int) -> ToEngine | None:
         """The next frame, waited for; None where the file `beside` has something to read."""
         while (frame := self.poll()) is None:
-            writing = [self._socket] if self._out else []
-            ready, _, _ = select.select([self._socket, beside], writing, [])
+            ready, _, _ = select.select([self._socket, beside], [], [])
             if beside in ready:
                 return None
         return frame
 
-    def flush(self, seconds: float) -> None:
-        """Sends what is kept, within this time."""
-        while self._out and select.select([], [self._socket], [], seconds)[1]:
-            self._write()
+    def close(self, seconds: float) -> None:
+        """Ends, once what was sent has left within this time."""
+        self._out.put(None)
+        self._sender.join(seconds)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # a sender that still waits ends, too
+        self._socket.close()
 
-    def _write(self) -> None:
-        while self._out:
-            try:
-                sent = self._socket.send(self._out)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                raise FrontEndLost(f"the HTTP front end is gone ({error.strerror})") from None
-            del self._out[:sent]
+    def _send(self) -> None:
+        try:
+            while (frame := self._out.get()) is not None:
+                self._socket.sendall(packed(frame))
+        except OSError as error:
+            self._lost = lost(error.strerror)
 
     def _read(self) -> None:
         try:
-            while data := self._socket.recv(PIECE):
+            while data := self._socket.recv(PIECE, socket.MSG_DONTWAIT):
                 self._in += self._frames.push(data)
                 if len(data) < PIECE:
                     return
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
-            raise FrontEndLost(f"the HTTP front end is gone ({error})") from None
-        raise FrontEndLost("the HTTP front end is gone")
+            raise lost(error) from None
+        raise lost("it hung up")
+
+
+def lost(why: object) -> FrontEndLost:
+    """What is said of a front end that is gone."""
+    return FrontEndLost(f"the HTTP front end is gone ({why})")
 
 
 class AsyncWire:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import pytest
 from hypothesis import given
@@ -41,7 +42,7 @@ def test_likelihoods_travel() -> None:
 
 def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
     here, there = socket.socketpair()
-    with here, there:
+    with there:
         wire = Wire(here)
         many = [frames.Chunk(1, list(range(1000)), 0) for _ in range(1000)]
         for chunk in many:
@@ -49,18 +50,50 @@ def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
         reader, found = Frames(FromEngine), []
         there.setblocking(False)
         while len(found) < len(many):
-            assert wire.poll() is None  # which also sends on
+            assert wire.poll() is None
             try:
                 found += reader.push(there.recv(1 << 20))
             except BlockingIOError:
                 continue
         assert found == many
+        wire.close(5)
+        assert there.recv(1) == b""
+
+
+def test_what_was_sent_leaves_before_the_end() -> None:
+    here, there = socket.socketpair()
+    with there:
+        wire = Wire(here)
+        wire.send(START)
+        wire.close(5)
+        assert Frames(ToEngine).push(there.recv(1 << 10)) == [START]
+
+
+def test_an_end_does_not_wait_for_a_front_end_that_does_not_read() -> None:
+    here, there = socket.socketpair()
+    with there:
+        wire = Wire(here)
+        for _ in range(1000):
+            wire.send(frames.Chunk(1, list(range(1000)), 0))
+        wire.close(0.1)
+        assert here.fileno() == -1
+
+
+def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
+    here, there = socket.socketpair()
+    wire = Wire(here)
+    there.close()
+    with pytest.raises(FrontEndLost, match="the HTTP front end is gone"):
+        while True:
+            wire.send(START)
+            time.sleep(0.001)
+    wire.close(5)
 
 
 def test_rank_0_hears_frames_and_the_file_beside() -> None:
     here, there = socket.socketpair()
     heard, told = os.pipe()
-    with here, there:
+    with there:
         wire = Wire(here)
         there.sendall(packed(START) + packed(frames.Cancel(7)))
         assert wire.wait(heard) == START
@@ -72,5 +105,6 @@ def test_rank_0_hears_frames_and_the_file_beside() -> None:
         os.read(heard, 1)
         with pytest.raises(FrontEndLost):
             wire.wait(heard)
+        wire.close(5)
     os.close(heard)
     os.close(told)
