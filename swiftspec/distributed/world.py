@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec import __version__
+from swiftspec.distributed.keeping import Keeping
 from swiftspec.distributed.launcher import launched
 from swiftspec.distributed.roll import Judge, Roll, Say, Waiting, Words, difference, silence
 from swiftspec.distributed.store import open_store
@@ -30,6 +31,7 @@ class World:
     jobs: Iterator[int] = field(default_factory=itertools.count)
     say: Say = silence  # a line for whoever waits with this rank
     waiting: Waiting = field(default_factory=Waiting)
+    keeping: Keeping | None = None  # None: nobody starts a rank again
 
     def roll(self, name: str) -> Roll:
         """The roll call of that name, which all ranks of this world make."""
@@ -77,15 +79,18 @@ def run_on(cores: set[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def join_world(say: Say = silence, waiting: Waiting | None = None) -> World | None:
+def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keeping | None = None) -> World | None:
     """The ranks that a launcher such as torchrun has started, once all are there; None if this one is alone. `say`
-    hears for whom it waits. Raises UserError where the launcher's variables make no sense or a rank does not come, and
-    RankLost."""
+    hears for whom it waits. `keeping`: who starts ranks again, if anybody. Raises UserError where the launcher's
+    variables make no sense or a rank does not come, and RankLost."""
     here, waiting = launched(), waiting or Waiting()
     if here is None:
         return None
     store = open_store(here, say, waiting)
-    world = World(here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting)
+    world = World(
+        here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting,
+        keeping=keeping,
+    )  # fmt: skip
     if store.add(f"rank {here.rank}", 1) > 1:
         raise UserError(
             f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"

@@ -90,6 +90,23 @@ class Ready(Frame, frozen=True):
     load_ms: float
 
 
+class RankState(msgspec.Struct, frozen=True):
+    """A rank: its `role` ("target" or "draft"), process, `state` ("up", "loading" or "lost"), and how often it was
+    started again."""
+
+    rank: int
+    role: str
+    pid: int
+    state: str
+    restarts: int
+
+
+class Ranks(Frame, frozen=True):
+    """All ranks of the job, whenever one of them changes."""
+
+    ranks: list[RankState]
+
+
 class Likelihood(msgspec.Struct, frozen=True, array_like=True):
     """The log-probability of a token in the target's distribution, and the likeliest tokens with theirs there."""
 
@@ -140,4 +157,4 @@ class Lost(Frame, frozen=True):
 
 
 ToEngine = Start | Cancel | Serving | Leave
-FromEngine = Configure | Drain | Loading | Found | Ready | Prompt | Chunk | Done | Failed | Lost
+FromEngine = Configure | Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Done | Failed | Lost

@@ -1,0 +1,49 @@
+"""What a rank has to do with its keeper: a process that starts it again when it has died, hangs or is stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+LOST = 75  # the exit code of a rank that leaves since another one is gone: start me again
+
+State = Literal["up", "loading", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a job as rank 0 sees it. `role`: "target" or "draft"; `restarts`: how often it was started again."""
+
+    rank: int
+    role: str
+    pid: int
+    state: State
+    restarts: int
+
+
+class Pulse:
+    """When the piece of work under way began, which a forward, a message or a part of the weights is; None where the
+    rank waits for somebody else. A piece that takes very long means that the rank hangs."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+
+    def work(self) -> None:
+        """A piece begins, and so the one before has ended."""
+        self.since = time.monotonic()
+
+    def rest(self) -> None:
+        """Nothing is to be done."""
+        self.since = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """A rank that is kept. `life`: 0, or how often it has been started again; `changed` hears on rank 0, in any thread,
+    what the ranks are like whenever that changes."""
+
+    life: int = 0
+    pulse: Pulse = field(default_factory=Pulse)
+    changed: Callable[[Sequence[Member]], None] = lambda members: None
