@@ -18,6 +18,7 @@ from swiftspec.assemble.options import Options
 from swiftspec.assemble.roles import assemble
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.facts import telling
+from swiftspec.distributed.patient import Outage
 from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
@@ -154,6 +155,11 @@ class LLM:
         return self.engine.stats
 
     @property
+    def outages(self) -> Sequence[Outage]:
+        """The times in the request begun last in which the draft group was away."""
+        return self.roles.outages
+
+    @property
     def max_model_len(self) -> int:
         return self.roles.limits.max_model_len
 
@@ -179,11 +185,11 @@ class LLM:
         read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
         return self.engine.stream(prompt, sampling, cancelled)
 
-    def close(self) -> None:
+    def close(self, *, comes_again: bool = False) -> None:
         """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later
-        request raises UserError."""
+        request raises UserError. `comes_again`: the ranks are to be started again, and so are not sent home."""
         self.engine.close()
-        self.roles.close()
+        self.roles.close(comes_again=comes_again)
         if self.writer is not None:
             self.writer.close()
 

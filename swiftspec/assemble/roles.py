@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from swiftspec.control.controller import Controller
 from swiftspec.control.record import Measured
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, nobody
+from swiftspec.distributed.bridge import GroupDrafter
+from swiftspec.distributed.patient import Outage, PatientDrafter
 from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
@@ -49,10 +51,16 @@ class Roles:
     rank: Rank | None
     log: TraceLog | None
 
-    def close(self) -> None:
-        """Sends the other ranks home and closes the trace."""
+    @property
+    def outages(self) -> Sequence[Outage]:
+        """The times in the request begun last in which the draft group was away."""
+        drafter = self.decoding.drafter if isinstance(self.decoding, TreeDecoding) else None
+        return drafter.outages if isinstance(drafter, PatientDrafter) else ()
+
+    def close(self, *, comes_again: bool = False) -> None:
+        """Sends the other ranks home, or see `Rank.leave`, and closes the trace."""
         if self.rank is not None:
-            self.rank.leave()
+            self.rank.leave(comes_again=comes_again)
         if self.log is not None:
             self.log.close()
 
@@ -69,7 +77,8 @@ def assemble(models: Models, config: EngineConfig, world: World | None, progress
     eos = read_config(models.target).eos_token_ids
     if log is not None:
         log.head(models.described(config))
-    return Roles(decoding, parts, config, RequestLimits(models.max_model_len, models.vocab_size, eos, check), rank, log)
+    limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
+    return Roles(decoding, parts, config, limits, rank, log)
 
 
 def _check(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
@@ -105,7 +114,10 @@ def _tree(
         controller = Controller(parts.drafter, lambda: Measured(config))
     tell = nobody if log is None else _observers(log, parts.verifier, local, controller)
     report = (lambda: None) if controller is None else controller.report
-    return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
+    if rank is None or not isinstance(parts.drafter, GroupDrafter):
+        return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
+    patient = PatientDrafter(controller or parts.drafter, parts.drafter, rank.comeback)
+    return parts, TreeDecoding(patient, parts.verifier, tell, lambda: patient.lost, report), config
 
 
 def decoding_on(

@@ -108,6 +108,15 @@ class Controller:
             self._skip = SKIP
             self._set_steps()
 
+    def catch_up(self, result: VerifyResult) -> None:
+        """Rounds that were decoded without this drafter, as the result of one long round. They are not measured."""
+        if self.measured.speculating:
+            self._drafter.observe(result)
+        else:
+            self._missed.append(result)
+        self._none.observe(result)
+        self._skip = SKIP
+
     def close(self) -> None:
         self._drafter.close()
 
@@ -137,11 +146,15 @@ class Controller:
     def _catch_up(self) -> None:
         """Tells the drafter what it missed, as the result of one long round."""
         if self._missed:
-            tokens = tuple(token for result in self._missed for token in result.tokens)
-            first, last = self._missed[0], self._missed[-1]
-            path = tuple(range(len(tokens)))
-            self._drafter.observe(VerifyResult(last.request, last.round, first.prefix_len, path, tokens))
+            self._drafter.observe(merged(self._missed))
             self._missed.clear()
+
+
+def merged(results: Sequence[VerifyResult]) -> VerifyResult:
+    """Consecutive results as that of one long round, for a drafter that missed them."""
+    tokens = tuple(token for result in results for token in result.tokens)
+    first, last = results[0], results[-1]
+    return VerifyResult(last.request, last.round, first.prefix_len, tuple(range(len(tokens))), tokens)
 
 
 def _leading(proposal: Proposal, nodes: int) -> Proposal:

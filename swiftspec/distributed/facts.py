@@ -3,12 +3,14 @@ already who calls whom."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.keeping import Member
 from swiftspec.distributed.roll import Judge, Roll, Words, difference
 from swiftspec.distributed.world import World
 from swiftspec.errors import UserError
@@ -45,12 +47,18 @@ def settings_of(plan: EngineConfig) -> dict[str, Any]:
     return values | values.pop("population")
 
 
-def agree(world: World, plan: EngineConfig, facts: Facts) -> None:
-    """Returns once all ranks of the job were started alike. Raises UserError on all of them where not, with one line
+def agree(world: World, plan: EngineConfig, facts: Facts) -> list[Member]:
+    """Returns once all ranks of the job were started alike, on rank 0 all of them, elsewhere those that this one has
+    heard of. Raises UserError on all of them where not, with one line
     that names the rank, what differs and both values; RankLost where rank 0 is gone."""
     more = {"one_machine": world.one_machine}
-    mine = asdict(facts) | {"settings": {**facts.settings, **more}}
-    _roll(world).call(mine, _judge(world.rank, mine, plan))
+    life = 0 if world.keeping is None else world.keeping.life
+    mine = asdict(facts) | {"settings": {**facts.settings, **more}, "pid": os.getpid(), "life": life}
+    said = _roll(world).call(mine, _judge(world.rank, mine, plan))
+    return [
+        Member(rank, Place.of(rank, plan).side, words.get("pid", 0), "loading", words.get("life", 0))
+        for rank, words in said.items()
+    ]
 
 
 @contextmanager

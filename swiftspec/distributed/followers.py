@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.obeying import Follower
 from swiftspec.distributed.orders import Orders
 from swiftspec.distributed.standing import Bounds
@@ -202,14 +203,18 @@ def follow(
     smc: SMC | None,
     bounds: Bounds,
     pause: Pause,
+    pulse: Pulse,
 ) -> None:
     """What a follower does: the leader's calls on its own roles, until the leader leaves. Raises RankLost when the
-    leader is gone without a word, or says what it should not. `pause`: what the roles' runners call."""
+    leader is gone without a word, or says what it should not. `pause`: what the roles' runners call; `pulse`: when it
+    works."""
     follower, orders = Follower(verifier, drafter, smc, bounds), Orders(leader)
     pause.cancelled = orders.given_up
     while True:
         try:
+            pulse.rest()
             kind, words = orders.recv()
+            pulse.work()
             if kind == Call.LEAVE:
                 return
             act = follower.read(kind, words)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Literal
 
 LOST = 75  # the exit code of a rank that leaves since another one is gone: start me again
@@ -37,6 +38,30 @@ class Pulse:
     def rest(self) -> None:
         """Nothing is to be done."""
         self.since = None
+
+
+class Members:
+    """All ranks of a job, as rank 0 knows them. Used by several threads."""
+
+    def __init__(self, changed: Callable[[Sequence[Member]], None]) -> None:
+        self._changed, self._lock = changed, Lock()
+        self._members: dict[int, Member] = {}
+
+    def take(self, members: Iterable[Member]) -> None:
+        """Ranks that have come, or come again."""
+        with self._lock:
+            self._put({member.rank: member for member in members})
+
+    def mark(self, role: str, state: State) -> None:
+        """The state of a whole group."""
+        with self._lock:
+            self._put({r: replace(member, state=state) for r, member in self._members.items() if member.role == role})
+
+    def _put(self, some: dict[int, Member]) -> None:
+        now = dict(sorted((self._members | some).items()))
+        if now != self._members:
+            self._members = now
+            self._changed(list(now.values()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Links:
         here, links, store, spin = Place.of(world.rank, plan), Links(), world.store, world.spin
         first = world.rank - here.rank
         try:
-            host = None if world.one_machine else _address_towards(world.host)
+            host = _host(world)
             if here.rank > 0:
                 links.leader = dial(store, f"rank/{world.rank}", f"rank {first}", spin=spin, timeout=CONNECT_TIMEOUT)
                 return links
@@ -42,7 +42,7 @@ class Links:
                 follower = accept(store, f"rank/{rank}", f"rank {rank}", host=host, spin=spin, timeout=CONNECT_TIMEOUT)
                 links.followers.append(follower)
             if plan.mode == "async" and here.side == "target":
-                links.drafts = accept(store, "bridge", "the draft group", host=host, spin=spin, timeout=CONNECT_TIMEOUT)
+                links.drafts = accept_drafts(world, CONNECT_TIMEOUT)
             elif plan.mode == "async":
                 links.target = dial(store, "bridge", "the target group", spin=spin, timeout=CONNECT_TIMEOUT)
         except (OSError, RuntimeError, ValueError) as error:  # the store's are RuntimeErrors
@@ -84,14 +84,27 @@ class Links:
             raise UserError(error)
         return kinds
 
-    def leave(self) -> None:
-        """Sends home whoever is led from here, and closes all connections."""
+    def leave(self, *, home: bool) -> None:
+        """Closes all connections, and before that sends home whoever is led from here, or says nothing."""
         for channel in (*self.followers, *([] if self.drafts is None else [self.drafts])):
             with contextlib.suppress(ConnectionError):  # gone already
-                channel.send(Call.LEAVE)
+                if home:
+                    channel.send(Call.LEAVE)
         for channel in (self.leader, self.target, self.drafts, *self.followers):
             if channel is not None:
                 channel.close()
+
+
+def accept_drafts(world: World, timeout: float) -> Channel:
+    """The target leader's end of the bridge. Raises OSError when the draft's leader does not come."""
+    return accept(
+        world.store, "bridge", "the draft group", host=_host(world), spin=world.spin, timeout=timeout
+    )  # fmt: skip
+
+
+def _host(world: World) -> str | None:
+    """This machine's address for the other ranks; None where there are no other machines."""
+    return None if world.one_machine else _address_towards(world.host)
 
 
 def _heard(channel: Channel) -> tuple[str | None, set[str]]:

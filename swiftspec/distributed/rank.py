@@ -11,16 +11,19 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.step_times import SteppedDrafter, steps_for, verification_time
-from swiftspec.distributed.bridge import DraftService, GroupDrafter, teller
+from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.comeback import Comeback
+from swiftspec.distributed.draft_service import DraftService, teller
 from swiftspec.distributed.facts import Facts, Place, agree, telling
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.distributed.groups.join import AnyGroup, join_group
+from swiftspec.distributed.keeping import Members, Pulse
 from swiftspec.distributed.links import Links
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World, run_on
-from swiftspec.errors import DrafterLost, UserError
+from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.model.group import Group
 from swiftspec.observe.trace import DraftTrace, TraceLog
 from swiftspec.runtime.drafter import NoDrafter
@@ -77,8 +80,12 @@ class Rank:
         holds = {"target": here.side == "target", "draft": here.side == "draft" or config.mode in ("serial", "smc")}
         with telling(world):
             facts = builder.facts(config, **holds)
+        whole = world
         self._world = world = world.next_job()
-        agree(world, config, facts)
+        keeping = world.keeping
+        self._pulse = Pulse() if keeping is None else keeping.pulse
+        self.members = Members((lambda members: None) if keeping is None else keeping.changed)
+        self.members.take(agree(world, config, facts))
         self._links = Links.connect(world, config)
         vocab = self._links.share(builder.vocab_size)
         self._bounds = Bounds(vocab, builder.max_model_len, config.verify_batch)
@@ -86,10 +93,12 @@ class Rank:
         self.drafter: LocalDrafter | None = None
         self.population: SMC | None = None
         self._group: AnyGroup | None = None
+        self.comeback: Comeback | None = None  # of a draft that is lost, on rank 0
         error: str | None = None
         try:
             self._builder = builder = builder.with_vocab(vocab)
-            self._load(here, config, builder, holds, progress)
+            self._builder.pause.pulse = self._pulse.work
+            self._load(here, config, builder, holds, progress or self._loading)
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
@@ -103,6 +112,15 @@ class Rank:
         for role in self._roles():
             agreed: list[Any] = [kind for kind in role.steps_known if kind.name in common]
             role.steps_known = agreed
+        self._pulse.rest()
+        for role in ("target", "draft"):
+            self.members.mark(role, "up")
+        if keeping is not None and self._links.drafts is not None:
+            self.comeback = Comeback(whole, config, facts, vocab, self.members)
+
+    def _loading(self, what: str, step: int, steps: int) -> None:
+        """Weights are being read."""
+        self._pulse.work()
 
     def _load(
         self, here: Place, config: EngineConfig, builder: Builder, holds: dict[str, bool], progress: Progress | None
@@ -175,25 +193,37 @@ class Rank:
             if self._links.target is not None and self.drafter is not None:
                 observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
                 drafter = LeadingDrafter(self.drafter, self._team())
-                DraftService(self._links.target, drafter, self._bounds, observer, self._builder.pause).run()
+                DraftService(
+                    self._links.target, drafter, self._bounds, observer, self._builder.pause, self._pulse,
+                    stays=self._world.keeping is None,
+                ).run()  # fmt: skip
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
         finally:
             self.leave()
 
     def _follow(self, leader: Channel) -> None:
-        """A follower of the draft whose model fails stays until it is told to leave: the job goes on without it."""
+        """A follower of the draft whose model fails, and whom nobody starts again, stays until it is told to leave: the
+        job goes on without it."""
+        roles = self.verifier, self.drafter, self.population
         try:
-            follow(leader, self.verifier, self.drafter, self.population, self._bounds, self._builder.pause)
-        except FAILURES:
+            follow(leader, *roles, self._bounds, self._builder.pause, self._pulse)
+        except FAILURES as error:
+            if self._world.keeping is not None:
+                raise RankLost(f"the model failed: {str(error) or type(error).__name__}") from error
             if self.verifier is not None or self.population is not None:
                 raise
             self.drafter = None
             park(leader)
 
-    def leave(self) -> None:
-        """Sends home whoever is led from here, and leaves the group."""
-        self._links.leave()
+    def leave(self, *, comes_again: bool = False) -> None:
+        """Sends home whoever is led from here, and leaves the group. `comes_again`: it does so without a word, as it is
+        about to be started again, and so are they then."""
+        if self.comeback is not None:
+            self.comeback.close()
+        self._links.leave(home=not comes_again)
+        if self._world.meetings is not None and self._world.rank == 0 and not comes_again:
+            self._world.meetings.end()
         run_on(set(self._world.cores))
         if self._group is not None:
             self._group.close()

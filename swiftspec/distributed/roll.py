@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,11 +38,11 @@ def silence(text: str) -> None:
 
 @dataclass(slots=True)
 class Roll:
-    """One roll call of `size` ranks in a page of the store that is theirs alone."""
+    """One roll call of these ranks, rank 0 among them, in a page of the store that is theirs alone."""
 
     store: Store
     rank: int
-    size: int
+    members: Sequence[int]
     say: Say = silence
     waiting: Waiting = field(default_factory=Waiting)
 
@@ -67,13 +67,14 @@ class Roll:
         said: dict[int, Words] = {}
         clock = Clock(self.waiting)
         complaint = None
-        while complaint is None and len(said) < self.size:
-            came = [rank for rank in range(self.size) if rank not in said and self.store.check([_said(rank)])]
+        while complaint is None and len(said) < len(self.members):
+            came = [rank for rank in self.members if rank not in said and self.store.check([_said(rank)])]
             said |= {rank: _words(self.store.get(_said(rank))) for rank in came}
             complaint = _refusal(said) or judge(said) if came else None
-            missing = [rank for rank in range(self.size) if rank not in said]
+            missing = [rank for rank in self.members if rank not in said]
             if complaint is None and missing and not clock.wait(lambda: self.say(f"waiting for {ranks(missing)}")):  # noqa: B023
-                complaint = f"{ranks(missing)} did not come within {self.waiting.timeout:g} s: start all {self.size}"
+                late = f"{ranks(missing)} did not come within {self.waiting.timeout:g} s"
+                complaint = f"{late}: start all {len(self.members)}"
         self.store.set("verdict", complaint or "")
         self._linger()
         if complaint is not None:
@@ -83,7 +84,7 @@ class Roll:
     def _linger(self) -> None:
         """The store may end with rank 0: until all have heard, or do not come."""
         clock = Clock(Waiting(self.waiting.grace))
-        others = [f"heard {rank}" for rank in range(1, self.size)]
+        others = [f"heard {rank}" for rank in self.members if rank > 0]
         while others and not self.store.check(others) and clock.wait(lambda: None):
             pass
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from swiftspec import __version__
 from swiftspec.distributed.keeping import Keeping
 from swiftspec.distributed.launcher import launched
-from swiftspec.distributed.roll import Judge, Roll, Say, Waiting, Words, difference, silence
+from swiftspec.distributed.meeting import Meeting, Meetings
+from swiftspec.distributed.roll import Clock, Judge, Roll, Say, Waiting, Words, difference, first_line, ranks, silence
 from swiftspec.distributed.store import open_store
-from swiftspec.errors import UserError
+from swiftspec.errors import RankLost, UserError
+
+MEETING = 20.0  # seconds for ranks that are all there to agree and connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +36,25 @@ class World:
     say: Say = silence  # a line for whoever waits with this rank
     waiting: Waiting = field(default_factory=Waiting)
     keeping: Keeping | None = None  # None: nobody starts a rank again
+    meetings: Meetings | None = None  # where ranks that were started again find the others
+    present: Sequence[int] | None = None  # who takes part in roll calls; None: all ranks
 
     def roll(self, name: str) -> Roll:
-        """The roll call of that name, which all ranks of this world make."""
-        return Roll(PrefixStore(name, self.store), self.rank, self.size, self.say, self.waiting)
+        """The roll call of that name, which all ranks of this world make, or those that are present."""
+        members = range(self.size) if self.present is None else self.present
+        return Roll(PrefixStore(name, self.store), self.rank, members, self.say, self.waiting)
 
     def next_job(self) -> World:
         """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
         return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
+
+    def met(self, meeting: Meeting) -> World:
+        """The ranks of a meeting, with a clean page of the store. All of them are alive, so nobody waits for long."""
+        assert self.meetings is not None
+        waiting = replace(self.waiting, timeout=MEETING)
+        return replace(
+            self, store=self.meetings.page(meeting), present=meeting.ranks, waiting=waiting, jobs=itertools.count()
+        )
 
     def part(self, size: int, name: str) -> World:
         """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
@@ -89,17 +104,38 @@ def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keep
     store = open_store(here, say, waiting)
     world = World(
         here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting,
-        keeping=keeping,
+        keeping=keeping, meetings=None if keeping is None else Meetings(store, here.rank),
     )  # fmt: skip
-    if store.add(f"rank {here.rank}", 1) > 1:
+    life = 0 if keeping is None else keeping.life
+    if store.add(f"rank {here.rank} life {life}", 1) > 1:
         raise UserError(
             f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
             " its own, and every job a port"
         )
-    mine = {"WORLD_SIZE": here.size, "version": __version__}
-    world.roll("join").call(mine, same(mine, here.rank))
+    if life == 0:
+        mine = {"WORLD_SIZE": here.size, "version": __version__}
+        world.roll("join").call(mine, same(mine, here.rank))
+    else:
+        world = _meet_again(world)
     run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
     return world
+
+
+def _meet_again(world: World) -> World:
+    """The world of a rank that was started again, once rank 0 has called those that it is to work with."""
+    assert world.meetings is not None
+    world.store.set_timeout(timedelta(seconds=MEETING))
+    try:
+        if world.rank > 0:
+            return world.met(world.meetings.come(world.waiting, world.say))
+        clock = Clock(world.waiting)
+        while (meeting := world.meetings.call(range(1, world.size))) is None:
+            missing = sorted(set(range(1, world.size)) - world.meetings.here(range(1, world.size)).keys())
+            if not clock.wait(lambda: world.say(f"waiting for {ranks(missing)}")):  # noqa: B023
+                raise UserError(f"{ranks(missing)} did not come again within {world.waiting.timeout:g} s")
+    except RuntimeError as error:
+        raise RankLost(f"the store is gone ({first_line(error)})") from None
+    return world.met(meeting)
 
 
 def same(mine: Words, here: int) -> Judge:

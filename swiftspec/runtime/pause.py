@@ -16,14 +16,16 @@ class Pause:
     been read by then stays in the cache and is right.
 
     `cancelled` says so, at a leader or in a process alone for the request's owner, at a follower for its leader. `tell`
-    is called where the request goes on.
+    is called where the request goes on, and `pulse` before each chunk: a long prompt is progress.
     """
 
     def __init__(self) -> None:
         self.cancelled: Callable[[], bool] = lambda: False
         self.tell: Callable[[], None] = lambda: None
+        self.pulse: Callable[[], None] = lambda: None
 
     def __call__(self) -> None:
+        self.pulse()
         if self.cancelled():
             raise Cancelled("the request was cancelled while its prompt was read")
         self.tell()

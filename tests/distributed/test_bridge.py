@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ import torch
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.bridge import DraftService, GroupDrafter
+from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.draft_service import DraftService
 from swiftspec.distributed.followers import LeadingDrafter, Team
+from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -69,11 +72,16 @@ class FakeDraft:
         self.calls.append("close")
 
 
+def serve(there: Channel, draft: Any) -> DraftService:
+    """The draft's side, over a drafter that has no followers."""
+    return DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, None, Pause(), Pulse())
+
+
 @pytest.fixture
 def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
     here, there = connect(None)
     draft = FakeDraft()
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, None, Pause()).run)  # type: ignore[arg-type]
+    service = threading.Thread(target=serve(there, draft).run)
     service.start()
     drafter = GroupDrafter(here, 3, BOUNDS, answer_timeout=0.3, open_timeout=0.6)
     yield drafter, draft, there
@@ -159,7 +167,7 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
     propose = DraftService._propose
     monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
     here, there = connect(None)
-    service = threading.Thread(target=DraftService(there, LeadingDrafter(theirs, Team([])), BOUNDS, None, Pause()).run)
+    service = threading.Thread(target=serve(there, theirs).run)
     service.start()
     drafter, heard = GroupDrafter(here, 3, BOUNDS), []
     try:

@@ -148,7 +148,7 @@ def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
 
     def act(rank: int, size: int) -> None:
         mine = {"WORLD_SIZE": size}
-        Roll(page, rank, size, waiting=SOON).call(mine, same(mine, rank))
+        Roll(page, rank, range(size), waiting=SOON).call(mine, same(mine, rank))
 
     found = outcomes(*(lambda r=r, s=s: act(r, s) for r, s in enumerate(sizes)))
     if sizes == (2, 2, 3):
@@ -163,7 +163,7 @@ def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
 )
 def test_a_page_full_of_something_else(words: bytes) -> None:
     worlds = job(2)
-    Roll(worlds[0].roll("start").store, 1, 2).store.set("said 1", words)  # pyright: ignore[reportArgumentType]
+    worlds[0].roll("start").store.set("said 1", words)  # pyright: ignore[reportArgumentType]
     (line,) = start(worlds[:1], (PLAN, FACTS))
     assert line.startswith("rank 1")
 

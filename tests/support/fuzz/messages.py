@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from swiftspec.distributed.bridge import DraftService, GroupDrafter
+from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
+from swiftspec.distributed.draft_service import DraftService
 from swiftspec.distributed.followers import LeadingDrafter, Team, follow
+from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.launcher import launched
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.tcp import HEAD, TcpChannel
@@ -327,20 +329,20 @@ def ask_times(says: Sequence[Message]) -> str:
 
 def serve_target(says: Sequence[Message]) -> str:
     """A draft's leader with a target that says anything; it leaves, or is alone at the end."""
-    service = DraftService(FakeChannel(says), LeadingDrafter(FakeRole(), Team([])), BOUNDS, None, Pause())  # type: ignore[arg-type]
+    service = DraftService(FakeChannel(says), LeadingDrafter(FakeRole(), Team([])), BOUNDS, None, Pause(), Pulse())  # type: ignore[arg-type]
     return _served(service.run)
 
 
 def obey(says: Sequence[Message]) -> str:
     """A follower with a leader that says anything."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS, Pause()))  # type: ignore[arg-type]
+    return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS, Pause(), Pulse()))  # type: ignore[arg-type]
 
 
 def obey_draft(says: Sequence[Message]) -> str:
     """A follower of the draft's group."""
     role: Any = FakeRole()
-    return _served(lambda: follow(FakeChannel(says), None, role, None, BOUNDS, Pause()))  # type: ignore[arg-type]
+    return _served(lambda: follow(FakeChannel(says), None, role, None, BOUNDS, Pause(), Pulse()))  # type: ignore[arg-type]
 
 
 def _served(run: Any) -> str:
