@@ -12,7 +12,7 @@ from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.facts import Facts, agree
 from swiftspec.distributed.keeping import Members
-from swiftspec.distributed.links import accept_drafts
+from swiftspec.distributed.links import Links, accept_drafts
 from swiftspec.distributed.meeting import Meeting
 from swiftspec.distributed.world import World
 from swiftspec.errors import RankLost, UserError
@@ -24,9 +24,13 @@ LOADING = 600.0  # seconds in which a draft group has loaded its weights
 class Comeback:
     """Looks in a thread for draft ranks that were started again, from the start to `close`."""
 
-    def __init__(self, world: World, plan: EngineConfig, facts: Facts, vocab: int, members: Members) -> None:
-        """`world`: as `join_world` gives it. `vocab`: tokens of the job's vocabulary."""
+    def __init__(
+        self, world: World, plan: EngineConfig, facts: Facts, vocab: int, members: Members, links: Links
+    ) -> None:
+        """`world`: as `join_world` gives it. `vocab`: tokens of the job's vocabulary. `links`: rank 0's, which get the
+        new connection in place of the lost one."""
         self._world, self._plan, self._facts, self._vocab, self._members = world, plan, facts, vocab, members
+        self._links = links
         self._ranks = range(plan.target_tp, plan.ranks)
         self._back: Channel | None = None
         self._closing = Event()
@@ -36,6 +40,7 @@ class Comeback:
     def take(self) -> Channel | None:
         """The connection to a draft group that has come back and is ready, once."""
         back, self._back = self._back, None
+        self._links.drafts = back or self._links.drafts
         return back
 
     def lost(self) -> None:
@@ -43,9 +48,10 @@ class Comeback:
         self._members.mark("draft", "lost")
 
     def close(self) -> None:
-        """Looks no longer."""
+        """Looks no longer. A group that has just come back is among the links."""
         self._closing.set()
         self._thread.join(2 * LOOK)
+        self.take()
 
     def _run(self) -> None:
         meetings = self._world.meetings

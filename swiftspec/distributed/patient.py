@@ -77,8 +77,9 @@ class PatientDrafter:
         self._in_step = not self._lost
 
     def propose(self) -> Proposal:
-        if self._attach():
+        if self._attach():  # it reads the text now, and counts rounds from there: first it has to miss one
             self._start(replace(self._opening, tokens=tuple(self._tokens)))
+            return self._none.propose()
         if self._lost or not (self._in_step or self._caught_up()):
             return self._none.propose()
         began = self._clock()
@@ -113,7 +114,7 @@ class PatientDrafter:
         """Takes a group that has come back, which knows of no request."""
         bridge = None if self._comeback is None else self._comeback.take()
         if bridge is not None:
-            self._group.attach(bridge)
+            self._try(lambda: self._group.attach(bridge))  # what fails here fails again at the opening
         return bridge is not None
 
     def _start(self, opening: Opening) -> None:

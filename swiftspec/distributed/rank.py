@@ -116,7 +116,7 @@ class Rank:
         for role in ("target", "draft"):
             self.members.mark(role, "up")
         if keeping is not None and self._links.drafts is not None:
-            self.comeback = Comeback(whole, config, facts, vocab, self.members)
+            self.comeback = Comeback(whole, config, facts, vocab, self.members, self._links)
 
     def _loading(self, what: str, step: int, steps: int) -> None:
         """Weights are being read."""

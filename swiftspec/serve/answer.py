@@ -11,6 +11,7 @@ from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
 
 if TYPE_CHECKING:
+    from swiftspec.distributed.patient import Outage
     from swiftspec.engine import Stats
 
 Json = dict[str, Any]
@@ -19,6 +20,7 @@ Json = dict[str, Any]
 def summary(
     *, model: str, draft_model: str | None, plan: EngineConfig, stats: Stats, text: str, token_ids: Sequence[int],
     prompt_token_ids: Sequence[int], finish_reason: str, sampling: SamplingParams, load_time: float,
+    outages: Sequence[Outage] = (),
 ) -> Json:  # fmt: skip
     """The object that --json prints. `finish_reason`: stop, length, or abort after Ctrl-C. No number is NaN or inf."""
     return {
@@ -34,7 +36,7 @@ def summary(
             "total_tokens": len(prompt_token_ids) + len(token_ids),
         },
         "timings": timings(stats, len(token_ids), load_time),
-        "metrics": metrics(plan, stats, len(token_ids)),
+        "metrics": metrics(plan, stats, len(token_ids), outages),
         **({"guidance": guidance(sampling)} if sampling.guided else {}),
         **(population(plan, stats) if plan.mode == "smc" else {}),
     }
@@ -77,10 +79,10 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
     }
 
 
-def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
+def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
     """vLLM's shape, and ours from `mode` on. Acceptance counts whole rounds, so a stop inside the last round leaves it
     as it was. `target_busy`, `draft_busy`: the share of the decode time in the forwards of each; together they may come
-    to more than 1, as the draft of mode async runs beside the target."""
+    to more than 1, as the draft of mode async runs beside the target. `outages`: when the draft group was away."""
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
@@ -91,8 +93,15 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int) -> Json:
         "target_busy": min(_share(stats.target_busy_time, stats.decode_time), 1.0),
         "draft_busy": min(_share(stats.draft_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
+        "draft_outages": [outage(each) for each in outages],
         "policy": policy(stats),
     }
+
+
+def outage(away: Outage) -> Json:
+    """Why the draft group was away, and when, in seconds since the request began; `to_s` is null while it is still."""
+    until = None if away.until is None else round(away.until, 3)
+    return {"reason": away.reason, "from_s": round(away.since, 3), "to_s": until}
 
 
 def speculative_decoding(plan: EngineConfig, stats: Stats) -> Json | None:

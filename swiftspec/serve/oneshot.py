@@ -96,7 +96,7 @@ def _answer(command: Command, prompt: str, session: Session) -> int:
             model=session.model, draft_model=session.draft_model, plan=session.llm.config, stats=stats,
             text=stream.text, token_ids=stream.token_ids, prompt_token_ids=tokens,
             finish_reason=stream.finish_reason or "abort", sampling=session.sampling(command.settings),
-            load_time=session.llm.load_time,
+            load_time=session.llm.load_time, outages=session.llm.outages,
         )  # fmt: skip
         print(json.dumps(result, ensure_ascii=False, allow_nan=False), flush=True)
     else:
