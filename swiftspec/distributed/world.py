@@ -116,12 +116,12 @@ def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keep
         mine = {"WORLD_SIZE": here.size, "version": __version__}
         world.roll("join").call(mine, same(mine, here.rank))
     else:
-        world = _meet_again(world)
+        world = meet_again(world)
     run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
     return world
 
 
-def _meet_again(world: World) -> World:
+def meet_again(world: World) -> World:
     """The world of a rank that was started again, once rank 0 has called those that it is to work with."""
     assert world.meetings is not None
     world.store.set_timeout(timedelta(seconds=MEETING))
