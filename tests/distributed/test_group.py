@@ -81,7 +81,7 @@ EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq"
 
 
 @EVERY_PAIR
-@pytest.mark.parametrize(("x", "y"), [(1, 1), (2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
+@pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
     plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
@@ -179,7 +179,7 @@ def logprobs(path: Path) -> slow_reference.LogProbs:
     return lambda context: of(tuple(context))
 
 
-@pytest.mark.parametrize("catch_up", [True, False])
+@pytest.mark.parametrize("catch_up", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize(("bs", "w", "d"), [(8, 8, 4), slow(4, 2, 9), slow(4, 2, 3), slow(6, 1, 1)])
 def test_rounds_are_those_of_the_algorithm_one_round_late(
     pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool

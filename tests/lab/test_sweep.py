@@ -82,6 +82,7 @@ def test_on_two_ranks_which_form_groups_again_and_again(
     assert pool.run(2, "profile", argv=[*pair, *short, "--dry-run"]) == [0, 0]
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_goes_on_and_repeats_nothing(
     pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ def peers(group: ThreadGroup, most: int) -> PeerParallel:
 
 
 @pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
     """On every rank, and as the group with the host does; each rank captures as often as the others."""
     plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)

@@ -213,7 +213,8 @@ def test_logits_and_log_probabilities_give_one_law() -> None:
     assert difference.std(-1).max() < 1e-12 and difference.abs().min() > 1
 
 
-@pytest.mark.parametrize("scale", [1.5, pytest.param(3.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.5, 3.0])
 def test_the_embedded_pair_equals_transformers(scale: float) -> None:
     prompt, negative = (text[-60:] for text in read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:2])
     want = transformers_text(load_transformers(DEMO / "target", torch.float64), prompt, scale, negative)

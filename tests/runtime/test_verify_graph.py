@@ -84,7 +84,7 @@ def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkey
     assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
 
 
-@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["greedy", "sampled", "top_p", "flat", "all"])
 def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
     def work(group: ThreadGroup) -> int:

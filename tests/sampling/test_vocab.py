@@ -71,7 +71,7 @@ cases = given(
 
 
 @cases
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_draws(kind: str, vocab: int, size: int, extra: int, p: SamplingParams, seed: int, dtype: torch.dtype) -> None:
     logits, positions = draw_logits(kind, vocab, seed, dtype), torch.tensor([7, 9, 40])
     paths = [[vocab - 1], [], [0, vocab // 2]]
@@ -97,7 +97,7 @@ def test_filters(kind: str, size: int) -> None:
 
 
 @cases
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_children(
     kind: str, vocab: int, size: int, extra: int, p: SamplingParams, seed: int, dtype: torch.dtype
 ) -> None:

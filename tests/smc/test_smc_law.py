@@ -109,13 +109,14 @@ def test_the_population_follows_the_global_power_target(power: float, temperatur
         assert apart > 0.1 and distance(normalised(found.unbiased()), local) > apart / 2
 
 
+@pytest.mark.slow
 def test_five_tokens_and_longer_texts() -> None:
     runs, sampling = 60, SamplingParams(temperature=1.0)
     found = sample(PopulationConfig(64, 2, 0.5, 2.0), sampling, runs, vocab=5, limit=5)
     check_unbiased(found, global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 1.0])
+@pytest.mark.parametrize("threshold", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_never_and_always_resampling_are_right_too(threshold: float) -> None:
     runs, sampling = 250, SamplingParams(temperature=0.7)
     found = sample(PopulationConfig(8, 1, threshold, 2.0), sampling, runs)

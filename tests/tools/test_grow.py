@@ -89,8 +89,8 @@ def test_a_key_value_head_with_too_many_query_heads_is_held_twice(tmp_path: Path
     same(*both(tmp_path, shape(128, 2, 24, 8, 16, 128, 64), "f32", torch.float32), 1e-5)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [pytest.param("f32", 1e-5, marks=pytest.mark.slow), ("int4", 5e-3),
-     pytest.param("bf16", 0.05, marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "bound"), [("f32", 1e-5), ("int4", 5e-3), ("bf16", 0.05)])
 def test_the_embedded_target(kind: Kind, bound: float) -> None:
     """Int4 keeps the codes; the query's scales and the embedding, which is fp16 there, are rounded once more."""
     same(*both(TARGET, LARGE_TARGET, kind, torch.float32), bound)

@@ -218,6 +218,7 @@ file.write_text(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_and_hangs_goes_on_behind_it(tmp_path: Path) -> None:
     file, said = tmp_path / "found.json", list[str]()
 
