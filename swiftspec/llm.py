@@ -203,6 +203,8 @@ def serve_rank(
     rank = Rank(world, config, models, options.get("progress"))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and says when to leave
     try:
+        if world.keeping is not None:
+            world.keeping.ready()
         rank.follow(traced=models.trace is not None)
         if models.cache is not None:
             models.cache.writer.go()

@@ -67,8 +67,9 @@ class Members:
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """A rank that is kept. `life`: 0, or how often it has been started again; `changed` hears on rank 0, in any thread,
-    what the ranks are like whenever that changes."""
+    what the ranks are like whenever that changes; `ready` is called where the rank begins what it is there for."""
 
     life: int = 0
     pulse: Pulse = field(default_factory=Pulse)
     changed: Callable[[Sequence[Member]], None] = lambda members: None
+    ready: Callable[[], None] = lambda: None

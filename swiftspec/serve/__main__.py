@@ -1,5 +1,5 @@
-"""`python -m swiftspec.serve`: with --port a server, in a terminal a chat, else one answer. Imports as it goes, so that
---help is fast."""
+"""`python -m swiftspec.serve`: with --port a server, in a terminal a chat, else one answer. A server and several
+ranks are kept, and this process is their keeper then. Imports as it goes, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from swiftspec.distributed.launcher import launched, own_rank
+from swiftspec.distributed.keeping import LOST
+from swiftspec.distributed.launcher import Launched, launched, own_rank
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import GRACE, SIGNALS, Ending
 from swiftspec.serve.streams import taken, warn
 
 if TYPE_CHECKING:
+    from swiftspec.distributed.keeping import Keeping
     from swiftspec.distributed.world import World
     from swiftspec.serve.cli import Command
+    from swiftspec.serve.keeping.kept import Kept
 
 
 PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
@@ -25,14 +28,14 @@ PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank tha
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return guarded(lambda first: _run(argv, first))
+    return guarded(lambda first: _keep_or_run(list(sys.argv[1:] if argv is None else argv), first))
 
 
-def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
+def guarded(run: Callable[[bool], int], grace: float = GRACE, *, kept: bool = False) -> int:
     """Runs a command, which is told whether this is the first rank, and returns its exit code, or 2 for a call that
     makes no sense, 1 for what does not work out, 141 if the reader of its output left, 130, 143 or 129 after Ctrl-C,
     SIGTERM or SIGHUP (`grace`: see Ending). Whatever the user can mend is told in one line on stderr, by rank 0 where
-    there are several."""
+    there are several. `kept`: a keeper has started this process, and starts it again where it has lost another rank."""
     rank = own_rank()
     first = rank == 0
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store whose keeper left is told in a line of ours
@@ -40,7 +43,7 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
     with taken(first) as streams, Ending(grace, numbers) as ending:
         try:
             streams.check()
-            if first:
+            if first and not kept:  # else the keeper has
                 _warn_of_strays()
             try:
                 code = run(first)
@@ -49,7 +52,7 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE) -> int:
         except RankLost as error:
             if ending.code is None:
                 print(f"swiftspec: rank {rank} leaves: {error}", file=sys.stderr)
-            code = 1
+            code = LOST if kept else 1
         except UserError as error:
             code = _complain(error, rank) if ending.code is None else 1
         except KeyboardInterrupt:
@@ -91,48 +94,82 @@ def _complain(error: UserError, rank: int) -> int:
     return 2 if isinstance(error, UsageError) else 1
 
 
-def _run(argv: Sequence[str] | None, first: bool) -> int:
+def _keep_or_run(argv: Sequence[str], first: bool) -> int:
+    """One rank alone, for a person, runs here; whatever else there is runs in processes that are kept."""
+    here = launched()
+    if not first:
+        assert here is not None
+        from swiftspec.serve.keeping.job import keep_rank
+
+        return keep_rank(here, argv)
     from swiftspec.serve.cli import parse
+    from swiftspec.serve.plan import ranks_asked
 
     command = parse(argv)
+    settings, ranks = command.settings, 1
+    if here is None:
+        has_draft, gpu = settings.model is None or settings.draft_model is not None, settings.device == "cuda"
+        ranks = ranks_asked(settings.mode, settings.target_tp, settings.draft_tp, has_draft=has_draft, gpu=gpu)
+    if settings.port is not None:
+        return _keep_server(command, here, ranks, argv)
+    if here is None and ranks == 1:
+        return run(command, True)
+    from swiftspec.serve.keeping.job import keep_command
+
+    return keep_command(here, ranks, argv)
+
+
+def _keep_server(command: Command, here: Launched | None, ranks: int, argv: Sequence[str]) -> int:
+    from swiftspec.serve.http import front
+    from swiftspec.serve.keeping.job import keep_server
+    from swiftspec.serve.settings import UsageError
+
+    if command.json or command.prompt is not None or command.prompt_file is not None:
+        raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
+    settings = command.settings
+    front.check(settings)
+    with front.listen(settings.host, settings.port or 0) as listening:
+        url = front.address(listening)
+        return keep_server(here, ranks, argv, front.program(settings, listening), url)
+
+
+def run(command: Command, first: bool, kept: Kept | None = None) -> int:
+    """One rank's part of the command. Returns its exit code. `kept`: by whom it was started."""
     serving = command.settings.port is not None
     if not first:
         from swiftspec.serve.session import serve_rank
 
         if serving:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 hears it, ends what runs, and says when to leave
-        world = own_world()
+        world = own_world(None if kept is None else kept.keeping())
         assert world is not None
         serve_rank(command.settings, world)
         return 0
     if serving:
-        return _serve(command)
+        from swiftspec.serve.http import service
+
+        assert kept is not None
+        return service.run(command.settings, kept, own_world)
     from swiftspec.serve import oneshot
 
+    keeping = None if kept is None else kept.keeping()
     prompt = oneshot.read_prompt(command)
     if prompt is not None:
-        return oneshot.run(command, prompt, own_world())
+        return oneshot.run(command, prompt, own_world(keeping))
     from swiftspec.serve import chat
 
-    return chat.run(command.settings, own_world())
+    return chat.run(command.settings, own_world(keeping))
 
 
-def _serve(command: Command) -> int:
-    from swiftspec.serve.http import service
-    from swiftspec.serve.settings import UsageError
-
-    if command.json or command.prompt is not None or command.prompt_file is not None:
-        raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
-    return service.run(command.settings, own_world())
-
-
-def own_world() -> World | None:
-    """The ranks that a launcher has started; None for one alone, which needs no torch to know that."""
+def own_world(keeping: Keeping | None = None) -> World | None:
+    """The ranks that a launcher has started; None for one alone, which needs no torch to know that. `keeping`: who
+    starts ranks again."""
     if launched() is None:
         return None
     from swiftspec.distributed.world import join_world
 
-    return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True))
+    say = lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True)  # noqa: E731
+    return join_world(say, keeping=keeping)
 
 
 def command() -> NoReturn:

@@ -6,6 +6,8 @@ from swiftspec.config import EngineConfig
 from swiftspec.params import SamplingParams
 from swiftspec.setting import require
 
+MOST_RANKS = 64  # of a command without a launcher
+
 
 def split_ranks(
     mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, gpu: bool = False
@@ -35,6 +37,21 @@ def split_ranks(
     if draft_tp is None:
         draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
     return ranks - draft_tp, draft_tp
+
+
+def ranks_asked(
+    mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
+) -> int:
+    """How many ranks are asked for by number, which a command that no launcher has started starts itself. Raises
+    UserError on more than it does."""
+    ranks = target_tp or 1
+    if mode is None and has_draft and (ranks > 1 or draft_tp):
+        mode = "async"
+    if mode == "async" and (target_tp, draft_tp) != (None, None):
+        one_gpu = gpu and ranks == 1 and draft_tp is None
+        ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
+    require(ranks <= MOST_RANKS, f"{ranks} ranks are more than one command starts: start as many with torchrun")
+    return ranks
 
 
 def mismatch(plan: EngineConfig, sampling: SamplingParams) -> str | None:

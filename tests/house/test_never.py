@@ -34,10 +34,11 @@ def for_people(path: str) -> bool:
 
 
 def ranks_in_one_room(path: str, source: str) -> list[str]:
-    """Ranks speak in one room; sockets are there, and where HTTP is."""
+    """Ranks speak in one room; sockets are there, and where HTTP and the keepers are."""
     if room(path) == "distributed":
         return []
-    banned = {"torch.distributed", *(() if path.startswith("serve/http/") else ("socket.socket",))}
+    serving = path.startswith(("serve/http/", "serve/keeping/")) or path == "serve/rank.py"
+    banned = {"torch.distributed", *(() if serving else ("socket.socket",))}
     return [f"{path} uses {name}" for name in uses(path, source, banned)]
 
 

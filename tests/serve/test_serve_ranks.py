@@ -216,7 +216,7 @@ def test_a_rank_that_is_refused_ends_the_others(pair: list[str], started: list[R
 
 
 def test_a_port_in_use_is_one_line(
-    pair: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pair: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
@@ -224,4 +224,4 @@ def test_a_port_in_use_is_one_line(
             monkeypatch.setenv(name, value)
         code = main([*pair, *EXACT])
     line = f"swiftspec: error: port {port} is in use on this machine: choose another with MASTER_PORT\n"
-    assert (code, *capsys.readouterr()) == (1, "", line)
+    assert (code, *capfd.readouterr()) == (1, "", line)

@@ -8,6 +8,7 @@ TimeoutError (a deadline), ConnectionError (a peer has ended, left or given up),
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 
@@ -19,8 +20,9 @@ ATTACH_SECONDS = 60.0
 
 
 def new_name() -> str:
-    """A name for a group or a mailbox that nobody guesses or has used."""
-    return f"/swiftspec-{secrets.token_hex(16)}"
+    """A name for a group or a mailbox that nobody guesses or has used. It says whose it is, so that a keeper can take
+    away what a process leaves that dies before all have opened it."""
+    return f"/swiftspec-{os.getpid()}-{secrets.token_hex(16)}"
 
 
 class SharedGroup:

@@ -1,4 +1,5 @@
-"""The front end's process: `python -m swiftspec.serve.http WIRE LISTENING`, two open files that rank 0 hands over."""
+"""The front end's process: `python -m swiftspec.serve.http CONTROL LIFE LISTENING`. It is kept: by the first of the two
+open files it hears its keeper, who hands over its wires to rank 0. The second is the listening socket."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
@@ -27,6 +29,8 @@ from swiftspec.serve.http.remote import RemoteEngine
 from swiftspec.serve.http.tracing import Tracing
 from swiftspec.serve.http.watch import Watched
 from swiftspec.serve.http.wire import AsyncWire
+from swiftspec.serve.keeping.control import EVERY
+from swiftspec.serve.keeping.kept import Kept
 from swiftspec.serve.template import Renderer
 from swiftspec.serve.text import TextCodec, may_have_template
 
@@ -36,20 +40,18 @@ GRACE = 2  # seconds for the last bytes of answers
 
 
 def main() -> None:
-    """Serves until rank 0 says so, or is gone."""
+    """Serves until rank 0 or the keeper says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and tells
-    wire, listening = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    control, life, listening = map(int, sys.argv[1:4])
+    kept = Kept(socket.socket(fileno=control), life, beats=False)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(wire, listening))
+        asyncio.run(serve(kept, socket.socket(fileno=listening)))
 
 
-async def serve(end: socket.socket, listening: socket.socket) -> None:
+async def serve(kept: Kept, listening: socket.socket) -> None:
     """The life of the front end."""
-    wire = await AsyncWire.over(end)
-    limits = await wire.receive()
-    if not isinstance(limits, Configure):
-        return
-    engine, tokenizer = RemoteEngine(wire, limits), Tokenizer()
+    limits = msgspec.msgpack.decode(kept.first, type=Configure)
+    engine, tokenizer = RemoteEngine(limits), Tokenizer()
     tracing = None if limits.otlp_endpoint is None else Tracing(limits.otlp_endpoint, limits.model_name)
     app = application(engine, tokenizer.get, limits, tracing)
     server = Server(
@@ -59,7 +61,9 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
             timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
         )
     )  # fmt: skip
-    hearing = asyncio.create_task(engine.run())
+    wires = Wires(kept, engine)
+    beating = asyncio.create_task(beat(kept))
+    hearing = asyncio.create_task(wires.hear())
     reading = asyncio.create_task(tokenizer.read(engine))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     draining = asyncio.create_task(engine.to_drain.wait())
@@ -68,11 +72,48 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     engine.leave()
     server.should_exit = True
     await serving
-    for task in (hearing, reading, draining):
+    for task in (beating, hearing, reading, draining):
         task.cancel()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
-    await wire.close()
+    await wires.close()
+
+
+async def beat(kept: Kept) -> None:
+    """Tells the keeper that this loop turns."""
+    kept.ready()
+    while True:
+        await asyncio.sleep(EVERY)
+        kept.beat()
+
+
+class Wires:
+    """One wire to rank 0 after the other, whenever that or its keeper has made a new one."""
+
+    def __init__(self, kept: Kept, engine: RemoteEngine) -> None:
+        self._kept, self._engine = kept, engine
+        self._wire: AsyncWire | None = None
+
+    async def hear(self) -> None:
+        """Until the keeper says to leave."""
+        while (end := await self._next()) is not None:
+            self._wire = await AsyncWire.over(end)
+            await self._engine.serve_wire(self._wire)
+            await self._wire.close()
+
+    async def _next(self) -> socket.socket | None:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._kept.arrived, arrived.set)
+        try:
+            await arrived.wait()
+        finally:
+            loop.remove_reader(self._kept.arrived)
+        return self._kept.next_wire()
+
+    async def close(self) -> None:
+        """Sends what was said, and ends."""
+        if self._wire is not None:
+            await self._wire.close()
 
 
 def application(

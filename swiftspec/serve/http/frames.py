@@ -47,7 +47,7 @@ class Leave(Frame, frozen=True):
 
 
 class Configure(Frame, frozen=True):
-    """The first frame: what the front end is to be like. Times in seconds."""
+    """What the front end is to be like: its keeper says so before there is a wire. Times in seconds."""
 
     model_name: str  # as clients are to call it
     api_keys: list[str]  # one of them must come with a request; none: nothing is asked
@@ -157,4 +157,4 @@ class Lost(Frame, frozen=True):
 
 
 ToEngine = Start | Cancel | Serving | Leave
-FromEngine = Configure | Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Done | Failed | Lost
+FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Done | Failed | Lost

@@ -36,10 +36,11 @@ class Ticket:
 
 
 class RemoteEngine:
-    """What `engine.Engine` asks for. `run` must run beside it, and ends when rank 0 is gone or is to go."""
+    """What `engine.Engine` asks for. `serve_wire` must run beside it, for one wire to rank 0 after the other."""
 
-    def __init__(self, wire: AsyncWire, limits: Configure) -> None:
-        self._wire, self._limits = wire, limits
+    def __init__(self, limits: Configure) -> None:
+        self._limits = limits
+        self._wire: AsyncWire | None = None  # the present one, or the last
         self._phase, self._step = "loading", ""
         self._numbers = itertools.count(1)
         self._waiting: deque[Ticket] = deque()
@@ -66,11 +67,11 @@ class RemoteEngine:
             except TimeoutError:
                 waited = f"waited {self._limits.queue_timeout:g} s (--queue-timeout) for other requests to end"
                 raise Refused(f"{waited}: try again later", 429, SOON) from None
-            self._wire.send(frames.Start(ticket.number, ask.prompt, ask.sampling))
+            self._send(frames.Start(ticket.number, ask.prompt, ask.sampling))
             ticket.started = True
             async for frame in self._frames(ticket):
                 if (yield frame):
-                    self._wire.send(frames.Cancel(ticket.number))
+                    self._send(frames.Cancel(ticket.number))
         finally:
             self._leave(ticket)
 
@@ -125,7 +126,7 @@ class RemoteEngine:
         with suppress(ValueError):
             self._waiting.remove(ticket)
         if self._running is ticket and ticket.started:
-            self._wire.send(frames.Cancel(ticket.number))
+            self._send(frames.Cancel(ticket.number))
         else:
             self._ended(ticket.number)
 
@@ -135,11 +136,12 @@ class RemoteEngine:
             self._idle.set()
             self._next()
 
-    async def run(self) -> None:
-        """Hears what rank 0 says, until it is gone."""
-        while (frame := await self._wire.receive()) is not None:
+    async def serve_wire(self, wire: AsyncWire) -> None:
+        """Hears what rank 0 says on this wire, until it ends."""
+        self._wire = wire
+        while (frame := await wire.receive()) is not None:
             self._take(frame)
-        self._phase, self._step = "dead", GONE
+        self._phase, self._step = "recovering", GONE
         for ticket in (*self._waiting, *([self._running] if self._running else [])):
             ticket.end(Broken(GONE, "engine_error"))
         self._waiting.clear()
@@ -184,13 +186,17 @@ class RemoteEngine:
         if self._running is not None:
             self._running.end(Broken("the server is being stopped", "engine_error"))
 
+    def _send(self, frame: frames.Frame) -> None:
+        if self._wire is not None:
+            self._wire.send(frame)
+
     def serving(self) -> None:
         """Tells rank 0 that clients may come."""
-        self._wire.send(frames.Serving())
+        self._send(frames.Serving())
 
     def leave(self) -> None:
         """Sends rank 0 home."""
-        self._wire.send(frames.Leave())
+        self._send(frames.Leave())
 
 
 async def _before(ends: float | None, queue: asyncio.Queue[FromEngine | Exception]) -> FromEngine | Exception:

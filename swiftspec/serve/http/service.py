@@ -1,29 +1,29 @@
-"""Rank 0 of a server: it starts the front end, opens the models, and decodes what the front end sends, until told to
-leave. Of HTTP it knows the listening socket alone."""
+"""Rank 0 of a server: it opens the models, and decodes what the front end sends, until told to leave. Of HTTP it knows
+the wire to the front end alone, which its keeper hands over, and another one whenever the front end is new."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import asdict
+from threading import Lock
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
+from swiftspec.distributed.keeping import Keeping, Member
 from swiftspec.errors import NotFinite, RankLost, UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
 from swiftspec.serve.found import Found
-from swiftspec.serve.http import frames, tracing
-from swiftspec.serve.http.address import names_of
-from swiftspec.serve.http.wire import Wire
+from swiftspec.serve.http import frames
+from swiftspec.serve.http.front import defaults_of
+from swiftspec.serve.http.wire import FrontEndLost, Wire
+from swiftspec.serve.keeping.kept import Kept
 from swiftspec.serve.session import Session, open_session
-from swiftspec.serve.settings import Settings, UsageError, flag_name
-from swiftspec.serve.streams import warn
+from swiftspec.serve.settings import Settings
 from swiftspec.serve.terminal import Phases
 
 if TYPE_CHECKING:
@@ -31,131 +31,97 @@ if TYPE_CHECKING:
     from swiftspec.engine import Chunk
     from swiftspec.messages import Likelihood
 
-BACKLOG = 128  # connections that wait to be accepted, while the front end starts
 FLUSH = 2.0  # seconds for the last frames at the end
-DEFAULTS = (  # sampling flags that make sense for every request
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "max_tokens", "stop_token_ids", "ignore_eos",
-)  # fmt: skip
-BYE = 5.0  # seconds in which a front end that has said Leave, or was told so, ends
 
 
-def run(settings: Settings, world: World | None = None) -> int:
-    """Serves until a signal or the front end ends it. Returns the exit code. Raises UserError as the other commands do:
-    before anything is loaded where the address cannot be had."""
+def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None]) -> int:
+    """Serves until a signal or the front end ends it. `join` meets the other ranks. Returns the exit code. Raises
+    UserError as the other commands do, and RankLost."""
     defaults = defaults_of(settings)
-    if settings.otlp_endpoint is not None:
-        tracing.check(settings.otlp_endpoint)
-    if not settings.api_key and names_of(settings.host) is None:
-        warn(f"--host {settings.host} without --api-key: everybody who reaches this machine may ask")
-    listening = listen(settings.host, settings.port or 0)
-    with listening, FrontEnd(settings, listening) as front:
-        phases = Telling(front.wire)
+    teller = Teller(kept)
+    phases = Telling(teller)
+    try:
         try:
-            session = open_session(settings, phases, world, warm_up=True, tell=front.tell)
+            world = join(kept.keeping(teller.members))
+            if world is None:
+                teller.members([Member(0, "target", os.getpid(), "up", kept.life)])
+            session = open_session(settings, phases, world, warm_up=True, tell=teller.found)
         except UserError as error:
-            front.wire.send(frames.Lost(str(error)))
+            teller.tell(frames.Lost(str(error)))
             raise
         finally:
             phases.close()
-        host, port = listening.getsockname()[:2]
         try:
-            front.wire.send(ready(session, defaults))
+            teller.tell(ready(session, defaults))
+            kept.ready()
             with Stopping() as stopping:
-                Service(session, front.wire, stopping, f"http://{host}:{port}").run()
+                Service(session, teller, stopping, kept).run()
         finally:
             session.close()
+    finally:
+        teller.wire.close(FLUSH)
     return 0
 
 
-def defaults_of(settings: Settings) -> dict[str, Any]:
-    """The sampling values that were given at the start, for requests that name none. Raises UsageError on what only a
-    request can mean."""
-    table, defaults = settings.table, dict[str, Any]()
-    for name, flag in table.flags.items():
-        if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
-            if name not in DEFAULTS:
-                raise UsageError(f"{flag_name(name)} is for one request, and clients bring their own: leave it out")
-            defaults[name] = getattr(settings, name)
-    return defaults
+class Teller:
+    """What rank 0 says of itself and of the ranks goes to the front end, and is said again to the next one. `wire`: to
+    the present one."""
 
+    def __init__(self, kept: Kept) -> None:
+        self._kept, self._lock = kept, Lock()
+        self._said: dict[type[frames.Frame], frames.Frame] = {}
+        self.wire = self._next(None)
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UserError where the address is taken or not this machine's."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listening = socket.socket(family, kind, protocol)
-        try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
-    except OSError as error:
-        raise UserError(
-            f"{host}:{port} cannot be served ({error.strerror}): take another --port or --host, or end what is there"
-        ) from None
-    return listening
+    def tell(self, frame: frames.Frame) -> None:
+        """A frame that stays true until another of its kind comes. From any thread."""
+        with self._lock:
+            self._said[type(frame)] = frame
+            with suppress(FrontEndLost):
+                self.wire.send(frame)
 
+    def found(self, found: Found) -> None:
+        """Where the models lie: the front end reads the tokenizer while the weights load."""
+        self.tell(frames.Found(str(found.target)))
 
-class FrontEnd:
-    """The front end's process, which hears the first `Configure`, and our end of the wire."""
+    def members(self, members: Sequence[Member]) -> None:
+        """What the ranks are like. From any thread."""
+        self.tell(frames.Ranks([frames.RankState(**asdict(member)) for member in members]))
 
-    def __init__(self, settings: Settings, listening: socket.socket) -> None:
-        here, there = socket.socketpair()
-        with there:
-            command = [sys.executable, "-m", "swiftspec.serve.http", str(there.fileno()), str(listening.fileno())]
-            self.process = subprocess.Popen(  # in a session of its own: signals are for us
-                command, stdin=subprocess.DEVNULL, start_new_session=True,
-                pass_fds=(there.fileno(), listening.fileno()),
-            )  # fmt: skip
-        self.wire = Wire(here)
-        self.wire.send(configuration(settings))
+    def renew(self, beside: int) -> bool:
+        """Waits for the wire to the next front end, which hears what was said; False where the file `beside` has
+        something to read before that."""
+        wire = self._next(beside)
+        if wire is None:
+            return False
+        with self._lock:
+            self.wire.close(0)
+            self.wire = wire
+            if frames.Ready in self._said:
+                self._said.pop(frames.Loading, None)
+            for frame in self._said.values():
+                with suppress(FrontEndLost):
+                    wire.send(frame)
+        return True
 
-    def tell(self, found: Found) -> None:
-        """Where the models lie: it reads the tokenizer while the weights load."""
-        self.wire.send(frames.Found(str(found.target)))
-
-    def __enter__(self) -> FrontEnd:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Sends what is left, and sees to it that the process ends."""
-        self.wire.close(FLUSH)
-        try:
-            self.process.wait(BYE)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def configuration(settings: Settings) -> frames.Configure:
-    """What the settings say of the front end."""
-    return frames.Configure(
-        model_name=settings.served_model_name or settings.model or "swiftspec-demo",
-        api_keys=list(settings.api_key or []),
-        max_queue=settings.max_queue,
-        queue_timeout=settings.queue_timeout,
-        request_timeout=settings.request_timeout,
-        drain_timeout=settings.drain_timeout,
-        host=settings.host,
-        otlp_endpoint=settings.otlp_endpoint,
-    )
+    @overload
+    def _next(self, beside: None) -> Wire: ...
+    @overload
+    def _next(self, beside: int) -> Wire | None: ...
+    def _next(self, beside: int | None) -> Wire | None:
+        end = self._kept.wire(beside)
+        return None if end is None else Wire(end)
 
 
 class Telling(Phases):
     """Phases of the start, which clients hear of, too."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, teller: Teller) -> None:
         super().__init__()
-        self._wire = wire
+        self._teller = teller
 
     def begin(self, phase: str, step: str = "") -> None:
         super().begin(phase, step)
-        self._wire.send(frames.Loading(f"{phase} {step}".rstrip()))
+        self._teller.tell(frames.Loading(f"{phase} {step}".rstrip()))
 
 
 class Stopping:
@@ -197,18 +163,23 @@ class Stopping:
 class Service:
     """Decodes requests one after the other."""
 
-    def __init__(self, session: Session, wire: Wire, stopping: Stopping, url: str) -> None:
-        self._session, self._wire, self._stopping, self._url = session, wire, stopping, url
-        self._drained = self._left = self._cancelled = False
+    def __init__(self, session: Session, teller: Teller, stopping: Stopping, kept: Kept) -> None:
+        self._session, self._teller, self._stopping = session, teller, stopping
+        self._pulse, self._url = kept.pulse, kept.first.decode()
+        self._drained = self._left = self._cancelled = self._lost = False
         self._request = 0  # that runs, or ran last
 
     def run(self) -> None:
-        """Until the front end says Leave. Raises what ends a server: FrontEndLost, RankLost."""
+        """Until the front end says Leave. Raises what ends rank 0: RankLost."""
         while not self._left:
-            frame = self._wire.wait(self._stopping.heard)
-            if self._stopping.asked:
-                self._drain()
-            self._take(frame)
+            self._pulse.rest()
+            try:
+                frame = self._teller.wire.wait(self._stopping.heard)
+                if self._stopping.asked:
+                    self._drain()
+                self._take(frame)
+            except FrontEndLost:
+                self._left = self._drained or not self._teller.renew(self._stopping.heard)
 
     def _take(self, frame: frames.ToEngine | None) -> None:
         if isinstance(frame, frames.Start):
@@ -222,12 +193,13 @@ class Service:
         if not self._drained:
             self._drained = True
             os.read(self._stopping.heard, 1)
-            self._wire.send(frames.Drain())
+            with suppress(FrontEndLost):
+                self._teller.wire.send(frames.Drain())
 
     def _serve(self, start: frames.Start) -> None:
-        """One request, to its `Done` or `Failed`."""
-        self._request, self._cancelled = start.request, False
-        tokens = 0
+        """One request, to its `Done` or `Failed`. Raises FrontEndLost where nobody hears them."""
+        self._request, self._cancelled, self._lost = start.request, False, False
+        tokens, wire = 0, self._teller.wire
         try:
             sampling = SamplingParams(**start.sampling)
             with closing(self._session.llm.stream(start.prompt, sampling, self._over)) as chunks:
@@ -237,32 +209,42 @@ class Service:
                     if self._over():
                         break
         except RankLost as error:
-            self._wire.send(frames.Failed(start.request, str(error), user=False))
-            self._wire.send(frames.Lost(str(error)))
+            with suppress(FrontEndLost):
+                wire.send(frames.Failed(start.request, str(error), user=False))
+                wire.send(frames.Lost(str(error)))
+            raise
+        except FrontEndLost:
             raise
         except (UserError, TypeError) as error:
-            self._wire.send(frames.Failed(start.request, str(error), user=not isinstance(error, NotFinite)))
+            wire.send(frames.Failed(start.request, str(error), user=not isinstance(error, NotFinite)))
         else:
-            self._wire.send(self._done(start.request, tokens, sampling))
+            if not self._lost:
+                wire.send(self._done(start.request, tokens, sampling))
 
     def _over(self) -> bool:
-        """Whether the request is to end: the front end has cancelled it, or leaves."""
-        frame = self._wire.poll()
+        """Whether the request is to end: the front end has cancelled it, leaves, or is gone. Asked in the midst of a
+        prompt, where all ranks must go on alike: so it raises nothing."""
+        self._pulse.work()
         if self._stopping.asked:
             self._drain()
+        try:
+            frame = self._teller.wire.poll()
+        except FrontEndLost:
+            self._lost, frame = True, None
         if isinstance(frame, frames.Leave):
             self._left = True
         elif isinstance(frame, frames.Cancel) and frame.request == self._request:
             self._cancelled = True
-        return self._left or self._cancelled
+        return self._left or self._cancelled or self._lost
 
     def _tell(self, chunk: Chunk) -> None:
         """A round's tokens for the front end."""
+        wire = self._teller.wire
         if chunk.prompt is not None:
-            self._wire.send(frames.Prompt(self._request, as_frames(chunk.prompt)))
+            wire.send(frames.Prompt(self._request, as_frames(chunk.prompt)))
         likelihoods = None if chunk.likelihoods is None else as_frames(chunk.likelihoods)
         tokens = list(chunk.token_ids)
-        self._wire.send(frames.Chunk(self._request, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
+        wire.send(frames.Chunk(self._request, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
 
     def _done(self, request: int, tokens: int, sampling: SamplingParams) -> frames.Done:
         llm = self._session.llm

@@ -52,8 +52,8 @@ def play(scene: Scene, ready: bool = True, **limits: Any) -> None:
     async def whole() -> None:
         here, there = socket.socketpair()
         there.setblocking(False)
-        engine = RemoteEngine(await AsyncWire.over(here), Configure(**(values | limits)))
-        hearing = asyncio.create_task(engine.run())
+        engine = RemoteEngine(Configure(**(values | limits)))
+        hearing = asyncio.create_task(engine.serve_wire(await AsyncWire.over(here)))
         rank0 = Rank0(there)
         if ready:
             rank0.say(READY)
@@ -62,7 +62,7 @@ def play(scene: Scene, ready: bool = True, **limits: Any) -> None:
         await asyncio.wait_for(scene(engine, rank0), 20)
         there.close()
         await hearing
-        assert engine.state == type(engine.state)("dead", engine.state.step, 0, 0)
+        assert engine.state == type(engine.state)("recovering", engine.state.step, 0, 0)
 
     asyncio.run(whole())
 
