@@ -49,7 +49,7 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
     limits = await wire.receive()
     if not isinstance(limits, Configure):
         return
-    engine, tokenizer = RemoteEngine(wire, limits), Tokenizer()
+    engine, tokenizer = RemoteEngine(limits), Tokenizer()
     tracing = None if limits.otlp_endpoint is None else Tracing(limits.otlp_endpoint, limits.model_name)
     app = application(engine, tokenizer.get, limits, tracing)
     server = Server(
@@ -59,7 +59,7 @@ async def serve(end: socket.socket, listening: socket.socket) -> None:
             timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
         )
     )  # fmt: skip
-    hearing = asyncio.create_task(engine.run())
+    hearing = asyncio.create_task(engine.serve_wire(wire))
     reading = asyncio.create_task(tokenizer.read(engine))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     draining = asyncio.create_task(engine.to_drain.wait())
