@@ -124,7 +124,8 @@ def _read(
                 told.text += piece
                 told.came.append(time.monotonic())
                 heard(len(told.came))
-    told.said = told.said or "the stream ended without a word"
+    if told.end == "odd":
+        told.said = told.said or "the stream ended without a word"
 
 
 def _take(answer: httpx.Response, asked: Asked, told: Told) -> None:
