@@ -55,8 +55,8 @@ class Plan:
 
     @property
     def flags(self) -> list[str]:
-        split = ["--target-tp", str(self.target_tp), "--draft-tp", str(self.ranks - self.target_tp)]
-        return ["--mode", "async", *split, *EXACT, "--queue-timeout", "60"]
+        split = ["--mode", "async", "--target-tp", str(self.target_tp), "--draft-tp", str(self.ranks - self.target_tp)]
+        return [*(split if self.ranks > 1 else []), *EXACT, "--queue-timeout", "60"]
 
 
 @dataclass
