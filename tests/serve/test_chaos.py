@@ -54,7 +54,11 @@ def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
     process = sleeping.process.pid
     assert hurt("stop", process)
     until(lambda: state(process) == "T", 10)
-    assert hurt("slow", process) and state(process) != "T"
+    assert not hurt("slow", process) and state(process) == "T"
+    sleeping.process.send_signal(signal.SIGCONT)
+    until(lambda: state(process) != "T", 10)
+    assert hurt("slow", process)
+    until(lambda: state(process) != "T", 10)
     assert hurt("kill", process)
     assert sleeping.process.wait(10) == -signal.SIGKILL
     assert not hurt("kill", process) and not hurt("kill", 0)

@@ -85,8 +85,9 @@ class Job:
 
 
 def hurt(what: str, process: int) -> bool:
-    """`kill` -9s a process, `stop`s it, or has it `slow` for a moment. False where there is none, or none any more."""
-    if not process:
+    """`kill` -9s a process, `stop`s it, or has it `slow` for a moment. False where there is none, or none any more, or
+    it is slow since it was stopped for good."""
+    if not process or (what == "slow" and _state(process) == "T"):
         return False
     try:
         os.kill(process, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
@@ -139,7 +140,12 @@ def _parent(process: int) -> int:
 
 def _alive(process: int) -> bool:
     """Whether it is there, and no zombie that nobody has asked after."""
+    return _state(process) not in ("", "Z")
+
+
+def _state(process: int) -> str:
+    """R, S, T, Z, ...; empty where there is none."""
     try:
-        return _stat(process)[0] != "Z"
+        return _stat(process)[0]
     except (OSError, IndexError):
-        return False
+        return ""
