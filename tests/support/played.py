@@ -10,10 +10,11 @@ from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
 from swiftspec.serve import answer
 from swiftspec.serve.http.engine import Ask, State
-from swiftspec.serve.http.frames import Chunk, Done, Ready
+from swiftspec.serve.http.frames import Chunk, Done, RankState, Ready
 from swiftspec.serve.http.watch import Watched
 
 PLAN = {"mode": "serial", "target_tp": 1, "verify_batch": 8}
+RANKS = [RankState(0, "target", 7, "up", 0)]
 ABOUT = Ready("/models/target", "/models/draft", 100, 50, [1], {}, PLAN, 1500.0)
 
 
@@ -22,7 +23,7 @@ class Played:
     often it was told that this is enough."""
 
     def __init__(self, *answers: Sequence[Any]) -> None:
-        self.state, self.about = State("ready", "", 1, 2), ABOUT
+        self.state, self.about = State("ready", "", 1, 2, RANKS), ABOUT
         self._answers, self.closed, self.over = list(answers), 0, 0
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Any, bool | None]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.frames import Chunk, Done, Prompt, Ready
+from swiftspec.serve.http.frames import Chunk, Done, Prompt, RankState, Ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Ask:
 
 class Refused(UserError):
     """The engine cannot take a request now. `status`: 429 (the queue is full, or it waited too long) or 503 (loading,
-    draining, or gone). `retry_after`: seconds; None where another try is no use."""
+    recovering for too long, draining, or gone). `retry_after`: seconds; None where another try is no use."""
 
     def __init__(self, message: str, status: int, retry_after: float | None) -> None:
         super().__init__(message)
@@ -42,12 +42,20 @@ class Broken(UserError):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """`phase`: "loading", "ready", "draining" or "dead", and `step` says more; how many requests there are."""
+    """`phase`: "loading", "ready", "recovering" (it was ready, and rank 0 is gone or loads again), "draining" or "dead"
+    (rank 0 has gone while it was draining), and `step` says more; how many requests there are; the ranks, as rank 0 has
+    told last."""
 
     phase: str
     step: str
     running: int
     waiting: int
+    ranks: Sequence[RankState] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether no rank is missing."""
+        return all(rank.state == "up" for rank in self.ranks)
 
 
 class Engine(Protocol):

@@ -143,7 +143,8 @@ class Done(Frame, frozen=True):
 
 
 class Failed(Frame, frozen=True):
-    """A request has ended with an error. `user`: it is the request's own fault, a 400; else something broke."""
+    """A request has ended with an error, and rank 0 goes on. `user`: it is the request's own fault, a 400; else
+    something broke."""
 
     request: int
     message: str
@@ -151,7 +152,7 @@ class Failed(Frame, frozen=True):
 
 
 class Lost(Frame, frozen=True):
-    """Rank 0 will serve no more, and leaves."""
+    """Rank 0 leaves, and so the request that runs there is lost: no `Failed` comes before this."""
 
     message: str
 

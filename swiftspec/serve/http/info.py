@@ -7,12 +7,14 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from swiftspec import __version__
 from swiftspec.serve.http.engine import Ask
-from swiftspec.serve.http.server import Server
-from swiftspec.serve.http.sse import unless_gone
+from swiftspec.serve.http.errors import ApiError, body, unready
+from swiftspec.serve.http.frames import Ready
+from swiftspec.serve.http.server import SOON, Server
+from swiftspec.serve.http.sse import ENCODER, unless_gone
 
 
 def router(server: Server) -> APIRouter:
@@ -38,17 +40,31 @@ def router(server: Server) -> APIRouter:
     async def model(model: str) -> dict[str, Any]:
         return model_card(server.name(model))
 
-    @made.get("/health")
-    async def health() -> dict[str, Any]:
+    def up() -> Ready:
+        """What rank 0 has said of itself. Raises ApiError while it would not begin with a request now."""
         about, _ = server.ready()
         state = server.engine.state
-        return {
-            "status": "ok", "mode": about.plan.get("mode"), "running": state.running, "waiting": state.waiting
-        }  # fmt: skip
+        if state.phase == "recovering":
+            raise unready(f"the engine is being started again: {state.step}", SOON)
+        return about
+
+    @made.get("/health")
+    async def health() -> Response:
+        state = server.engine.state
+        told = {"running": state.running, "waiting": state.waiting, "ranks": state.ranks}
+        try:
+            about = up()
+        except ApiError as error:
+            phase = "loading" if state.phase == "ready" else state.phase  # the tokenizer is still read
+            content = ENCODER.encode({"status": phase, **told, **body(error, "/health")})
+            return Response(content, error.status, error.headers, media_type="application/json")
+        status = "ok" if state.whole else "degraded"
+        content = ENCODER.encode({"status": status, "mode": about.plan.get("mode"), **told})
+        return Response(content, media_type="application/json")
 
     @made.get("/health/generate")
     async def health_generate(request: Request) -> dict[str, Any]:
-        about, _ = server.ready()
+        about = up()
         began = time.monotonic()
         prompt = [about.eos_token_ids[0] if about.eos_token_ids else 0]
         ask = Ask(prompt, {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True})

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from swiftspec.serve.http.engine import Engine
+from swiftspec.serve.http.frames import RankState
 from swiftspec.serve.http.watch import Seen
 
 PREFIX = "swiftspec:"
@@ -40,11 +41,21 @@ class Metrics:
         self._running.set(state.running)
         self._waiting.set(state.waiting)
         self._up.set(state.phase == "ready")
+        self._tell_ranks(state.ranks)
         if about is not None:
             self._loading.set(about.load_ms / 1e3)
             draft = (about.draft_model or "").rpartition("/")[2]  # not where it lies
             self._info.labels(self._name, draft, *(_word(about.plan.get(name)) for name in PLAN)).set(1)
         return generate_latest(self._registry)
+
+    def _tell_ranks(self, ranks: Sequence[RankState]) -> None:
+        for role in {rank.role for rank in ranks}:
+            up = sum(rank.state == "up" for rank in ranks if rank.role == role)
+            self._ranks_up.labels(self._name, role).set(up)
+        for rank in ranks:
+            more = max(rank.restarts - self._lives.get(rank.rank, 0), 0)
+            self._lives[rank.rank] = rank.restarts
+            self._restarts.labels(self._name, rank.role).inc(more)
 
     def refuse(self, reason: str) -> None:
         """One request less to answer."""
@@ -93,7 +104,11 @@ class Metrics:
     def _gauges(self) -> None:
         self._running = self._gauge("num_requests_running", "Requests that are decoded now: 0 or 1.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
-        self._up = self._gauge("ready", "1 while requests are taken.")
+        self._up = self._gauge("ready", "1 while rank 0 serves.")
+        help = "Ranks that are up."
+        self._ranks_up = Gauge(f"{PREFIX}ranks_up", help, [LABEL, "role"], registry=self._registry)
+        self._restarts = self._labelled("rank_restarts", "How often ranks were started again.", ["role"])
+        self._lives: dict[int, int] = {}  # by the rank: its restarts, as they were told last
         self._loading = self._gauge("loading_seconds", "What loading the models took.")
         self._overlap = self._gauge(
             "overlap_ratio", "Share of the decode time in the target's forwards, of the last whole answer."

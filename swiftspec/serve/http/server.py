@@ -43,13 +43,14 @@ class Server:
     _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def ready(self) -> tuple[Ready, TextCodec]:
-        """What rank 0 has said of itself, and the tokenizer. Raises ApiError while it cannot serve."""
+        """What rank 0 has said of itself, and the tokenizer. Raises ApiError while no request can be taken; while it is
+        recovering they can, and wait."""
         state, about, codec = self.engine.state, self.engine.about, self.codec()
         if state.phase == "dead":
             raise unready(f"the engine is gone: {state.step}", None)
         if state.phase == "draining":
             raise unready("the server is about to leave", SOON)
-        if about is None or codec is None or state.phase != "ready":
+        if about is None or codec is None or state.phase not in ("ready", "recovering"):
             raise unready(f"Loading model: {state.step}" if state.step else "Loading model", SOON)
         return about, codec
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec import structs
 
 from swiftspec.serve.http.engine import Broken, State, Unusable
+from swiftspec.serve.http.frames import RankState
 from tests.support.http import Player
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -33,6 +35,7 @@ def test_while_it_loads(player: Player, client: httpx.Client) -> None:
     for path in ("/health", "/health/generate"):
         answer = client.get(path)
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "unavailable_error"
+    assert client.get("/health").json()["status"] == "loading"
     answer = client.post(CHAT, json=HELLO)
     assert answer.json()["error"]["message"] == "Loading model: target weights 1 of 2 GB"
     assert int(answer.headers["retry-after"]) >= 1 and "x-should-retry" not in answer.headers
@@ -45,6 +48,41 @@ def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None
     answer = client.post(TEXT, json={"prompt": "a"})
     assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
     assert "rank 1 is gone" in answer.json()["error"]["message"]
+
+
+def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
+    """Without rank 0 requests are taken all the same, and wait; without a draft all goes on."""
+    lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]
+    player.state = State("recovering", "rank 0 is gone", 0, 0, lost)
+    told = [{"rank": 0, "role": "target", "pid": 7, "state": "lost", "restarts": 1},
+            {"rank": 1, "role": "draft", "pid": 8, "state": "up", "restarts": 0}]  # fmt: skip
+    health = client.get("/health")
+    assert health.status_code == 503 and "retry-after" in health.headers
+    assert (health.json()["status"], health.json()["ranks"]) == ("recovering", told)
+    assert "rank 0 is gone" in health.json()["error"]["message"]
+    assert client.get("/health/generate").status_code == 503
+    assert client.post(TEXT, json={"prompt": "a"}).status_code == 200
+    for states, status in ((("up", "loading"), "degraded"), (("up", "up"), "ok")):
+        player.state = State("ready", "", 0, 0, [structs.replace(r, state=s) for r, s in zip(lost, states)])
+        health = client.get("/health")
+        assert health.status_code == 200 and health.json()["status"] == status
+        assert [rank["state"] for rank in health.json()["ranks"]] == list(states)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, MESSAGES, RESPONSES])
+def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: httpx.Client, path: str) -> None:
+    """In a stream as an event in the shape of the endpoint, and as the last one."""
+    line = "the answer broke off after 6 tokens: rank 1 is gone"
+    player.prepare(raises=Broken(line, "engine_error"), after=2)
+    body = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {**HELLO, "max_tokens": 50})
+    whole = client.post(path, json=body)
+    assert whole.status_code == 500 and whole.json()["error"]["message"] == line
+    player.prepare(raises=Broken(line, "engine_error"), after=2)
+    events = client.post(path, json={**body, "stream": True}).text.strip().split("\n\n")
+    name, _, last = events[-1].rpartition("data: ")
+    assert json.loads(last)["error"]["message"] == line and len(events) > 1
+    if path == MESSAGES:
+        assert name == "event: error\n" and json.loads(last)["type"] == "error"
 
 
 def test_what_it_says_of_itself(player: Player, client: httpx.Client) -> None:

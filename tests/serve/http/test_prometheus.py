@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine import Ask, Broken, Refused
+from swiftspec.serve.http.engine import Ask, Broken, Refused, State
+from swiftspec.serve.http.frames import RankState
 from swiftspec.serve.http.prometheus import Metrics, router
 from swiftspec.serve.http.watch import Watched
 from tests.support.played import Played, Ticks, served, whole
@@ -143,8 +144,24 @@ def test_the_endpoint_tells_the_state_and_the_plan() -> None:
     assert not [name for name, _ in samples(Metrics(engine, "m")) if name == "plan_info"]
 
 
+def test_ranks_that_are_up_and_how_often_they_were_started_again() -> None:
+    engine = Played()
+    metrics = Metrics(engine, "m")
+    up = [RankState(0, "target", 7, "up", 1), RankState(1, "target", 8, "up", 1), RankState(2, "draft", 9, "up", 2)]
+    for ranks, drafts, lives in (
+        (up, 1, 2), (up, 1, 2), ([*up[:2], RankState(2, "draft", 9, "lost", 2)], 0, 2), ([], 0, 2),
+        ([*up[:2], RankState(2, "draft", 10, "up", 3)], 1, 3),
+    ):  # fmt: skip
+        engine.state = State("ready", "", 0, 0, ranks)
+        found = samples(metrics)
+        assert (total(found, "ranks_up", role="target"), total(found, "ranks_up", role="draft")) == (2, drafts)
+        assert total(found, "rank_restarts_total", role="target") == 2
+        assert total(found, "rank_restarts_total", role="draft") == lives
+
+
 def names_told() -> set[str]:
-    return {re.sub(r"_bucket$", "", name) for name, _ in after(whole(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))}
+    found = after(whole(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))
+    return {re.sub(r"_bucket$", "", name) for name, _ in found}
 
 
 def test_the_dashboard_asks_for_metrics_that_are_told() -> None:

@@ -3,77 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any
 
 import pytest
 
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.engine import Ask, Broken, Refused, Unusable
-from swiftspec.serve.http.frames import Configure, ToEngine
 from swiftspec.serve.http.remote import RemoteEngine
-from swiftspec.serve.http.wire import AsyncWire, Frames, packed
-
-READY = frames.Ready("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
-
-
-class Rank0:
-    """The other end: what the front end has sent, and frames for it."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._end, self._frames = end, Frames(ToEngine)
-        self._in: list[Any] = []
-
-    async def next(self) -> ToEngine:
-        while not self._in:
-            self._in += self._frames.push(await asyncio.get_running_loop().sock_recv(self._end, 1 << 16))
-        return self._in.pop(0)
-
-    def say(self, *told: Any) -> None:
-        for frame in told:
-            self._end.sendall(packed(frame))
-
-    def end(self, request: int) -> None:
-        self.say(frames.Done(request, {}, {}, {}))
-
-
-Scene = Callable[[RemoteEngine, Rank0], Awaitable[None]]
-
-
-def play(scene: Scene, ready: bool = True, **limits: Any) -> None:
-    """Runs a scene with an engine in front of a scripted rank 0."""
-    values: dict[str, Any] = {
-        "model_name": "m", "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
-        "drain_timeout": 60.0,
-    }  # fmt: skip
-
-    async def whole() -> None:
-        here, there = socket.socketpair()
-        there.setblocking(False)
-        engine = RemoteEngine(Configure(**(values | limits)))
-        hearing = asyncio.create_task(engine.serve_wire(await AsyncWire.over(here)))
-        rank0 = Rank0(there)
-        if ready:
-            rank0.say(READY)
-            while engine.state.phase != "ready":
-                await asyncio.sleep(0)
-        await asyncio.wait_for(scene(engine, rank0), 20)
-        there.close()
-        await hearing
-        assert engine.state == type(engine.state)("recovering", engine.state.step, 0, 0)
-
-    asyncio.run(whole())
-
-
-async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
-    async with aclosing(answer):
-        return [frame async for frame in answer]
-
-
-def begin(engine: RemoteEngine, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
-    return asyncio.create_task(collect(engine.answer(Ask(list(prompt), {}, key))))
+from tests.support.stage import READY, Rank0, begin, play
 
 
 def test_a_request_that_is_ended_still_says_what_it_cost() -> None:
@@ -253,21 +190,3 @@ def test_what_runs_longer_than_draining_may_take_is_ended() -> None:
         assert await rank0.next() == frames.Leave()
 
     play(scene, drain_timeout=0.1)
-
-
-def test_a_rank_0_that_is_gone_ends_all() -> None:
-    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
-        running, waiting = begin(engine, 1), begin(engine, 2)
-        await rank0.next()
-        rank0.say(frames.Lost("out of memory"))
-        while engine.state.phase != "dead":
-            await asyncio.sleep(0)
-        with pytest.raises(Refused, match="dead") as refused:
-            await begin(engine, 3)
-        assert refused.value.retry_after is None
-        rank0._end.close()
-        for task in (running, waiting):
-            with pytest.raises(Broken, match="gone"):
-                await task
-
-    play(scene)

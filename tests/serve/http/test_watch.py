@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine import Ask, Broken, Refused, State, Unusable
+from swiftspec.serve.http.engine import Ask, Broken, Refused, Unusable
 from swiftspec.serve.http.watch import Seen, Watched
 from tests.support.played import ABOUT, Played, Ticks, served, whole
 
@@ -26,7 +26,7 @@ def test_a_whole_answer() -> None:
     (one,) = seen
     assert (one.tokens, one.reason, one.done, one.answered) == (5, "stop", frames[-1], True)
     assert (one.began, one.came, one.ended, one.queued) == (1.0, [2.0, 3.0], 4.0, 0.75)
-    assert (watched.state, watched.about) == (State("ready", "", 1, 2), ABOUT)
+    assert (watched.state, watched.about) == (engine.state, ABOUT)
 
 
 @pytest.mark.parametrize(

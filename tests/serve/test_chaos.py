@@ -1,0 +1,91 @@
+"""Servers under faults for a while (`python -m tests.support.chaos` goes on for longer), and the driver's own parts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from tests.support.chaos import Chaos, Plan, grown
+from tests.support.served import Served
+from tests.support.victims import SHARED, Job, hurt, until
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("ranks", "target_tp", "seed"), [(1, 1, 4), (2, 1, 1), (3, 1, 2), (3, 2, 3)])
+def test_a_server_under_faults(ranks: int, target_tp: int, seed: int) -> None:
+    report = Chaos(Plan(40.0, ranks, target_tp, seed, apart=6.0)).run()
+    print(json.dumps(report))
+    assert report["trouble"] == []
+    assert report["requests"]["text"] and sum(report["faults"].values())
+
+
+class Sleeping:
+    """A process that does nothing, in place of a server."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+        self.url = "http://127.0.0.1:9"
+
+    def processes(self) -> list[int]:
+        return [self.process.pid]
+
+
+@pytest.fixture
+def sleeping() -> Iterator[Sleeping]:
+    made = Sleeping()
+    yield made
+    made.process.kill()
+    made.process.wait()
+
+
+def state(process: int) -> str:
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_processes_are_stopped_slowed_and_killed(sleeping: Sleeping) -> None:
+    process = sleeping.process.pid
+    assert hurt("stop", process)
+    until(lambda: state(process) == "T", 10)
+    assert not hurt("slow", process) and state(process) == "T"
+    sleeping.process.send_signal(signal.SIGCONT)
+    until(lambda: state(process) != "T", 10)
+    assert hurt("slow", process)
+    until(lambda: state(process) != "T", 10)
+    assert hurt("kill", process)
+    assert sleeping.process.wait(10) == -signal.SIGKILL
+    assert not hurt("kill", process) and not hurt("kill", 0)
+
+
+def test_what_is_left_behind_is_seen(sleeping: Sleeping) -> None:
+    process = sleeping.process.pid
+    job = Job(cast(Served, sleeping), 1)
+    assert list(job.look()) == [process] and job.front_end() == 0
+    assert job.health() == {} and not job.up()
+    assert job.left(0.0) == [f"process {process}"]
+    shared = SHARED / f"swiftspec-{process}-0"
+    shared.touch()
+    try:
+        hurt("kill", process)  # a zombie that nobody has asked after
+        until(lambda: state(process) == "Z", 10)
+        assert job.left(0.0) == [str(shared)]
+    finally:
+        shared.unlink()
+    assert job.left(0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [((1 << 20, 9), []), ((30 << 20, 3), ["29 MiB and 0 files"]), ((1 << 20, 30), ["0 MiB and 27 files"])],
+)
+def test_growth_is_seen(after: Any, said: list[str]) -> None:
+    before = {"keeper 0": (1 << 20, 3), "front end": (1 << 20, 3)}
+    lines = grown(before, {"keeper 0": after, "front end": (40 << 20, 5)})
+    assert len(lines) == len(said) and all(part in line for part, line in zip(said, lines))
