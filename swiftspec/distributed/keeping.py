@@ -13,6 +13,10 @@ LOST = 75  # the exit code of a rank that leaves since another one is gone: star
 State = Literal["up", "loading", "lost"]
 
 
+class JobOver(Exception):
+    """Rank 0 has left for good: there is nothing to come back to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """A rank of a job as rank 0 sees it. `role`: "target" or "draft"; `restarts`: how often it was started again."""

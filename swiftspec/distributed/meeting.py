@@ -11,12 +11,9 @@ from dataclasses import dataclass
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from swiftspec.distributed.keeping import JobOver
 from swiftspec.distributed.roll import Clock, Waiting, ranks
 from swiftspec.errors import RankLost
-
-
-class JobOver(Exception):
-    """Rank 0 has left for good: there is nothing to come back to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from swiftspec.distributed.keeping import LOST
+from swiftspec.distributed.keeping import LOST, JobOver
 from swiftspec.distributed.launcher import Launched, launched, own_rank
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import GRACE, SIGNALS, Ending
@@ -49,6 +49,8 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE, *, kept: bool = Fa
                 code = run(first)
             finally:  # also after --help; a full disk may show here only
                 streams.flush()
+        except JobOver:
+            code = 0
         except RankLost as error:
             if ending.code is None:
                 print(f"swiftspec: rank {rank} leaves: {error}", file=sys.stderr)

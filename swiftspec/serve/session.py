@@ -70,10 +70,11 @@ class Session:
         chunks = watch(self.llm.stream(prompt, sampling))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
-    def close(self) -> None:
-        """Sends the other ranks home and ends what was started for this session. Says so if the trace is not whole."""
+    def close(self, *, comes_again: bool = False) -> None:
+        """Sends the other ranks home, or see `LLM.close`, and ends what was started for this session. Says so if the
+        trace is not whole."""
         try:
-            self.llm.close()
+            self.llm.close(comes_again=comes_again)
         finally:
             self.codec.close()
         writer = self.llm.writer

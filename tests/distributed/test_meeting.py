@@ -15,9 +15,9 @@ from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.comeback import Comeback
 from swiftspec.distributed.facts import Facts, agree, settings_of
-from swiftspec.distributed.keeping import Keeping, Member, Members
+from swiftspec.distributed.keeping import JobOver, Keeping, Member, Members
 from swiftspec.distributed.links import Links
-from swiftspec.distributed.meeting import JobOver, Meetings
+from swiftspec.distributed.meeting import Meetings
 from swiftspec.distributed.roll import Waiting
 from swiftspec.distributed.world import World, meet_again
 from swiftspec.errors import RankLost, UserError

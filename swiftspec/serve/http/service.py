@@ -51,13 +51,17 @@ def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None])
             raise
         finally:
             phases.close()
+        comes_again = False
         try:
             teller.tell(ready(session, defaults))
             kept.ready()
             with Stopping() as stopping:
                 Service(session, teller, stopping, kept).run()
+        except Exception:  # the keeper starts this rank again, and so are the others then
+            comes_again = True
+            raise
         finally:
-            session.close()
+            session.close(comes_again=comes_again)
     finally:
         teller.wire.close(FLUSH)
     return 0
@@ -210,7 +214,6 @@ class Service:
                         break
         except RankLost as error:
             with suppress(FrontEndLost):
-                wire.send(frames.Failed(start.request, str(error), user=False))
                 wire.send(frames.Lost(str(error)))
             raise
         except FrontEndLost:
@@ -252,7 +255,7 @@ class Service:
         if llm.config.mode == "smc":
             more = {**more, **answer.population(llm.config, llm.stats)}
         timings = answer.timings(llm.stats, tokens, llm.load_time)
-        return frames.Done(request, timings, answer.metrics(llm.config, llm.stats, tokens), more)
+        return frames.Done(request, timings, answer.metrics(llm.config, llm.stats, tokens, llm.outages), more)
 
 
 def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
