@@ -1,6 +1,6 @@
 """Both lanes of asynchronous decoding: what the target and the draft do in a round, and who waits for whom.
 
-    torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0]
+    torchrun --standalone --nproc-per-node 2 -m bench.lanes [--limit 8] [--steps 4] [--temperature 0] [--kept]
 
 The clocks of one machine's processes agree, so the lanes can be laid side by side. Each function that is timed costs a
 microsecond more than it would; `target busy` comes from a run without timing.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import statistics
 import time
 from collections import defaultdict
@@ -26,6 +27,7 @@ from transformers import AutoTokenizer
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.assemble.options import Options
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.keeping import Keeping
 from swiftspec.distributed.mailbox import SharedChannel
 from swiftspec.distributed.world import World, join_world
 from swiftspec.llm import LLM, serve_rank
@@ -34,6 +36,8 @@ from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps.native import NativeSteps, NativeTree
 from swiftspec.sampling.sampler import Sampler
+from swiftspec.serve.keeping.control import first_message
+from swiftspec.serve.keeping.kept import Kept
 from swiftspec.tree import walk as tree_walk
 from swiftspec.tree.tree import DraftTree
 
@@ -142,6 +146,14 @@ def show(target: list[Span], draft: list[Span]) -> None:
                 print(f"  {lane:6} {1e6 * (a - begin):7.0f} .. {1e6 * (b - begin):7.0f}  {name}")
 
 
+def kept() -> Keeping:
+    """As a keeper would have it: heartbeats, which here nobody reads, and a look out for ranks that come back."""
+    here, there = socket.socketpair()
+    there.sendall(first_message(b""))
+    there.detach()  # stays open, or this process would end
+    return Kept(here, 0).keeping()
+
+
 def main() -> None:
     """Runs twice: untimed for the shares, timed for the lanes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -149,8 +161,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="d; measured if left out")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ops", default="auto", choices=("auto", "reference"))
+    parser.add_argument("--kept", action="store_true", help="with what a rank does for its keeper")
     args = parser.parse_args()
-    whole = join_world()
+    whole = join_world(keeping=kept() if args.kept else None)
     if whole is None or whole.size != 2:
         parser.error("start it on two ranks: torchrun --standalone --nproc-per-node 2 -m bench.lanes")
     torch.set_num_threads(1)
