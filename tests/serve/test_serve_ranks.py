@@ -100,6 +100,34 @@ def test_torchrun_writes_what_one_process_writes(pair: list[str], capsys: pytest
 
 
 @pytest.mark.slow
+def test_one_command_starts_its_own_ranks(pair: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*pair, *EXACT, "--mode", "ar", "--max-tokens", "60"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    both = python(*SERVE, *pair, *EXACT, "--max-tokens", "60", "--target-tp", "1", "--draft-tp", "1")
+    assert (both.returncode, both.stderr) == (0, "")
+    answer = json.loads(both.stdout)
+    assert answer["token_ids"] == alone["token_ids"]
+    assert answer["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_its_own_ranks_leave_with_it(pair: list[str], number: signal.Signals) -> None:
+    process = subprocess.Popen(
+        [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.read(1)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)  # until none of them has the streams open
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number) and "Traceback" not in said
+
+
+@pytest.mark.slow
 def test_the_chat_under_torchrun(pair: list[str]) -> None:
     flags = [*pair, "--ignore-eos", "--temperature", "0", "--draft-steps", "2", "--emulate", "target=10ms"]
     chat = Terminal([*TORCHRUN, "2", *SERVE, *flags], TERM="xterm")

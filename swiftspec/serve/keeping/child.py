@@ -72,7 +72,8 @@ class Child:
                 pass_fds=(there.fileno(), *program.files), start_new_session=program.session,
                 stdin=None if program.reads else subprocess.DEVNULL,
             )  # fmt: skip
-        self.control.sendall(control.first_message(program.first))
+        with suppress(OSError):  # it may have ended by now
+            self.control.sendall(control.first_message(program.first))
         self.control.setblocking(False)
 
     def hear(self, now: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -63,6 +64,7 @@ class Kept:
         return self._wires.get()
 
     def _live(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import random
 import re
 import signal
@@ -249,6 +250,38 @@ def test_a_client_that_leaves_in_a_long_prompt_frees_the_engine() -> None:
         while c.get("/health").json()["running"]:
             assert time.monotonic() < began + 20
         assert time.monotonic() < began + 2.5
+
+
+@pytest.mark.parametrize("victim", ["serve.http", "serve.rank"])
+def test_what_is_killed_is_started_again_and_the_other_stays(victim: str) -> None:
+    """The front end, or rank 0, in the midst of an answer."""
+    with Served(["--threads", "1", "--emulate", "target=20ms,draft=1ms"]) as server:
+        before = parts(server)
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            ask: Any = {"prompt": "def add(", "max_tokens": 200, "stream": True, "ignore_eos": True}
+            with suppress(httpx.HTTPError), client.stream("POST", "/v1/completions", json=ask) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                os.kill(before[victim], signal.SIGKILL)
+                list(lines)
+        began, answer = time.monotonic(), None
+        while answer is None or answer.status_code != 200:
+            assert time.monotonic() < began + 30
+            with suppress(httpx.HTTPError):
+                ask = {"prompt": "def add(", "max_tokens": 4}
+                answer = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=30)
+        after = parts(server)
+        assert {name for name in before if before[name] != after[name]} == {victim}
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def parts(server: Served) -> dict[str, int]:
+    """The front end's process and rank 0's."""
+    found = {}
+    for process in server.processes():
+        command = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
+        found |= {name: process for name in ("serve.http", "serve.rank") if f"swiftspec.{name}".encode() in command}
+    return found
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
