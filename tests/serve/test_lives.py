@@ -38,6 +38,12 @@ def right() -> str:
     return json.loads(done.stdout)["text"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def known() -> None:
+    """It takes seconds, which would be counted where it is first asked for."""
+    right()
+
+
 @contextmanager
 def running(ranks: int, target_tp: int = 1, target: str = "40ms") -> Iterator[Job]:
     """A server of so many ranks. In the end nothing is left of it."""
