@@ -117,7 +117,7 @@ def _read(
         elif line.startswith("data: "):
             said = json.loads(line.removeprefix("data: "))
             if "error" in said:
-                _fail(said["error"]["message"], 500, told)
+                _fail(said["error"], told)
                 continue
             told.last = said
             if piece := asked.text_of(said):
@@ -133,17 +133,18 @@ def _take(answer: httpx.Response, asked: Asked, told: Told) -> None:
     if answer.status_code == 200:
         told.end, told.text, told.last = "text", asked.text_of(said), said
     else:
-        _fail(said["error"]["message"], answer.status_code, told)
+        _fail(said["error"], told)
 
 
-def _fail(message: str, status: int, told: Told) -> None:
-    told.said = message
-    if status in (429, 503):
+def _fail(error: dict[str, Any], told: Told) -> None:
+    """By its kind: a stream that has had a comment while it waited has the status 200."""
+    kind, told.said = error["type"], error["message"]
+    if kind in ("rate_limit_error", "unavailable_error"):
         told.end = "refused"
-    elif status == 500 and re.search(r"after \d+ tokens?: ", message):
+    elif kind == "engine_error" and re.search(r"after \d+ tokens?: ", told.said):
         told.end = "broken"
     else:
-        told.end, told.said = "odd", f"{status}: {message}"
+        told.end, told.said = "odd", f"{kind}: {told.said}"
 
 
 def fault(asked: Asked, told: Told, right: str, front_end_died: bool) -> str | None:

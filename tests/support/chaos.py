@@ -36,7 +36,8 @@ REQUESTS = (
 )
 CLIENTS = 3
 MOST, WITHIN = 7, 600.0  # deadly faults in so many seconds: keepers give a rank up that dies more often
-BACK = 30.0  # seconds after the last fault in which all is whole again
+BACK = 30.0  # seconds after the last fault in which all is whole again,
+CALM = 60.0  # where deadly faults are so far apart; else keepers wait longer and longer, and it may take twice as long
 CUTS = 0.1  # of the requests
 MORE_MEMORY = {"keeper": 16 << 20, "front end": 48 << 20}  # bytes
 MORE_FILES = 8
@@ -96,7 +97,7 @@ class Chaos:
         }  # fmt: skip
 
     def _disturb(self, job: Job) -> None:
-        job.wait_until_up(BACK)
+        job.wait_until_up(2 * BACK)
         self.url = job.served.url
         self.rights = {asked: self._undisturbed(asked) for _ in range(2) for asked in REQUESTS}
         before = cost(job)
@@ -111,7 +112,8 @@ class Chaos:
         for client in clients:
             client.join(BOUND + 10)
         assert not any(client.is_alive() for client in clients), "a client has no answer"
-        job.wait_until_up(max(BACK - (time.monotonic() - last), 1.0))
+        back = BACK if self.plan.apart > CALM else 2 * BACK
+        job.wait_until_up(max(back - (time.monotonic() - last), 1.0))
         self.back = round(time.monotonic() - last, 2)
         for asked, right in self.rights.items():
             assert self._undisturbed(asked) == right, f"{asked} has another answer in the end"

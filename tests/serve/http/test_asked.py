@@ -38,6 +38,12 @@ def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, asked: 
     assert told.end == "odd" and "rank 1 is gone" in (fault(asked, told, TEXT, False) or "")
 
 
+def test_one_that_is_refused_in_its_stream(player: Player, client: httpx.Client) -> None:
+    player.prepare(raises=Refused("waited 60 s", 503, 5.0), after=1)  # once the status has gone out
+    told = ask(client, STREAM)
+    assert (told.end, told.said) == ("refused", "waited 60 s")
+
+
 def test_other_ends(player: Player, client: httpx.Client) -> None:
     player.prepare(raises=Refused("the queue is full", 429, 1.0))
     refused = ask(client, STREAM)
