@@ -127,7 +127,7 @@ class Child:
     def for_good(self, code: int) -> bool:
         """Whether an end with this code is meant: as a command ends, or where it could not even begin."""
         began = self.life > 0 or self._ready_at is not None
-        return not self.program.again or (code >= 0 and code != LOST and (not began or code in BY_ITSELF))
+        return not self.program.again or (code != LOST and (not began or code in BY_ITSELF))
 
     def plan(self, now: float) -> bool:
         """Has it started again in due time; False where that was too often."""

@@ -116,6 +116,8 @@ class Keeper:
         if self._code is not None or (child is self._front and code == 0):
             return
         if self._signal is not None or child.for_good(code):
+            if code < 0 and self._signal is None:  # else it has said itself why
+                self._say(f"{child.program.name} {child.why or _end(code)}")
             if child is self._lead or (code != 0 and self._signal is None):
                 self._code = self._as_exit(code)
                 self._sent_home = self._code == 0
