@@ -90,18 +90,19 @@ def open_session(
     phases: Phases,
     world: World | None = None,
     *,
-    served: bool = False,
+    warm_up: bool = False,
+    renders: bool = True,
     tell: Callable[[Found], None] = lambda found: None,
 ) -> Session:
-    """Finds, checks and loads the models that the settings name, and tells once they are found. `served`: of a server,
-    which warms up first, and whose front end renders chats. Raises UserError on whatever does not fit."""
+    """Finds, checks and loads the models that the settings name, and tells once they are found. `renders`: chats are
+    written here, which in a server the front end does. Raises UserError on whatever does not fit."""
     found = Found.of(settings, 1 if world is None else world.size, phases)
     tell(found)
     defaults = generation_defaults(found.target)
     sampling = settings.sampling(defaults)  # nonsense shows before the weights are read
     found.plan.check_request(sampling)
     renderer = Renderer(found.target)
-    if not (settings.raw or served) and may_have_template(found.target):
+    if renders and not settings.raw and may_have_template(found.target):
         renderer.start()  # its imports take as long as ours
     phases.begin("libraries")
     importlib.import_module("torch")  # most of a small pair's start
@@ -133,7 +134,7 @@ def open_session(
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
-    if served:
+    if warm_up:
         phases.begin("warm-up")
         llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))
     phases.ready()

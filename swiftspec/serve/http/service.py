@@ -45,7 +45,7 @@ def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None])
             world = join(kept.keeping(teller.members))
             if world is None:
                 teller.members([Member(0, "target", os.getpid(), "up", kept.life)])
-            session = open_session(settings, phases, world, served=True, tell=teller.found)
+            session = open_session(settings, phases, world, warm_up=True, renders=False, tell=teller.found)
         except UserError as error:
             teller.tell(frames.Lost(str(error)))
             raise

@@ -142,7 +142,7 @@ def test_what_a_dead_process_left_is_taken_away(children: list[Child]) -> None:
 @pytest.mark.parametrize(
     ("ready", "life", "code", "for_good"),
     [
-        (False, 0, 1, True), (False, 0, 2, True), (False, 0, -9, False), (False, 0, LOST, False),
+        (False, 0, 1, True), (False, 0, 2, True), (False, 0, -9, True), (False, 0, LOST, False),
         (True, 0, 1, False), (True, 0, 0, True), (True, 0, 130, True), (True, 0, -15, False), (True, 0, LOST, False),
         (False, 1, 1, False), (False, 1, 0, True), (False, 1, 143, True), (False, 1, 2, True),
     ],

@@ -86,7 +86,7 @@ def test_an_end_that_is_meant_is_the_keepers(kept: list[Kept], does: str, code: 
 @pytest.mark.parametrize(
     ("dies", "line"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
+        ("kept.ready(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL"),
         ("kept.ready(); raise SystemExit(1)", "ended with code 1"),
         ("raise SystemExit(75)", "has lost another rank"),
     ],
@@ -96,6 +96,14 @@ def test_who_dies_lives_again(kept: list[Kept], dies: str, line: str) -> None:
     code, lines = keeper.end()
     assert (code, [told["life"] for told in keeper.told]) == (0, [0, 1])
     assert lines.splitlines()[-1] == f"rank 0 {line}: it is started again"
+
+
+def test_who_is_killed_before_it_was_ready_ends_the_job(kept: list[Kept]) -> None:
+    """As one that could not begin does: the others wait for it as it was."""
+    keeper = keep(kept, {"rank 0": UP, "rank 1": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"})
+    code, lines = keeper.end()
+    assert (code, lines.splitlines()) == (137, ["rank 1 was ended by SIGKILL"])
+    assert [told["life"] for told in keeper.told if told["name"] == "rank 1"] == [0]
 
 
 def test_who_is_stopped_lives_again(kept: list[Kept]) -> None:
