@@ -152,7 +152,7 @@ class GroupDrafter:
         self._bridge, self._held, self.gone = bridge, None, None
         self._send(Call.STEPS, [self._steps])
 
-    def leave(self, reason: str) -> DrafterLost:
+    def _hang_up(self, reason: str) -> DrafterLost:
         """Hangs up for this reason; a draft group that still lives hears of it."""
         if self.gone is None:
             self.gone = reason
@@ -165,7 +165,7 @@ class GroupDrafter:
         try:
             self._bridge.send(call, words)
         except ConnectionError as error:
-            raise self.leave(str(error)) from None
+            raise self._hang_up(str(error)) from None
 
     def _answer(self, wanted: Call, deadline: float) -> Words:
         """The next message of that kind. Says why when the draft gives up this request. One look is always taken: the
@@ -187,7 +187,7 @@ class GroupDrafter:
             except TimeoutError:
                 raise DrafterLate(LATE_ANSWER) from None
             except ConnectionError as error:
-                raise self.leave(str(error)) from None
+                raise self._hang_up(str(error)) from None
             except ValueError as error:
                 raise _nonsense(error) from None
             if left < -LATE:  # however much it says

@@ -21,7 +21,6 @@ from swiftspec.runtime.fallback import FAILURES
 FIRST = 2.0  # seconds to wait for the first proposal; of a long prompt it may be later, and is used then
 LEAST, MOST = 0.5, 10.0  # seconds to wait for any other: five times as long as it usually takes, within these
 USUALLY = 5.0
-STUCK = 20.0  # seconds without an answer after which a draft group counts as lost
 STEADY = 16  # rounds in step after which being late is forgotten
 
 
@@ -119,7 +118,7 @@ class PatientDrafter:
 
     def _start(self, opening: Opening) -> None:
         """Tells the group of the request, from these tokens on. Its first proposal is for the root that is now."""
-        self._lost, self._in_step, self._told = False, False, self._clock()
+        self._lost, self._in_step = False, False
         self._missed: list[VerifyResult] = []
         self._try(lambda: self._drafter.open(opening))
 
@@ -134,10 +133,8 @@ class PatientDrafter:
         if self._group.answered():
             if self._missed:
                 self._drafter.catch_up(merged(self._missed))
-                self._missed, self._told = [], self._clock()
+                self._missed = []
             self._in_step = True
-        elif self._comeback is not None and self._clock() - self._told > STUCK:
-            raise self._group.leave("the draft group is stuck")
 
     def _answered(self, seconds: float) -> None:
         """A proposal came in time."""
@@ -145,7 +142,6 @@ class PatientDrafter:
             self.outages[-1].until = self._clock() - self._began
         self._usual += 0.1 * (seconds - self._usual)
         self._group.answer_timeout = min(max(USUALLY * self._usual, LEAST), MOST)
-        self._told = self._clock()
         self._steady += 1
         if self._steady == STEADY:
             self._lates = 0

@@ -1,4 +1,4 @@
-"""A draft group that is late, stuck, lost, and back, at any moment: every proposal is for the root that is now, and
+"""A draft group that is late, lost, and back, at any moment: every proposal is for the root that is now, and
 what the draft is told is the text."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
-from swiftspec.distributed.patient import STUCK, PatientDrafter
+from swiftspec.distributed.patient import PatientDrafter
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.wire import Words, pack, read_opening, read_result
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -128,11 +128,6 @@ class Machine(RuleBasedStateMachine):
             self.decode()
 
     @rule()
-    def wait(self) -> None:
-        """So long that a draft which has not answered must be stuck."""
-        self.now += STUCK + 1
-
-    @rule()
     def slow(self) -> None:
         self.draft.slow = True
 
@@ -212,15 +207,3 @@ def test_a_draft_that_is_always_late_is_asked_less_and_less() -> None:
         machine.quick()
         machine.draft.slow = bool(machine.patient._in_step)
     assert len(machine.patient.outages) < 40
-
-
-def test_a_draft_that_is_stuck_is_given_up() -> None:
-    machine = Machine()
-    machine.decode_on()
-    machine.slow()
-    machine.decode_on()
-    machine.wait()
-    machine.decode_on()
-    assert machine.patient.lost == "the draft group is stuck" and machine.draft.dead
-    machine.come_back()
-    assert decoded(machine, 2) == 1.5

@@ -16,7 +16,7 @@ from swiftspec.serve.keeping import control
 from swiftspec.serve.keeping.restarts import Restarts
 
 STARTING = 30.0  # seconds of silence before it is ready: imports of large libraries hold the interpreter
-PIECE = 60.0  # seconds for one piece of work
+PIECE = 300.0  # seconds for one piece of work; a part of a prompt may take a slow machine a minute
 SHARED = Path("/dev/shm")
 BY_ITSELF = {0, 2, 128 + signal.SIGHUP, 128 + signal.SIGINT, 141, 128 + signal.SIGTERM}  # codes of a meant end
 
