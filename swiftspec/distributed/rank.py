@@ -107,7 +107,7 @@ class Rank:
         try:
             common = self._links.report(error, kinds)
         except UserError:
-            self.leave()
+            self.leave(comes_again=keeping is not None and keeping.life > 0)
             raise
         for role in self._roles():
             agreed: list[Any] = [kind for kind in role.steps_known if kind.name in common]
@@ -189,6 +189,7 @@ class Rank:
         RankLost when whoever should send it home is gone."""
         leader = self._links.leader or self._links.target
         assert leader is not None
+        comes_again = self._world.keeping is not None
         try:
             if self._links.target is not None and self.drafter is not None:
                 observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
@@ -199,8 +200,9 @@ class Rank:
                 ).run()  # fmt: skip
             else:  # a follower; or a leader that could not start, and is told to leave
                 self._follow(leader)
+            comes_again = False
         finally:
-            self.leave()
+            self.leave(comes_again=comes_again)
 
     def _follow(self, leader: Channel) -> None:
         """A follower of the draft whose model fails, and whom nobody starts again, stays until it is told to leave: the
