@@ -85,11 +85,13 @@ class PatientDrafter:
         try:
             proposal = self._drafter.propose()
         except DrafterLate as error:
+            self._took(self._clock() - began)
             self._late(str(error))
         except FAILURES as error:
             self._lose(error)
         else:
-            self._answered(self._clock() - began)
+            self._took(self._clock() - began)
+            self._answered()
             return proposal
         return self._none.propose()
 
@@ -136,12 +138,15 @@ class PatientDrafter:
                 self._missed = []
             self._in_step = True
 
-    def _answered(self, seconds: float) -> None:
+    def _took(self, seconds: float) -> None:
+        """How long an answer was waited for, in vain or not: one that is always slow comes to be waited for longer."""
+        self._usual += 0.1 * (seconds - self._usual)
+        self._group.answer_timeout = min(max(USUALLY * self._usual, LEAST), MOST)
+
+    def _answered(self) -> None:
         """A proposal came in time."""
         if self.lost is not None:
             self.outages[-1].until = self._clock() - self._began
-        self._usual += 0.1 * (seconds - self._usual)
-        self._group.answer_timeout = min(max(USUALLY * self._usual, LEAST), MOST)
         self._steady += 1
         if self._steady == STEADY:
             self._lates = 0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swiftspec.distributed.bridge import GroupDrafter
+from swiftspec.distributed.bridge import DrafterLate, GroupDrafter
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.patient import PatientDrafter
 from swiftspec.distributed.standing import Bounds
@@ -183,6 +183,27 @@ def test_a_draft_that_is_late_once_misses_a_round() -> None:
     assert decoded(machine, 3) == 2
     (outage,) = machine.patient.outages
     assert outage.until is not None and outage.reason == "the draft group did not answer in time"
+
+
+def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
+    machine = Machine()
+    group = machine.patient._group
+    answer, waits = group.propose, list[float]()
+
+    def slowly() -> Proposal:
+        """It takes 0.8 s, whoever waits."""
+        if group.answer_timeout < 0.8:
+            machine.now += group.answer_timeout
+            raise DrafterLate("late")
+        machine.now += 0.8
+        return answer()
+
+    machine.decode()
+    group.propose = slowly
+    for _ in range(1000):
+        machine.decode()
+        waits.append(group.answer_timeout)
+    assert 0.8 < waits[-1] < 5 and machine.patient.lost is None
 
 
 def test_a_draft_that_comes_back_goes_on_in_the_same_request() -> None:
