@@ -17,9 +17,14 @@ from tests.support.served import Served
 from tests.support.victims import SHARED, Job, hurt, until
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("ranks", "target_tp", "seed"), [(1, 1, 4), (2, 1, 1), (3, 1, 2), (3, 2, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "target_tp", "seed"),
+    [
+        pytest.param(2, 1, 1, marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in [(1, 1, 4), (3, 1, 2), (3, 2, 3)]),
+    ],
+)
 def test_a_server_under_faults(ranks: int, target_tp: int, seed: int) -> None:
     report = Chaos(Plan(40.0, ranks, target_tp, seed, apart=6.0)).run()
     print(json.dumps(report))

@@ -1,4 +1,4 @@
-"""What the death of each process of a server costs. `pytest -m slow -s` on this file prints the seconds."""
+"""What the death of each process of a server costs. `pytest -m "slow or long" -s` on this file prints the seconds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -25,7 +26,16 @@ EARLY = 10  # the piece of an answer at which the fault comes
 WHOLE = 60.0  # seconds within which all is whole again; the issue's are 10 and 15, on as many cores as ranks
 PAUSE = 5.0  # the issue's is 1 s, on a machine with nothing else to do
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+
+
+def long(*values: int) -> Any:
+    """A case that is the same on more ranks."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def slow(*values: int) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @functools.cache
@@ -76,7 +86,7 @@ def hit(job: Job, what: str, process: int) -> tuple[Told, float]:
     return told, moments[0]
 
 
-@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [(2, 1, 1), (3, 1, 1), (3, 1, 2), (3, 2, 2)])
+@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [slow(2, 1, 1), long(3, 1, 1), long(3, 1, 2), long(3, 2, 2)])
 def test_an_answer_outlives_each_draft_rank(ranks: int, target_tp: int, victim: int) -> None:
     """And speculates again before it ends."""
     with running(ranks, target_tp) as job:
@@ -94,7 +104,7 @@ def test_an_answer_outlives_each_draft_rank(ranks: int, target_tp: int, victim: 
             assert job.ranks()[victim]["restarts"]
 
 
-@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [(2, 1, 0), (3, 1, 0), (3, 2, 0), (3, 2, 1)])
+@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [slow(2, 1, 0), long(3, 1, 0), long(3, 2, 0), long(3, 2, 1)])
 def test_each_target_rank_costs_the_request_that_runs_and_no_other(ranks: int, target_tp: int, victim: int) -> None:
     with running(ranks, target_tp) as job:
         short = asked(job, SHORT).text
@@ -113,6 +123,7 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(ranks: int, t
             assert [(one.end, one.text) for one in waiting] == [("text", short)]
 
 
+@pytest.mark.slow
 def test_a_request_that_has_shown_nothing_is_tried_again() -> None:
     with running(2, target="400ms") as job:
         long_prompt = Asked("word " * 1200, 3)
@@ -127,6 +138,7 @@ def test_a_request_that_has_shown_nothing_is_tried_again() -> None:
         assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
 
 
+@pytest.mark.slow
 def test_the_front_end_comes_back_and_the_ranks_stay() -> None:
     with running(2) as job:
         ranks, short, front_end = job.ranks(), asked(job, SHORT).text, job.front_end()
@@ -138,7 +150,7 @@ def test_the_front_end_comes_back_and_the_ranks_stay() -> None:
         assert job.ranks() == ranks and job.front_end() not in (0, front_end)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow(0), long(1)])
 def test_without_a_keeper_the_job_ends_whole(rank: int) -> None:
     with running(2) as job:
         job.look()
