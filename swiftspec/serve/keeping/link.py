@@ -41,7 +41,11 @@ class Leading:
     def look(self) -> int | None:
         with suppress(OSError):
             while True:
-                self._followers.append(self._listening.accept()[0])
+                follower = self._listening.accept()[0]
+                if is_ours(follower):
+                    self._followers.append(follower)
+                else:
+                    follower.close()
 
     def close(self, code: int) -> None:
         self.look()
@@ -81,13 +85,19 @@ class Following:
         leader.setblocking(False)
         try:
             leader.connect(self._name)
-            _, user, _ = struct.unpack("3i", leader.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            found = is_ours(leader)
         except OSError:  # it is not there yet, or on another machine
-            user = -1
-        if user == os.getuid():
+            found = False
+        if found:
             self._leader = leader
         else:
             leader.close()
+
+
+def is_ours(peer: socket.socket) -> bool:
+    """Whether the process at the other end is the same user's: the name alone protects nothing."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.getuid()
 
 
 def link(here: Launched) -> Link:
