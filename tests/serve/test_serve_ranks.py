@@ -18,6 +18,7 @@ import pytest
 
 from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
+from tests.support.served import hear
 from tests.support.toy_pair import CONTEXT, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +117,7 @@ def test_its_own_ranks_leave_with_it(pair: list[str], number: signal.Signals) ->
     process = subprocess.Popen(
         [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=hear,
     )  # fmt: skip
     assert process.stdout is not None
     process.stdout.read(1)

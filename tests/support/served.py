@@ -29,7 +29,7 @@ class Served:
             [sys.executable, *launcher, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", *flags],
             cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}, start_new_session=True,
-            preexec_fn=_hear,
+            preexec_fn=hear,
         )  # fmt: skip
         self.said: list[str] = []
         self.url = ""
@@ -91,7 +91,7 @@ class Served:
         return costs
 
 
-def _hear() -> None:
+def hear() -> None:
     """Whoever runs the tests in the background has them ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
