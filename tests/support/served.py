@@ -92,8 +92,9 @@ class Served:
 
 
 def hear() -> None:
-    """Whoever runs the tests in the background has them ignore Ctrl-C."""
+    """Whoever runs the tests in the background has them ignore Ctrl-C, or with nohup the terminal's end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _parent(process: int) -> int:

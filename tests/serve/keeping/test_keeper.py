@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.http import until
 from tests.support.keep import FOR_EVER
+from tests.support.served import hear
 
 ROOT = Path(__file__).parents[3]
 UP = f"kept.ready(); tell(up=1); {FOR_EVER}"
@@ -31,7 +32,7 @@ class Kept:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.keep", str(told), json.dumps({"programs": values, **job})],
             cwd=ROOT, pass_fds=[told], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            start_new_session=True, preexec_fn=hear,
         )  # fmt: skip
         os.close(told)
         self._lines = os.fdopen(heard)
