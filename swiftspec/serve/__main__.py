@@ -170,8 +170,7 @@ def own_world(keeping: Keeping | None = None) -> World | None:
         return None
     from swiftspec.distributed.world import join_world
 
-    say = lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True)  # noqa: E731
-    return join_world(say, keeping=keeping)
+    return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True), keeping=keeping)
 
 
 def command() -> NoReturn:
