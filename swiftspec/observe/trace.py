@@ -145,7 +145,7 @@ class TreeTrace:
             case "proposed":
                 if not self._plain and self._asked():
                     self._round = about[0].round
-                    self._log.add(self._round, wait=(began, self._at))
+                    self._log.add(about[0].round, wait=(began, self._at))
             case "grown":
                 self._spent = self._busy()
             case "verified":
