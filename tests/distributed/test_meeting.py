@@ -17,7 +17,7 @@ from swiftspec.distributed.comeback import Comeback
 from swiftspec.distributed.facts import Facts, agree, settings_of
 from swiftspec.distributed.keeping import JobOver, Keeping, Member, Members
 from swiftspec.distributed.links import Links
-from swiftspec.distributed.meeting import Meetings
+from swiftspec.distributed.meeting import GONE, Meetings
 from swiftspec.distributed.roll import Waiting
 from swiftspec.distributed.world import World, meet_again
 from swiftspec.errors import RankLost, UserError
@@ -79,7 +79,23 @@ def test_a_life_is_called_once() -> None:
     page = HashStore()
     page.set("here 1", "one life")
     meetings = Meetings(page, 0)
+    assert meetings.call([1]) is None, "nothing says yet that it is alive"
+    page.add("count one life", 1)
     assert meetings.call([1]) is not None and meetings.call([1]) is None and meetings.here([1]) == {}
+
+
+def test_a_life_that_counts_no_more_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    page, now = HashStore(), [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    page.set("here 1", "one life")
+    meetings = Meetings(page, 0)
+    assert meetings.here([1]) == {}
+    page.add("count one life", 1)
+    assert meetings.here([1]) == {1: "one life"}
+    now[0] += GONE + 0.1
+    assert meetings.here([1]) == {} and meetings.call([1]) is None
+    page.add("count one life", 1)
+    assert meetings.here([1]) == {1: "one life"}
 
 
 def test_nobody_waits_for_a_rank_0_that_has_left() -> None:
