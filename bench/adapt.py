@@ -87,10 +87,10 @@ class TimedDrafter:
 class Counted(AheadDrafter):
     """Knows how many expansions it has made."""
 
-    expansions = 0
+    made = 0
 
     def expand(self, count: int = 1) -> None:
-        self.expansions += count
+        self.made += count
         super().expand(count)
 
 
@@ -130,13 +130,13 @@ class TimedAhead:
 
     def _answer(self) -> None:
         self._proposal = self._spend(self._drafter.propose)
-        self._answered, self._told = self._free, self._clock.expansion * self._drafter.expansions
+        self._answered, self._told = self._free, self._clock.expansion * self._drafter.made
         self._spend(self._drafter.grow)
 
     def _spend(self, act: Callable[[], T]) -> T:
-        before = self._drafter.expansions
+        before = self._drafter.made
         made = act()
-        self._free += (self._drafter.expansions - before) * self._clock.expansion
+        self._free += (self._drafter.made - before) * self._clock.expansion
         return made
 
 

@@ -80,6 +80,7 @@ def test_speculation_that_pays_costs_a_glance_at_plain_rounds() -> None:
     trusted = SKIP + REFRESH + EVERY
     assert room.run(600) == (TRIAL * "s" + GLANCE * "p" + trusted * "s" + GLANCE * "p" + 600 * "s")[:600]
     report = room.switch.report()
+    assert report is not None
     assert (report.break_even, report.speedup, report.plain_rounds) == (1.5, 2.0, 2 * GLANCE)
     assert report.changes[:2] == ((TRIAL, PLAIN), (TRIAL + GLANCE, Decision(3, 8, True)))
     assert room.drafter.grown == 600 - 2 * GLANCE
@@ -90,7 +91,8 @@ def test_speculation_that_does_not_pay_is_given_up_and_tried_again_ever_later() 
     waits = [GLANCE + (PATIENCE << doublings) for doublings in (0, 1, 2, 3, 4, 4)]
     want = "".join(TRIAL * "s" + wait * "p" for wait in waits)
     assert room.run(len(want)) == want
-    assert room.switch.report().speedup == 0.5
+    report = room.switch.report()
+    assert report is not None and report.speedup == 0.5
 
 
 def test_times_that_change_bring_speculation_back() -> None:
@@ -155,7 +157,7 @@ def test_no_decision_changes_a_token(pair: tuple[Path, Path], ahead: bool, sampl
             answer = llm.generate(PROMPT, sampling)
         assert answer.token_ids == plain and answer.stats.drafter_lost is None
         steering = switch.report()
-        assert 10 < steering.plain_rounds < answer.stats.rounds - 10
+        assert steering is not None and 10 < steering.plain_rounds < answer.stats.rounds - 10
         assert len(steering.changes) > 5
 
 
