@@ -1,0 +1,201 @@
+// Draws a tree on a canvas. What a node's fate is shows by colour and by form: a dashed frame, a tick, a cross, a diamond,
+// a filled dot or an empty one.
+
+import { place } from "./layout.js";
+import { cut, visible } from "./tokens.js";
+import { fateInFlight } from "./tree.js";
+
+const FONT = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
+const LETTER = 7.25; // pixels of a letter in it
+const TALL = 20;
+const MARKS = { verified: "✓", rejected: "✕", own: "◆" };
+
+export class TreeCanvas {
+  constructor(canvas, textOf) {
+    this.canvas = canvas;
+    this.textOf = textOf;
+    this.context = canvas.getContext("2d");
+    this.spots = []; // of the last drawing: {node, x, y, width}
+    this.places = new WeakMap();
+    this.colours = {};
+    this.resize();
+  }
+
+  /** Reads the size and the colours of the page again. */
+  resize() {
+    const { clientWidth, clientHeight } = this.canvas;
+    const dots = window.devicePixelRatio || 1;
+    this.width = clientWidth;
+    this.height = clientHeight;
+    this.canvas.width = Math.round(clientWidth * dots);
+    this.canvas.height = Math.round(clientHeight * dots);
+    this.context.setTransform(dots, 0, 0, dots, 0, 0);
+    this.places = new WeakMap();
+    const style = getComputedStyle(this.canvas);
+    for (const name of ["flight", "verified", "rejected", "own", "kept", "idle", "ink", "paper", "line", "focus"]) {
+      this.colours[name] = style.getPropertyValue(`--${name}`).trim();
+    }
+  }
+
+  /** Where the nodes of a tree stand, before or after the target has answered. */
+  placesOf(tree, answered) {
+    const known = this.places.get(tree) ?? {};
+    const key = answered ? "after" : "before";
+    known[key] ??= place(tree, this.width, this.height, (node) => answered || !node.added);
+    this.places.set(tree, known);
+    return known[key];
+  }
+
+  /**
+   * Draws `tree`. `answered`: whether the target has. `from` and `share`: the tree of the round before, and how far this
+   * one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
+   */
+  draw({ tree, answered, from = null, share = 1, beat = 0, chosen = null }) {
+    const { places, deeper } = this.placesOf(tree, answered);
+    const past = from === null ? null : this.placesOf(from, true).places;
+    const nodes = tree.nodes.filter((node) => answered || !node.added);
+    const eased = share < 0.5 ? 2 * share * share : 1 - (2 - 2 * share) ** 2 / 2;
+    const spots = nodes.map((node) => this.spot(node, places.get(node.name), past, places, eased));
+    const context = this.context;
+    context.clearRect(0, 0, this.width, this.height);
+    if (past !== null && share < 1) this.leave(from, tree, past, eased);
+    const byNode = new Map(spots.map((spot) => [spot.node, spot]));
+    const fate = (node) => (answered ? node.fate : fateInFlight(node));
+    for (const spot of spots) if (spot.node.parent) this.edge(byNode.get(spot.node.parent), spot, fate(spot.node));
+    for (const spot of spots) this.node(spot, fate(spot.node), beat, spot.node === chosen);
+    context.globalAlpha = 1;
+    if (deeper > 0) this.note(`${deeper} more to the right`);
+    this.spots = spots;
+  }
+
+  /** A node between where it was and where it will be; a new one comes out of its parent. */
+  spot(node, to, past, places, share) {
+    const start = past?.get(node.name) ?? past?.get(node.parent?.name) ?? (past && node.parent && places.get(node.parent.name)) ?? to;
+    const fresh = past !== null && past !== undefined && !past.has(node.name);
+    const x = start.x + (to.x - start.x) * share;
+    const y = start.y + (to.y - start.y) * share;
+    const label = to.text ? cut(visible(this.textOf(node.token)), Math.max(Math.floor(to.room / LETTER) - 2, 2)) : "";
+    const signs = [...label].length;
+    return { node, x, y, label, width: to.text ? signs * LETTER + 26 : 8, alpha: fresh ? share : 1, scale: to.scale };
+  }
+
+  /** What does not survive goes. */
+  leave(from, tree, past, share) {
+    const stays = new Set(tree.nodes.map((node) => node.name));
+    const shift = (past.get(from.next.name)?.x ?? 4) - 4;
+    for (const node of from.nodes) {
+      const at = past.get(node.name);
+      if (stays.has(node.name) || at === undefined) continue;
+      const label = at.text ? cut(visible(this.textOf(node.token)), Math.max(Math.floor(at.room / LETTER) - 2, 2)) : "";
+      const spot = { node, x: at.x - shift * share, y: at.y, label, width: label.length * LETTER + 26, alpha: (1 - share) ** 2 };
+      this.node(spot, node.fate, 0, false);
+    }
+  }
+
+  edge(parent, spot, fate) {
+    const context = this.context;
+    const strong = fate === "verified" || fate === "own";
+    context.globalAlpha = spot.alpha * (spot.label ? 1 : 0.55);
+    context.strokeStyle = this.colours[strong || spot.label ? fate : "line"];
+    context.lineWidth = strong ? 2.5 : 0.8 + 1.6 * (spot.node.q ?? 0.2);
+    context.setLineDash(fate === "rejected" ? [3, 3] : []);
+    const x = parent.x + parent.width;
+    const bend = Math.max((spot.x - x) / 2, 6);
+    context.beginPath();
+    context.moveTo(x, parent.y);
+    context.bezierCurveTo(x + bend, parent.y, spot.x - bend, spot.y, spot.x, spot.y);
+    context.stroke();
+    context.setLineDash([]);
+  }
+
+  node(spot, fate, beat, chosen) {
+    const context = this.context;
+    context.globalAlpha = spot.alpha;
+    if (spot.label === "") this.dot(spot, fate);
+    else this.chip(spot, fate, beat);
+    if (!chosen) return;
+    context.globalAlpha = 1;
+    context.strokeStyle = this.colours.focus;
+    context.lineWidth = 2;
+    const tall = spot.label === "" ? 12 : TALL + 8;
+    this.outline(spot.x - 4, spot.y - tall / 2, spot.width + 8, tall, 8);
+    context.stroke();
+  }
+
+  dot(spot, fate) {
+    const context = this.context;
+    const radius = spot.node.expanded ? 3.2 : 2.2;
+    context.beginPath();
+    context.arc(spot.x + 4, spot.y, radius, 0, 2 * Math.PI);
+    context.fillStyle = this.colours[fate === "kept" ? "kept" : "paper"];
+    context.strokeStyle = this.colours[fate];
+    context.lineWidth = 1.2;
+    context.fill();
+    context.stroke();
+  }
+
+  chip(spot, fate, beat) {
+    const context = this.context;
+    const colour = this.colours[fate];
+    const solid = fate === "verified" || fate === "own";
+    const top = spot.y - TALL / 2;
+    if (fate === "own") this.pointed(spot.x, top, spot.width, TALL);
+    else this.outline(spot.x, top, spot.width, TALL, fate === "kept" ? 4 : TALL / 2);
+    context.fillStyle = solid ? colour : this.colours.paper;
+    context.fill();
+    context.strokeStyle = colour;
+    context.lineWidth = fate === "kept" ? 2.5 : 1.5;
+    context.setLineDash(fate === "flight" ? [5, 3] : fate === "rejected" ? [2, 3] : []);
+    context.lineDashOffset = -beat * 16;
+    context.stroke();
+    context.setLineDash([]);
+    context.font = FONT;
+    context.textBaseline = "middle";
+    context.fillStyle = solid ? this.colours.paper : fate === "rejected" ? colour : this.colours.ink;
+    const mark = spot.node.parent === null ? "▸" : (MARKS[fate] ?? (fate === "flight" ? "?" : "●"));
+    context.fillText(mark, spot.x + 7, spot.y + 0.5, 12);
+    context.fillText(spot.label, spot.x + 19, spot.y + 0.5, spot.width - 22);
+  }
+
+  outline(x, y, width, height, round) {
+    this.context.beginPath();
+    this.context.roundRect(x, y, width, height, round);
+  }
+
+  pointed(x, y, width, height) {
+    const context = this.context;
+    context.beginPath();
+    context.moveTo(x + 6, y);
+    context.lineTo(x + width - 6, y);
+    context.lineTo(x + width, y + height / 2);
+    context.lineTo(x + width - 6, y + height);
+    context.lineTo(x + 6, y + height);
+    context.lineTo(x, y + height / 2);
+    context.closePath();
+  }
+
+  note(text) {
+    const context = this.context;
+    context.font = FONT;
+    context.textAlign = "right";
+    context.fillStyle = this.colours.idle;
+    context.fillText(`${text} →`, this.width - 4, this.height - 8);
+    context.textAlign = "left";
+  }
+
+  /** The node at a point, or the nearest one close to it. */
+  hit(x, y) {
+    let best = null;
+    let least = 13;
+    for (const spot of this.spots) {
+      const across = Math.max(spot.x - x, x - spot.x - spot.width, 0);
+      const away = Math.hypot(across, Math.max(Math.abs(y - spot.y) - (spot.label ? TALL / 2 : 0), 0));
+      if (away < least) [best, least] = [spot, away];
+    }
+    return best;
+  }
+
+  spotOf(node) {
+    return this.spots.find((spot) => spot.node === node) ?? null;
+  }
+}

@@ -1,0 +1,78 @@
+// Where the nodes of a tree stand: levels from left to right, the likeliest path straight through the middle.
+
+const ROW = 27; // pixels of a node with its text
+const BRANCH = 12; // of one that was expanded, but not sent
+const DOT = 5; // of the others
+const NARROWEST = 62; // pixels of a level
+const WIDEST = 190;
+
+/** What a node asks for in height by itself. */
+function size(node, shown) {
+  if (node.sent || node.parent === null || (node.fate === "own" && shown(node))) return ROW;
+  return node.expanded ? BRANCH : DOT;
+}
+
+/**
+ * Places for the nodes that `shown` lets through: a Map of name -> {x, y, room, text}. `x` is a node's left end, `y` its
+ * middle, `room` the pixels that its text may take, `text` whether it has any. `deeper`: how many nodes stand beyond the
+ * right edge.
+ */
+export function place(tree, width, height, shown) {
+  const nodes = tree.nodes.filter(shown);
+  const texted = (node) => node.sent || node.parent === null || node.fate === "own";
+  const levels = 1 + Math.max(...nodes.map((node) => (texted(node) ? node.depth : node.depth - 0.6)));
+  const step = Math.min(WIDEST, Math.max(NARROWEST, (width - 8) / levels));
+  const heights = new Map();
+  const measure = (node) => {
+    const below = node.children.filter(shown).reduce((sum, child) => sum + measure(child), 0);
+    const own = size(node, shown);
+    heights.set(node, Math.max(own, below));
+    return heights.get(node);
+  };
+  const total = measure(tree.nodes[0]);
+  const scale = Math.min((height - 4) / total, 1.35);
+  const places = new Map();
+  const put = (node, top) => {
+    const all = heights.get(node);
+    const children = fanned(node.children.filter(shown));
+    let at = top + (all - children.reduce((sum, child) => sum + heights.get(child), 0)) / 2;
+    for (const child of children) {
+      put(child, at);
+      at += heights.get(child);
+    }
+    const y = middle(children, places) ?? (top + all / 2) * scale;
+    places.set(node, { x: 4 + node.depth * step, y, room: step - 22, text: texted(node), scale });
+  };
+  put(tree.nodes[0], 0);
+  centre(places, height);
+  const named = new Map();
+  let deeper = 0;
+  for (const [node, spot] of places) {
+    if (spot.x + 12 > width) deeper += 1;
+    named.set(node.name, spot);
+  }
+  return { places: named, deeper };
+}
+
+/** The likeliest in the middle, the others by turns above and below it. */
+function fanned(children) {
+  const sorted = [...children].sort((one, other) => (other.q ?? 0) - (one.q ?? 0));
+  const row = [];
+  for (const [at, child] of sorted.entries()) at % 2 === 0 ? row.push(child) : row.unshift(child);
+  return row;
+}
+
+/** As high as the likeliest child stands, so that its path is a straight line. */
+function middle(children, places) {
+  if (children.length === 0) return null;
+  const first = children.reduce((best, child) => ((child.q ?? 0) > (best.q ?? 0) ? child : best));
+  return places.get(first).y;
+}
+
+function centre(places, height) {
+  const spots = [...places.values()];
+  const low = Math.min(...spots.map((spot) => spot.y));
+  const high = Math.max(...spots.map((spot) => spot.y));
+  const shift = (height - low - high) / 2;
+  for (const spot of spots) spot.y += shift;
+}

@@ -1,0 +1,95 @@
+// The left side's messages: what was asked and answered, with the guesses that held underlined.
+
+import { answerOf } from "./recording.js";
+import { number, safe, seconds } from "./tokens.js";
+import { statsOf } from "./stats.js";
+
+function element(name, kind, text = "") {
+  const made = document.createElement(name);
+  made.className = kind;
+  made.textContent = text;
+  return made;
+}
+
+/** One question and its answer. */
+export class Message {
+  constructor(log, asked) {
+    this.request = null;
+    this.text = "";
+    this.pieces = []; // {element, round}
+    this.now = -1;
+    this.element = element("article", "message");
+    this.answer = element("pre", "answer");
+    this.answer.dir = "auto";
+    this.cost = element("p", "cost");
+    const question = element("pre", "asked", safe(asked));
+    question.dir = "auto";
+    this.element.append(element("h2", "", "Asked"), question, element("h2", "", "Answer"), this.answer, this.cost);
+    log.append(this.element);
+    log.parentElement.scrollTop = log.parentElement.scrollHeight;
+  }
+
+  /** More text as it comes. */
+  add(text) {
+    const area = this.element.parentElement?.parentElement;
+    const atEnd = area && area.scrollHeight - area.scrollTop - area.clientHeight < 60;
+    this.text += text;
+    this.answer.append(safe(text));
+    if (atEnd) area.scrollTop = area.scrollHeight;
+  }
+
+  fail(why) {
+    this.cost.className = "cost error";
+    this.cost.textContent = why;
+  }
+
+  /** The answer token by token, from what was recorded of it, unless that spells another text than was streamed. */
+  tell(recording, request) {
+    this.request = request;
+    const most = answerOf(request).length;
+    const pieces = [];
+    for (const [round, { tokens }] of request.rounds.entries()) {
+      for (const [at, token] of tokens.entries()) {
+        if (pieces.length < most) pieces.push({ token, round, guessed: at + 1 < tokens.length });
+      }
+    }
+    const spelled = pieces.map(({ token }) => recording.text(token));
+    if (this.text !== "" && spelled.join("").trimEnd() !== this.text.trimEnd()) return;
+    this.answer.replaceChildren();
+    this.pieces = pieces.map(({ round, guessed }, at) => {
+      const span = element("span", guessed ? "guessed" : "", safe(spelled[at]));
+      this.answer.append(span);
+      return { span, round };
+    });
+    this.now = -1;
+  }
+
+  /** What it cost. */
+  sum(request) {
+    if (request.rounds.length === 0) return;
+    const { tokens, seconds: took, speed, perRound } = statsOf(request, request.rounds.length - 1);
+    this.cost.textContent = `${tokens} tokens in ${seconds(took)}: ${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
+  }
+
+  /** Dims what comes after a round. */
+  until(round) {
+    if (round === this.now) return;
+    for (const piece of this.pieces) piece.span.classList.toggle("later", piece.round > round);
+    this.now = round;
+  }
+}
+
+/** A recording's requests as messages, by request. */
+export function transcribe(log, recording) {
+  log.replaceChildren();
+  const messages = new Map();
+  for (const request of recording.requests) {
+    const prompt = request.begin.prompt?.map((token) => recording.text(token)).join("");
+    const message = new Message(log, prompt ?? "(this trace does not say)");
+    message.tell(recording, request);
+    message.sum(request);
+    messages.set(request, message);
+  }
+  log.parentElement.scrollTop = 0;
+  return messages;
+}
