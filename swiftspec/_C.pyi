@@ -97,6 +97,9 @@ class Rounds:
         """Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root that
         is all there is. `allowed`: of the nodes of these leaves, a bit for each token that may follow, uint8 [leaves,
         bytes]; None: any. Returns how many leaves, and the seconds of the forward."""
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Scoring) -> list[float]:
+        """Of the tokens of the proposal verified last, but for its root: what the target's logits give each after its
+        parent. ValueError where a larger one was asked of than was verified."""
     def scoring(
         self, vocab: int, temperature: float, bias: Array | None, noisy: bool, seed: int, stream: int
     ) -> Scoring:

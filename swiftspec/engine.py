@@ -44,6 +44,7 @@ class Stats:
     target_busy_time: float = 0.0  # the target's forwards while decoding
     draft_busy_time: float = 0.0
     drafter_lost: str | None = None
+    finish_reason: str | None = None  # as on the last chunk
     verified: list[Verified] = field(default_factory=list)  # round by round, before anything was cut off
     policy: Any = None  # what a controller decided, at the end (control/controller.py)
     population: Any = None  # mode smc: what became of it, at the end (smc/population.py)
@@ -125,13 +126,14 @@ class TreeDecoding:
             stats.drafter_lost = self._lost()
             chunk = _cut(result, ends.budget - stats.tokens, ends.stops)
             stats.tokens += len(chunk.token_ids)
+            stats.finish_reason = chunk.finish_reason
             yield chunk
 
     def close(self, stats: Stats) -> None:
         stats.policy = self._report()
         self.drafter.close()
         self.verifier.close()
-        self._tell("closed")
+        self._tell("closed", stats)
 
 
 class Limits(Protocol):
@@ -156,12 +158,8 @@ class Engine:
 
     def generate(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Decodes to the end. Raises UserError on a prompt that is empty or does not fit."""
-        tokens: list[int] = []
-        reason = "length"
-        for chunk in self.stream(prompt, sampling):
-            tokens += chunk.token_ids
-            reason = chunk.finish_reason or reason
-        return Completion(tokens, reason, self.stats)
+        tokens = [token for chunk in self.stream(prompt, sampling) for token in chunk.token_ids]
+        return Completion(tokens, self.stats.finish_reason or "length", self.stats)
 
     def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Generator[Chunk]:
         """Yields a chunk a round; the last one names the finish reason. Closing the iterator ends the request.

@@ -23,6 +23,7 @@ from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
 from swiftspec.errors import UserError, shown
+from swiftspec.observe.recorder import Listener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Cancelled, Pause
 from swiftspec.setting import meant, require
@@ -184,6 +185,11 @@ class LLM:
         """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request. While the prompt is
         read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
         return self.engine.stream(prompt, sampling, cancelled)
+
+    def listen(self, listener: Listener | None) -> None:
+        """From the next request on this hears, on the decoding thread, each line that a trace of it has; None: nobody
+        does, and nothing is recorded. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
+        self.roles.recorder.listener = listener
 
     def close(self, *, comes_again: bool = False) -> None:
         """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later

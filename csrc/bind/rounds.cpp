@@ -82,9 +82,8 @@ std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, int64_t prefix, co
   return {count, count == 0 ? 0.0 : rounds.seconds()};
 }
 
-// path, sampled tokens, seconds of the forward
-std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
-                                        Scoring& scoring, const MaybeArray& allowed) {
+// Whether these are the nodes of a proposal.
+void check_nodes(const Rounds& rounds, const Nodes& tokens, const Nodes& parents) {
   const auto count = static_cast<int64_t>(tokens.size());
   size_arg("nodes", count, 1);
   check(parents.size() == tokens.size() && parents[0] == -1, "every node but the root has a parent");
@@ -93,6 +92,13 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
     check(parent >= 0 && parent < i, "the nodes are not in topological order");
   }
   check_inside(tokens.data(), count, rounds.decoder().stack().vocab, "a token lies outside the vocabulary");
+}
+
+// path, sampled tokens, seconds of the forward
+std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
+                                        Scoring& scoring, const MaybeArray& allowed) {
+  const auto count = static_cast<int64_t>(tokens.size());
+  check_nodes(rounds, tokens, parents);
   check_room(rounds, prefix, count, scoring);
   const host::Allowed follow = allowed_from(allowed, count, scoring);
   Nodes path, sampled;
@@ -101,6 +107,14 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
     rounds.verify(tokens, parents, prefix, scoring, follow, path, sampled);
   }
   return {std::move(path), std::move(sampled), rounds.seconds()};
+}
+
+std::vector<float> probabilities(Rounds& rounds, const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
+  check_nodes(rounds, tokens, parents);
+  check(rounds.columns(scoring.columns().vocab).count == scoring.columns().vocab, "a rank of a group has no whole rows");
+  check_inside(tokens.data(), static_cast<int64_t>(tokens.size()), scoring.columns().vocab,
+               "a token lies outside the vocabulary");
+  return rounds.probabilities(tokens, parents, scoring);
 }
 
 }  // namespace
@@ -124,7 +138,10 @@ void bind_rounds(py::module_& m) {
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
            py::arg("allowed"),
            "`allowed`: as in `expand`, [nodes, bytes]. The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the "
-           "seconds of the forward.");
+           "seconds of the forward.")
+      .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
+           "Of the tokens of the proposal verified last, but for its root: what the target's logits give each after its "
+           "parent. ValueError where a larger one was asked of than was verified.");
 }
 
 }  // namespace swiftspec::binding

@@ -20,10 +20,14 @@ from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.model.files import read_config
-from swiftspec.observe.trace import DraftTrace, ParticleTrace, TraceLog, TreeTrace, both
+from swiftspec.observe.lines import Record, head_of
+from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.trace import DraftTrace, ParticleTrace, Switch, TreeTrace
+from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback import FallbackDrafter
+from swiftspec.runtime.full_verifier import FullVerifier
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import Verifier
@@ -49,7 +53,8 @@ class Roles:
     config: EngineConfig
     limits: RequestLimits
     rank: Rank | None
-    log: TraceLog | None
+    recorder: Recorder
+    head: Record  # the first line of what is on record
 
     @property
     def outages(self) -> Sequence[Outage]:
@@ -61,13 +66,13 @@ class Roles:
         """Sends the other ranks home, or see `Rank.leave`, and closes the trace."""
         if self.rank is not None:
             self.rank.leave(comes_again=comes_again)
-        if self.log is not None:
-            self.log.close()
+        if self.recorder.file is not None:
+            self.recorder.file.close()
 
 
 def assemble(models: Models, config: EngineConfig, world: World | None, progress: Progress | None) -> Roles:
     """Loads the models and makes the roles of rank 0, or of a process alone."""
-    log = None if models.trace is None else TraceLog(models.trace)
+    log = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else Rank(world, config, models, progress)
     if config.mode == "smc":
         parts, decoding = _population(models, config, rank, log, progress)
@@ -75,10 +80,11 @@ def assemble(models: Models, config: EngineConfig, world: World | None, progress
         parts, decoding, config = _tree(models, config, rank, log, progress)
     check = partial(_check, check_sampling if config.mode == "smc" else config.check_request, models.grammars)
     eos = read_config(models.target).eos_token_ids
-    if log is not None:
-        log.head(models.described(config))
+    head = head_of(models.described(config))
+    if log.file is not None:
+        log.file.write([head])
     limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, rank, log)
+    return Roles(decoding, parts, config, limits, rank, log, head)
 
 
 def _check(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
@@ -89,22 +95,22 @@ def _check(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling:
 
 
 def _population(
-    models: Models, config: EngineConfig, rank: Rank | None, log: TraceLog | None, progress: Progress | None
+    models: Models, config: EngineConfig, rank: Rank | None, log: Recorder, progress: Progress | None
 ) -> tuple[SMC, ParticleDecoding]:
     """The population, led by rank 0 where there are several."""
     population = models.population(config, None, progress) if rank is None else rank.population
     assert population is not None
-    tell = nobody if log is None else ParticleTrace(population.target, population.draft, log)
+    tell = Switch(lambda: log.wanted, ParticleTrace(population.target, population.draft, log))
     return population, ParticleDecoding(population if rank is None else rank.lead_population(), tell)
 
 
 def _tree(
-    models: Models, config: EngineConfig, rank: Rank | None, log: TraceLog | None, progress: Progress | None
+    models: Models, config: EngineConfig, rank: Rank | None, log: Recorder, progress: Progress | None
 ) -> tuple[Tree, TreeDecoding, EngineConfig]:
     """Drafter and verifier, a controller between if the config leaves something to it, and who observes them."""
     if rank is not None:
         verifier, drafter, config = rank.lead(config, log)
-        local, parts = rank.drafter, Tree(drafter, verifier)
+        alone, local, parts = rank.verifier, rank.drafter, Tree(drafter, verifier)
     else:
         alone = models.verifier(config, None, progress)
         local = None if config.mode == "ar" else models.drafter(config, None, progress)
@@ -112,7 +118,8 @@ def _tree(
     controller = None
     if config.mode != "ar" and (config.self_switch or config.adapts):
         controller = Controller(parts.drafter, lambda: Measured(config))
-    tell = nobody if log is None else _observers(log, parts.verifier, local, controller)
+    assert isinstance(alone, FullVerifier)
+    tell = _observers(log, parts, alone, local, controller)
     report = (lambda: None) if controller is None else controller.report
     if rank is None or not isinstance(parts.drafter, GroupDrafter):
         return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
@@ -129,9 +136,11 @@ def decoding_on(
 
 
 def _observers(
-    log: TraceLog, verifier: Verifier, local: LocalDrafter | None, controller: Controller | None
-) -> Observer:
-    """Of both lanes on rank 0; a draft elsewhere sends the records of its own."""
+    log: Recorder, parts: Tree, target: FullVerifier, local: LocalDrafter | None, controller: Controller | None
+) -> Switch:
+    """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
     asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
-    target = TreeTrace(log, lambda: verifier.busy, asked)
-    return target if local is None else both(DraftTrace(local, log.draft), target)
+    lanes = [] if local is None else [DraftTrace(local, log.draft)]
+    told = parts.drafter.watch if isinstance(parts.drafter, GroupDrafter) else lambda on: None
+    lane = TreeTrace(log, lambda: parts.verifier.busy, asked, target.probabilities)
+    return Switch(lambda: log.wanted, *lanes, lane, told=told)

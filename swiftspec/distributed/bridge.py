@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from swiftspec.control.step_times import DraftTimes
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
+from swiftspec.distributed.records import read_record
 from swiftspec.distributed.standing import Bounds, Standing, in_range
-from swiftspec.distributed.wire import Words, one_word, pack, read_proposal, read_record, to_text
+from swiftspec.distributed.wire import Words, one_word, pack, read_proposal, to_text
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.observe.trace import TraceLog
+from swiftspec.observe.recorder import Recorder
 
 ANSWER_TIMEOUT = 10.0  # seconds that a draft may take for a round before it counts as lost
 OPEN_TIMEOUT = 60.0  # and for its prefill
@@ -48,12 +49,12 @@ class GroupDrafter:
         rejects: bool = False,
         answer_timeout: float = ANSWER_TIMEOUT,
         open_timeout: float = OPEN_TIMEOUT,
-        records: TraceLog | None = None,
+        records: Recorder | None = None,
     ) -> None:
         """`rejects`: proposals say what they were drawn from. `records`: where the draft's records of its rounds go,
-        which it sends while a trace is asked for."""
+        which it sends while it is watched."""
         self.busy = 0.0
-        self._steps, self._records = steps, records
+        self._steps, self._records, self._watched = steps, records, False
         if records is not None:
             records.drain = self.drain
         self._standing, self._round = Standing(bounds, rejects), 0
@@ -134,6 +135,12 @@ class GroupDrafter:
         self._send(Call.STEPS, [steps])
         self._steps = steps
 
+    def watch(self, on: bool) -> None:
+        """Whether the draft is to tell of its rounds, from the next request on."""
+        self._watched = on
+        with contextlib.suppress(DrafterLost):  # `attach` tells the next one
+            self._send(Call.WATCH, [int(on)])
+
     def drain(self, round_: int) -> None:
         """Takes records until that round's is there; what else comes belongs to a request that is over."""
         assert self._records is not None
@@ -142,15 +149,24 @@ class GroupDrafter:
             while self._records.lacks(round_) and time.monotonic() < deadline:
                 kind, words = self._bridge.recv(max(deadline - time.monotonic(), 0.0))
                 if kind == Call.TRACE:
-                    self._records.draft(read_record(words))
+                    self._record(words)
         except (ConnectionError, TimeoutError, ValueError):
             return  # the line has no draft lane then
+
+    def _record(self, words: Words) -> None:
+        record = read_record(words)
+        if record["tree"]["tokens"].max() >= self._standing.bounds.vocab:
+            raise ValueError("a record names a token that is none")
+        if self._records is not None:
+            self._records.draft(record)
 
     def attach(self, bridge: Channel) -> None:
         """Another connection, to a draft group that knows of no request."""
         self._bridge.close()
         self._bridge, self._held, self.gone = bridge, None, None
         self._send(Call.STEPS, [self._steps])
+        if self._watched:
+            self._send(Call.WATCH, [1])
 
     def _hang_up(self, reason: str) -> DrafterLost:
         """Hangs up for this reason; a draft group that still lives hears of it."""
@@ -178,8 +194,8 @@ class GroupDrafter:
                 kind, words = self._bridge.recv(max(left, 0.0))
                 if kind == wanted:
                     return words
-                if kind == Call.TRACE and self._records is not None:
-                    self._records.draft(read_record(words))
+                if kind == Call.TRACE:
+                    self._record(words)
                 elif kind == Call.LOST and one_word(words[:1], "loss") == self._standing.request:
                     raise DrafterLost(to_text(words[1:])[:REASON])
                 elif kind not in ANSWERS:

@@ -29,3 +29,4 @@ class Call(IntEnum):
     LOST = 18
     TRACE = 19
     GO_ON = 20
+    WATCH = 21

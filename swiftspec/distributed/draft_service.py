@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,24 +13,42 @@ from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.followers import LeadingDrafter, has_left
 from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.orders import Orders
+from swiftspec.distributed.records import pack_record
 from swiftspec.distributed.standing import Bounds, Standing, in_range
 from swiftspec.distributed.wire import Words, one_word, pack, read_opening, read_result, to_words
 from swiftspec.errors import RankLost, UserError
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.observe.trace import Observer, Record
+from swiftspec.observe.lines import Record
+from swiftspec.observe.trace import DraftTrace, Switch
 from swiftspec.runtime.fallback import FAILURES
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Cancelled, Pause
+
+
+class Recording:
+    """Whether the rounds of the draft's lane are on record, and how they get to the target: `on` holds from the next
+    request on. `replies`: whether results may be answered before Python sees them, which moves what is on record."""
+
+    def __init__(self, target: Channel, drafter: LocalDrafter, *, traced: bool) -> None:
+        """`traced`: the times matter, and all of it is on record from the start."""
+        self._target = target
+        self.on, self.replies = traced, not traced
+        self.tell = Switch(lambda: self.on, DraftTrace(drafter, self._send))
+
+    def _send(self, record: Record) -> None:
+        if record["request"] != 0:  # which is no request: the pace is measured under it
+            self._target.send(Call.TRACE, pack_record(record))
 
 
 class DraftService:
     """The life of the draft group's leader: it answers the target until that leaves or is gone.
 
     A result that the tree holds is answered as it arrives, in native code; the drafter then does the same once more,
-    while the target is at work already. With an observer that is left to Python, which alone the observer sees.
+    while the target is at work already.
     """
 
     def __init__(
-        self, target: Channel, drafter: LeadingDrafter, bounds: Bounds, observer: Observer | None, pause: Pause,
+        self, target: Channel, drafter: LeadingDrafter, bounds: Bounds, recording: Recording, pause: Pause,
         pulse: Pulse, *, stays: bool = True,
     ) -> None:  # fmt: skip
         """`pause`: what the draft's runner calls while it reads a prompt; `pulse`: when this rank works. `stays`: also
@@ -39,8 +56,8 @@ class DraftService:
         self._standing = Standing(bounds)
         self._target, self._pulse, self._stays = target, pulse, stays
         self._drafter = drafter
-        self._tell = observer or (lambda event, *about: None)
-        self._replies = observer is None
+        self._recording = recording
+        self._tell = recording.tell
         self._request = 0
         self._open = False  # the request; not once it has failed, and nothing more is done for it
         self._told = 0  # microseconds in forwards that the target knows of
@@ -77,7 +94,7 @@ class DraftService:
 
     def _next(self) -> tuple[int, Words, bool]:
         """The next message, and whether it is answered."""
-        reply = self._drafter.reply() if self._open and self._replies else None
+        reply = self._drafter.reply() if self._open and self._recording.replies else None
         if reply is None or self._orders.early:
             return *self._orders.recv(), False
         spent = self._spent()
@@ -104,6 +121,9 @@ class DraftService:
             case Call.STEPS:
                 steps = in_range(one_word(words, "number of steps"), 1, MAX_TREE, "steps")
                 return partial(setattr, self._drafter, "draft_steps", steps)
+            case Call.WATCH:
+                on = in_range(one_word(words, "switch"), 0, 1, "a switch")
+                return partial(setattr, self._recording, "on", bool(on))
             case Call.PACE:
                 room = in_range(one_word(words, "pace"), 1, bounds.context, "the room to measure in")
                 return partial(self._serve_pace, room)
@@ -154,13 +174,3 @@ class DraftService:
 
     def _tell_failure(self, reason: str) -> None:
         self._target.send(Call.LOST, [self._request, *to_words(reason)])
-
-
-def teller(bridge: Channel) -> Callable[[Record], None]:
-    """What the draft's leader sends its records with. Request 0 is no request: the pace is measured under it."""
-
-    def tell(record: Record) -> None:
-        if record["request"] != 0:
-            bridge.send(Call.TRACE, to_words(json.dumps(record)))
-
-    return tell

@@ -15,7 +15,7 @@ from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.comeback import Comeback
-from swiftspec.distributed.draft_service import DraftService, teller
+from swiftspec.distributed.draft_service import DraftService, Recording
 from swiftspec.distributed.facts import Facts, Place, agree, telling
 from swiftspec.distributed.followers import LeadingDrafter, LeadingPopulation, LeadingVerifier, Team, follow, park
 from swiftspec.distributed.groups.join import AnyGroup, join_group
@@ -25,7 +25,7 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World, run_on
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.model.group import Group
-from swiftspec.observe.trace import DraftTrace, TraceLog
+from swiftspec.observe.recorder import Recorder
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -143,7 +143,7 @@ class Rank:
         return [role for role in (self.verifier, self.drafter, self.population) if role is not None]
 
     def lead(
-        self, config: EngineConfig, log: TraceLog | None = None
+        self, config: EngineConfig, log: Recorder | None = None
     ) -> tuple[LeadingVerifier, SteppedDrafter, EngineConfig]:
         """The roles of rank 0, and the config with d filled in. `log`: where the draft's records go."""
         assert self.verifier is not None
@@ -185,17 +185,17 @@ class Rank:
         return steps
 
     def follow(self, *, traced: bool) -> None:
-        """The life of any rank but 0, until it is sent home. `traced`: the draft's rounds are on record. Raises
+        """The life of any rank but 0, until it is sent home. `traced`: for a trace with exact times. Raises
         RankLost when whoever should send it home is gone."""
         leader = self._links.leader or self._links.target
         assert leader is not None
         comes_again = self._world.keeping is not None
         try:
             if self._links.target is not None and self.drafter is not None:
-                observer = DraftTrace(self.drafter, teller(self._links.target)) if traced else None
+                recording = Recording(self._links.target, self.drafter, traced=traced)
                 drafter = LeadingDrafter(self.drafter, self._team())
                 DraftService(
-                    self._links.target, drafter, self._bounds, observer, self._builder.pause, self._pulse,
+                    self._links.target, drafter, self._bounds, recording, self._builder.pause, self._pulse,
                     stays=self._world.keeping is None,
                 ).run()  # fmt: skip
             else:  # a follower; or a leader that could not start, and is told to leave

@@ -111,17 +111,6 @@ def one_word(flat: Words, what: str) -> int:
     return flat[0]
 
 
-def read_record(flat: Words) -> dict[str, Any]:
-    """A line of the draft's lane, which travels as JSON: an object with the numbers `request` and `round`."""
-    try:
-        record = json.loads(to_text(flat))
-        if type(record["request"]) is int and type(record["round"]) is int and record["round"] >= 0:
-            return record
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    raise ValueError("a record of a round is none")
-
-
 def to_words(text: str) -> Words:
     """Text as words, filled up with blanks."""
     return bytes_to_words(text.encode())

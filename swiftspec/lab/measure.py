@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swiftspec.assemble.roles import Tree
 from swiftspec.control.step_times import GREEDY, TEXT, verification_time
@@ -123,6 +123,12 @@ def rounds_of(trace: Trace) -> list[tuple[int, int]]:
         for before, line in pairwise(trace.rounds)
         if before["request"] == line["request"] and "path" in line
     ]
+
+
+def lane_of(line: dict[str, Any]) -> dict[str, Any]:
+    """A round for a profile, which draws its lanes and needs no trees."""
+    draft = {name: part for name, part in line.get("draft", {}).items() if name != "tree"}
+    return {name: draft if name == "draft" else part for name, part in line.items() if name != "texts"}
 
 
 def around_of(trace: Trace) -> dict[str, float]:

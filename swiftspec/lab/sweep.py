@@ -216,7 +216,7 @@ class Sweep:
             self._step("both lanes")
             trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
             last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
-            self.profile["lanes"] = last[len(last) // 2 :][:LANES]
+            self.profile["lanes"] = [measure.lane_of(line) for line in last[len(last) // 2 :][:LANES]]
             self.profile["around"] = measure.around_of(trace)
             self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from swiftspec import files
 from swiftspec.errors import UserError
-from swiftspec.observe.trace import VERSION
+from swiftspec.observe.lines import VERSION
 from swiftspec.profiles import layout
 
 Json = dict[str, Any]
@@ -22,7 +22,7 @@ TARGET, DRAFT = 1, 2  # the threads of the timeline
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A trace file: its first line, and the rounds in order."""
+    """A trace file: its first line, and the rounds in order; of other lines nothing is needed here."""
 
     head: Json
     rounds: list[Json]
@@ -44,6 +44,8 @@ class Trace:
                 continue
             if not parsed and (not isinstance(data, dict) or data.get("swiftspec_trace") != VERSION):
                 break
+            if parsed and isinstance(data, dict) and "round" not in data and data.keys() & {"begin", "end"}:
+                continue
             layout.check(layout.Round if parsed else layout.Head, data, name)
             parsed.append(data)
         if not parsed:

@@ -1,35 +1,24 @@
-"""Rounds on record: what both lanes did and when, one JSON line per round. Made by observers of the loops and hooks of
-the models, which are there only when a trace is asked for.
+"""Rounds on record: what both lanes did and when. Made by observers of the loops and hooks of the models, which are
+there only while somebody records; docs/reference/trace.md has the lines field by field.
 
-Times are seconds of `time.perf_counter`, which all processes of one machine share. A line has the keys `request`,
-`round`, and, as far as the mode has them:
-
-    target     open and verify [begin, end], forward: seconds of `verify` inside the model
-    population [begin, end], in mode smc; there target and draft have their forwards [begin, end, rows] only
-    wait       [begin, end] of asking the drafter for this round's proposal
-    proposal   tokens and parents; `path`: the accepted nodes; `tokens`: what the target sampled, the bonus token last
-    draft      spans by name (open, observe, propose, grow), forwards [begin, end, rows], and the tree as it stands when
-               the round's growing ends: nodes, expanded; reused, wasted: of the nodes that had KV a round before
+Times are seconds of `time.perf_counter`, which all processes of one machine share.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, Protocol
 
-from swiftspec.errors import UserError
 from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.observe.lines import Record, tree_of
+from swiftspec.observe.recorder import Recorder
 
-Record = dict[str, Any]
 Forward = tuple[float, float, int]  # begin, end, rows
 Observer = Callable[..., None]  # as swiftspec.decode has it
-VERSION = 1
+Probabilities = Callable[
+    [Sequence[int], Sequence[int]], Sequence[float] | None
+]  # tokens, parents -> of all but the root
 
 
 class Hooked(Protocol):
@@ -38,126 +27,110 @@ class Hooked(Protocol):
     hooks: list[Callable[[float, int], None]]
 
 
-def watch(runner: Hooked) -> list[Forward]:
-    """The forwards of a runner from now on; whoever reads them clears them."""
-    forwards: list[Forward] = []
-    runner.hooks.append(lambda began, rows: forwards.append((began, time.perf_counter(), rows)))
-    return forwards
+class Forwards:
+    """The forwards of a runner while they are watched; whoever takes them clears them."""
+
+    def __init__(self, runner: Hooked) -> None:
+        self._runner, self._known = runner, list[Forward]()
+
+    def watch(self, on: bool) -> None:
+        """Begins or ends it; twice is once."""
+        hooks = self._runner.hooks
+        if on and self._note not in hooks:
+            hooks.append(self._note)  # behind what makes a step last longer
+        elif not on and self._note in hooks:
+            hooks.remove(self._note)
+        self._known.clear()
+
+    def take(self) -> list[Forward]:
+        """Those since it was asked last."""
+        known, self._known = self._known, []
+        return known
+
+    def _note(self, began: float, rows: int) -> None:
+        self._known.append((began, time.perf_counter(), rows))
 
 
-class TraceLog:
-    """Gathers the lines of a request on rank 0 and writes them when it ends. Raises UserError on a file that cannot be
-    opened, and on a pipe without a reader. A file that takes no more later costs nobody an answer: what is still to be
-    written is dropped, and `lost` says why.
+class Watcher(Protocol):
+    """An observer that can be switched."""
 
-    `drain` fetches what another process still has to say of a round that is over; whoever has such a process sets it.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self.drain: Callable[[int], None] = lambda round_: None
-        self.file = file
-        self.lost: str | None = None
-        self._rounds: dict[int, Record] = {}
-        self._request = 0
-        try:
-            self._file = os.fdopen(_opened(file), "w", encoding="utf-8")
-        except OSError as error:
-            alone = error.errno == errno.ENXIO and file.is_fifo()
-            why = "nobody reads this pipe yet, start its reader first" if alone else error.strerror
-            raise UserError(f"--trace {file} cannot be written: {why}") from None
-
-    def head(self, facts: Record) -> None:
-        """The first line: what runs here."""
-        self._write({"swiftspec_trace": VERSION, **facts})
-
-    def begin(self, request: int) -> None:
-        """Another request."""
-        self._request = request
-
-    def add(self, round_: int, **parts: Any) -> None:
-        """More about a round of this request."""
-        self._rounds.setdefault(round_, {"request": self._request, "round": round_}).update(parts)
-
-    def draft(self, record: Record) -> None:
-        """What the draft's lane says of a round."""
-        if record.pop("request") == self._request:
-            self.add(record.pop("round"), draft=record)
-
-    def lacks(self, round_: int) -> bool:
-        """Whether the draft's lane has yet to speak of that round."""
-        return "draft" not in self._rounds.get(round_, {})
-
-    def end(self) -> None:
-        """Writes the rounds that were verified."""
-        for _, line in sorted(self._rounds.items()):
-            if "tokens" in line:
-                self._write(line)
-        self._rounds = {}
-        self._try(self._file.flush)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._try(self._file.close)
-
-    def _write(self, line: Record) -> None:
-        self._try(lambda: self._file.write(json.dumps(line) + "\n"))
-
-    def _try(self, act: Callable[[], object]) -> None:
-        if self.lost is not None:
-            return
-        try:
-            act()
-        except OSError as error:
-            self.lost = error.strerror or str(error)
-            with suppress(OSError):  # it tries to write the rest once more
-                self._file.close()
+    def watch(self, on: bool) -> None: ...
+    def __call__(self, event: str, *about: Any) -> None: ...
 
 
-def _opened(file: Path) -> int:
-    """Opens a file to write, without waiting for the reader of a pipe."""
-    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    os.set_blocking(descriptor, True)
-    return descriptor
+class Switch:
+    """Observers that cost nothing while nobody wants to know: `wanted` is asked when a request opens. `told` hears of a
+    change, before anything of that request."""
+
+    def __init__(
+        self, wanted: Callable[[], bool], *watchers: Watcher, told: Callable[[bool], None] = lambda on: None
+    ) -> None:
+        self._wanted, self._watchers, self._told = wanted, watchers, told
+        self._on = False
+
+    def __call__(self, event: str, *about: Any) -> None:
+        if event == "opening" and self._wanted() != self._on:
+            self._on = not self._on
+            for watcher in self._watchers:
+                watcher.watch(self._on)
+            self._told(self._on)
+        if self._on:
+            for watcher in self._watchers:
+                watcher(event, *about)
 
 
 class TreeTrace:
     """Observes the loop on rank 0: the target's lane, and how long a proposal is waited for.
 
     `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
-    who is not asked in plain rounds.
+    who is not asked in plain rounds. `probabilities`: the target's, of the tokens of the proposal verified last.
     """
 
-    def __init__(self, log: TraceLog, busy: Callable[[], float], asked: Callable[[], bool] = lambda: True) -> None:
-        self._log, self._busy, self._asked = log, busy, asked
+    def __init__(
+        self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities
+    ) -> None:
+        self._log, self._busy, self._asked, self._probabilities = log, busy, asked, probabilities
         self._round, self._at, self._spent = 0, 0.0, 0.0
         self._opened: tuple[float, float] | None = None
+
+    def watch(self, on: bool) -> None:
+        """It has no hooks."""
 
     def __call__(self, event: str, *about: Any) -> None:
         began, self._at = self._at, time.perf_counter()
         match event:
             case "opening":
-                self._log.begin(about[0].request)
+                self._log.begin(about[0])
             case "opened":
                 self._opened = began, self._at
             case "proposed":
                 if self._asked():
                     self._round = about[0].round
                     self._log.add(self._round, wait=(began, self._at))
+                self._log.release(about[0].round)
             case "grown":
                 self._spent = self._busy()
             case "verified":
                 self._note(about[0], about[1], (began, self._at))
+            case "settled":
+                self._know()
             case "closed":
                 if self._log.lacks(self._round):
                     self._log.drain(self._round)
-                self._log.end()
+                self._log.end(about[0])
 
     def _note(self, proposal: Proposal, result: VerifyResult, verify: tuple[float, float]) -> None:
         target: Record = {"verify": verify, "forward": self._busy() - self._spent}
         if self._opened is not None:
             target["open"], self._opened = self._opened, None
-        tree = {"tokens": proposal.tokens, "parents": proposal.parents}
-        self._log.add(proposal.round, target=target, proposal=tree, path=result.path, tokens=result.tokens)
+        self._proposal: Record = {"tokens": proposal.tokens, "parents": proposal.parents}
+        self._log.add(proposal.round, target=target, proposal=self._proposal, path=result.path, tokens=result.tokens)
+
+    def _know(self) -> None:
+        """Once the result is on its way, so that nobody waits for it."""
+        known = self._probabilities(self._proposal["tokens"], self._proposal["parents"])
+        if known is not None:
+            self._proposal["p"] = [None, *known]
 
 
 class Grown(Protocol):
@@ -174,10 +147,14 @@ class DraftTrace:
 
     def __init__(self, drafter: Grown, tell: Callable[[Record], None]) -> None:
         self._drafter, self._tell = drafter, tell
-        self._forwards = watch(drafter.runner)
+        self._forwards = Forwards(drafter.runner)
         self._spans: dict[str, tuple[float, float]] = {}
         self._request, self._round, self._at = 0, 0, 0.0
         self._prefix, self._expanded = 0, 0  # KV before this round
+
+    def watch(self, on: bool) -> None:
+        """Sets or takes away its hooks."""
+        self._forwards.watch(on)
 
     def __call__(self, event: str, *about: Any) -> None:
         began, self._at = self._at, time.perf_counter()
@@ -188,7 +165,7 @@ class DraftTrace:
                 self._spans = {"open": (began, self._at)}
                 self._round = 0
                 self._prefix, self._expanded = self._books()
-                self._forwards.clear()  # the prompt's
+                self._forwards.take()  # the prompt's
             case "observed":
                 self._spans["observe"] = began, self._at
             case "proposed":
@@ -200,15 +177,14 @@ class DraftTrace:
 
     def _end(self) -> None:
         """KV is kept or computed, nothing else: what is missing from the books was wasted."""
-        prefix, expanded = self._books()
-        computed = sum(rows for _, _, rows in self._forwards)
+        (prefix, expanded), tree = self._books(), self._drafter.tree
+        forwards, self._spans, spans = self._forwards.take(), {}, self._spans
+        computed = sum(rows for _, _, rows in forwards)
         wasted = max(self._prefix + self._expanded + computed - prefix - expanded, 0)
-        record: Record = {"request": self._request, "round": self._round, **self._spans}
-        record |= {"forwards": list(self._forwards), "nodes": self._drafter.tree.count, "expanded": expanded}
-        self._tell(record | {"reused": self._expanded - wasted, "wasted": wasted})
+        record: Record = {"request": self._request, "round": self._round, **spans, "forwards": forwards}
+        record |= {"nodes": tree.count, "expanded": expanded, "reused": self._expanded - wasted, "wasted": wasted}
         self._prefix, self._expanded = prefix, expanded
-        self._spans = {}
-        self._forwards.clear()
+        self._tell(record | {"tree": tree_of(tree)})
 
     def _books(self) -> tuple[int, int]:
         return self._drafter.runner.cache.prefix_len[0], self._drafter.tree.expanded
@@ -217,39 +193,32 @@ class DraftTrace:
 class ParticleTrace:
     """Observes mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
 
-    def __init__(self, target: Hooked, draft: Hooked, log: TraceLog) -> None:
-        self._log, self._lanes = log, {"target": watch(target), "draft": watch(draft)}
+    def __init__(self, target: Hooked, draft: Hooked, log: Recorder) -> None:
+        self._log, self._lanes = log, {"target": Forwards(target), "draft": Forwards(draft)}
         self._round, self._at = 0, 0.0
+
+    def watch(self, on: bool) -> None:
+        """Sets or takes away its hooks."""
+        for forwards in self._lanes.values():
+            forwards.watch(on)
 
     def __call__(self, event: str, *about: Any) -> None:
         began, self._at = self._at, time.perf_counter()
         match event:
+            case "opening":
+                self._log.begin(about[0])
             case "opened":
-                self._log.begin(about[0].request)
                 self._round = 0
-                self._clear()
+                for forwards in self._lanes.values():
+                    forwards.take()  # the prompt's
             case "collected":
                 self._note(about[0], (began, self._at))
             case "closed":
-                self._log.end()
+                self._log.end(about[0])
 
     def _note(self, tokens: Sequence[int], span: tuple[float, float]) -> None:
         """A round that ends now, and the tokens that all particles have come to share by it."""
-        lanes = {side: {"forwards": list(forwards)} for side, forwards in self._lanes.items()}
+        lanes = {side: {"forwards": forwards.take()} for side, forwards in self._lanes.items()}
         self._log.add(self._round, population=span, tokens=tokens, **lanes)
         self._round += 1
-        self._clear()
-
-    def _clear(self) -> None:
-        for forwards in self._lanes.values():
-            forwards.clear()
-
-
-def both(*observers: Observer) -> Observer:
-    """Tells all of them."""
-
-    def tell(event: str, *about: Any) -> None:
-        for observer in observers:
-            observer(event, *about)
-
-    return tell
+        self._log.release()

@@ -208,7 +208,7 @@ class Proposed(Part):
 
 
 class Round(Part):
-    """Any other line of a trace; observe/trace.py says what the parts mean."""
+    """A round of a trace; docs/reference/trace.md says what the parts mean."""
 
     request: Count
     round: Count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +18,13 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.walk import Accept, Accepted
 
 
+@runtime_checkable
+class Knowing(Protocol):
+    """Steps that keep the logits of a verification to themselves, but tell of them."""
+
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], /) -> Sequence[float] | None: ...
+
+
 class FullVerifier(LocalVerifier):
     """A `LocalVerifier` of any request."""
 
@@ -26,6 +34,7 @@ class FullVerifier(LocalVerifier):
         """`rejection`: what verifies sampled requests, in place of Match."""
         super().__init__(runner, steps)
         self._rejection = rejection
+        self._logits: Tensor | None = None  # of the proposal verified last, where the host has seen them
         self._prompt: tuple[Likelihood, ...] | None = None  # for the next result
         self._likelihoods: tuple[Likelihood, ...] | None = None  # of the tokens last accepted
 
@@ -41,7 +50,16 @@ class FullVerifier(LocalVerifier):
     def accept(self, sampler: Sampler) -> Accept:
         params, rejection = sampler.params, self._rejection
         decide = rejection(sampler) if rejection is not None and self._rejects(params) else super().accept(sampler)
-        return decide if params.logprobs is None else self._scored(decide, sampler, params.logprobs)
+        return self._kept(decide if params.logprobs is None else self._scored(decide, sampler, params.logprobs))
+
+    def _kept(self, decide: Accept) -> Accept:
+        """Decides likewise, and keeps the logits."""
+
+        def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
+            self._logits = logits
+            return decide(proposal, logits, paths, positions)
+
+        return accept
 
     def _scored(self, decide: Accept, sampler: Sampler, k: int) -> Accept:
         """Decides likewise, and notes the log-probabilities of what it accepts."""
@@ -69,7 +87,19 @@ class FullVerifier(LocalVerifier):
         self._prompt = tuple(prompt.known)
         return kept
 
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
+        """What the target gives each token of the proposal verified last after its parent, the root left out: by its
+        logits as they are. None where nobody has whole logits: in a group of ranks, and in a graph."""
+        if self.runner.shard is not None:
+            return None
+        if self._logits is None:  # the host has not seen them
+            return self.steps.probabilities(tokens, parents) if isinstance(self.steps, Knowing) else None
+        logits = self._logits[:, : self.runner.vocab].float()
+        above = list(parents[1:])
+        return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
+
     def verify(self, proposal: Proposal) -> VerifyResult:
+        self._logits = None
         result = super().verify(proposal)
         if self._likelihoods is None and self._prompt is None:
             return result

@@ -80,9 +80,9 @@ class Session:
         writer = self.llm.writer
         if writer is not None and writer.trouble is not None and self.kept_in is not None:
             warn(f"--packed-cache {self.kept_in} is not complete, and the next start packs again: {writer.trouble}")
-        log = self.llm.roles.log
-        if log is not None and log.lost is not None:
-            warn(f"--trace {log.file} is not whole: {log.lost}")
+        trace = self.llm.roles.recorder.file
+        if trace is not None and trace.lost is not None:
+            warn(f"--trace {trace.path} is not whole: {trace.lost}")
 
 
 def open_session(
@@ -134,6 +134,8 @@ def open_session(
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         raise UserError("not enough memory for these models: take a smaller --max-model-len, or --dtype") from None
+    if llm.roles.recorder.file is not None:
+        llm.roles.recorder.file.spell = lambda token: codec.spell([token])
     if warm_up:
         phases.begin("warm-up")
         llm.generate([0], SamplingParams(max_tokens=2, ignore_eos=True))

@@ -79,9 +79,10 @@ class ParticleDecoding:
 
     def open(self, opening: Opening, ends: Ends) -> int:
         self._opened = False
+        self._tell("opening", opening)
         kept = self.population.open(opening, ends.stops, ends.budget)
         self._opened = True
-        self._tell("opened", opening)
+        self._tell("opened")
         return kept
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
@@ -91,7 +92,8 @@ class ParticleDecoding:
             stats.rounds = self.population.rounds
             stats.drafted += self.population.drafted if answer is None else 0
             stats.tokens += len(tokens)
-            yield Chunk(tokens, 0, None if answer is None else "stop" if answer.stopped else "length")
+            stats.finish_reason = None if answer is None else "stop" if answer.stopped else "length"
+            yield Chunk(tokens, 0, stats.finish_reason)
 
     def _next(self, rounds: Iterator[tuple[int, ...]]) -> tuple[int, ...] | None:
         try:
@@ -104,4 +106,4 @@ class ParticleDecoding:
         if self._opened:
             stats.population = self.population.finish()
         self.population.close()
-        self._tell("closed")
+        self._tell("closed", stats)

@@ -19,7 +19,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
-from swiftspec.distributed.draft_service import DraftService
+from swiftspec.distributed.draft_service import DraftService, Recording
 from swiftspec.distributed.followers import LeadingDrafter, Team
 from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.standing import Bounds
@@ -74,7 +74,8 @@ class FakeDraft:
 
 def serve(there: Channel, draft: Any) -> DraftService:
     """The draft's side, over a drafter that has no followers."""
-    return DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, None, Pause(), Pulse())
+    recording = Recording(there, draft, traced=False)
+    return DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, recording, Pause(), Pulse())
 
 
 @pytest.fixture

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.decode import nobody
-from swiftspec.engine import TreeDecoding
 from swiftspec.errors import UserError
 from swiftspec.lab import timeline
 from swiftspec.lab.measure import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
-from swiftspec.observe.trace import TraceLog
+from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, verifier_of
@@ -104,7 +102,8 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
 def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:
     llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float64)
     assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []
-    assert isinstance(llm.engine.decoding, TreeDecoding) and llm.engine.decoding._tell is nobody
+    llm.generate(PROMPT, GREEDY)
+    assert drafter_of(llm).runner.hooks == verifier_of(llm).runner.hooks == []
 
 
 def lines(*costs: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -188,17 +187,11 @@ def test_a_trace_that_cannot_be_written(pair: tuple[Path, Path], tmp_path: Path)
 def test_a_full_disk_costs_no_answer(pair: tuple[Path, Path], mode: str, tmp_path: Path) -> None:
     plan = EngineConfig(mode, self_switch=False)
     assert traced(pair, plan, Path("/dev/full"), requests=3) == traced(pair, plan, tmp_path / "trace", requests=3)
-    log = TraceLog(Path("/dev/full"))
-    log.head({})
-    assert log.lost is None
-    log.end()
+    log = TraceFile(Path("/dev/full"))
+    log.write([{"who": "me"}])
     assert log.lost == "No space left on device"
-    log.end()
+    log.write([{"who": "me"}])
     log.close()
-    unseen = TraceLog(Path("/dev/full"))
-    unseen.head({})
-    unseen.close()  # nothing was written before
-    assert unseen.lost == "No space left on device"
 
 
 def test_a_pipe(tmp_path: Path) -> None:
@@ -206,14 +199,12 @@ def test_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with pytest.raises(UserError, match="pipe cannot be written: nobody reads this pipe yet, start its reader first"):
-        TraceLog(pipe)
+        TraceFile(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    log = TraceLog(pipe)
-    log.head({"who": "me"})
-    log.end()
-    assert json.loads(os.read(reader, 1000)) == {"swiftspec_trace": 1, "who": "me"}
+    log = TraceFile(pipe)
+    log.write([{"who": "me"}])
+    assert json.loads(os.read(reader, 1000)) == {"who": "me"}
     os.close(reader)
-    log.head({})
-    log.end()
+    log.write([{"who": "me"}])
     assert log.lost == "Broken pipe"
     log.close()

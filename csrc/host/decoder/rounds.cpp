@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -157,6 +158,22 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, S
     sampled.push_back(drawn_[i]);
   }
   commit(prefix, path);
+}
+
+std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
+  const auto count = static_cast<int64_t>(tokens.size()), stride = decoder_.stack().head->n;
+  if (count * stride > static_cast<int64_t>(logits_.size())) throw std::invalid_argument("so many were not verified");
+  drawn_.resize(tokens.size());
+  values_.resize(tokens.size());
+  totals_.resize(tokens.size());
+  children({logits_.data(), nullptr, nullptr, nullptr, 1.0F, 1.0F, count, scoring.columns().count, stride}, 1,
+           drawn_.data(), values_.data(), totals_.data());
+  std::vector<float> out;
+  for (size_t i = 1; i < tokens.size(); ++i) {
+    out.push_back(std::exp(logits_[static_cast<size_t>(parents[i] * stride + tokens[i])] -
+                           totals_[static_cast<size_t>(parents[i])]));
+  }
+  return out;
 }
 
 void Rounds::commit(int64_t prefix, const Nodes& path) {

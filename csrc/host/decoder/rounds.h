@@ -81,6 +81,9 @@ class Rounds {
   void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const Allowed& allowed,
               Nodes& path, Nodes& sampled);
 
+  // What the logits of the last verification, of these nodes, give each token after its parent, the root left out.
+  std::vector<float> probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring);
+
   double seconds() const { return seconds_; }  // that the last forward took
   const Decoder& decoder() const { return decoder_; }
   const Region& region() const { return region_; }

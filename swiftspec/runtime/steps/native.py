@@ -41,6 +41,7 @@ class NativeRounds(Protocol):
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None, /
     ) -> tuple[list[int], list[int], float]: ...
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
 
 
 class NativeModel(Fused, Protocol):
@@ -154,6 +155,11 @@ class NativeSteps(EagerSteps):
         runner.cache.append_prefix(len(path))
         runner.note(began, len(proposal.tokens), seconds)
         return Accepted(path, tokens)
+
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
+        """See `FullVerifier`; with a grammar among the tokens that it allows. None in a group, whose ranks have columns
+        of the logits only."""
+        return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
 
     def _reason(self, error: OSError) -> Exception:
         """What an error of the memory that ranks share means."""

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from swiftspec.distributed.bridge import GroupDrafter
 from swiftspec.distributed.calls import Call
-from swiftspec.distributed.draft_service import DraftService
+from swiftspec.distributed.draft_service import DraftService, Recording
 from swiftspec.distributed.followers import LeadingDrafter, Team, follow
 from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.launcher import launched
+from swiftspec.distributed.records import COUNTS, pack_record, read_record
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.tcp import HEAD, TcpChannel
 from swiftspec.distributed.wire import (
@@ -28,7 +29,6 @@ from swiftspec.distributed.wire import (
     pack,
     read_opening,
     read_proposal,
-    read_record,
     read_result,
     to_words,
 )  # fmt: skip
@@ -36,6 +36,7 @@ from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Pause
+from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
 
 BOUNDS = Bounds(vocab=40, context=30, nodes=6)
@@ -87,11 +88,9 @@ KEPT = st.sampled_from([None, (), (0,), (0, 0), (2,), (1, 1)])
 OPENINGS = st.builds(Opening, st.just(1), st.just(TEXT), SAMPLING, st.integers(1, 3), STEPS, KEPT)
 TOKENS = st.lists(st.integers(0, 39), min_size=1, max_size=3)
 RESULTS = TOKENS.map(lambda tokens: VerifyResult(1, 0, 2, tuple(range(len(tokens))), tuple(tokens)))
-NUMBERS = st.integers(-1, 3) | VALUES
-RECORDS = st.fixed_dictionaries({"request": NUMBERS, "round": NUMBERS}, optional={"x": VALUES})
 JUNK = ("", "[", "[" * 50_000, "{}", "1", '{"request": 1, "round": []}', "\0", "NaN", "9" * 5000)
 JUNK_TEXT = st.integers(0, len(JUNK) - 1).map(JUNK.__getitem__)
-LINES = (RECORDS.map(json.dumps) | JUNK_TEXT).map(to_words)
+LINES = JUNK_TEXT.map(to_words)
 
 
 @st.composite
@@ -147,15 +146,32 @@ def strange_opening(draw: st.DrawFn) -> Words:
     return pack(Opening(1, tuple(tokens), sampling, 1, draw(STEPS)))
 
 
+@st.composite
+def records(draw: st.DrawFn) -> Words:
+    """A round of the draft's lane, whose tree may be none."""
+    count, moment = draw(st.integers(1, 4)), st.just(0.5) | st.floats()
+    parents = [-1, *(draw(st.integers(-1, i)) for i in range(count - 1))]
+    tree = {
+        "tokens": np.array([draw(st.integers(-1, 40)) for _ in parents], np.int32),
+        "parents": np.array(parents, np.int32), "expanded": np.array(parents) < 0,
+        "logprobs": np.array([draw(st.just(0.0) | st.floats(width=32)) for _ in parents], np.float32),
+    }  # fmt: skip
+    head = {name: draw(st.integers(-1, 3)) for name in COUNTS}
+    spans = draw(st.fixed_dictionaries({}, optional={"grow": st.tuples(moment, moment)}))
+    forwards = draw(st.lists(st.tuples(moment, moment, EDGES), max_size=2))
+    return pack_record(head | spans | {"forwards": forwards, "tree": tree})
+
+
 RANDOM = st.lists(WORD, max_size=20)
 OPENING_WORDS = damaged(OPENINGS.map(pack)) | bent_opening() | strange_opening() | RANDOM
 PROPOSAL_WORDS = damaged(proposal().map(pack)) | strange() | RANDOM
 RESULT_WORDS = damaged(RESULTS.map(pack)) | strange_result() | RANDOM
 KIND = st.sampled_from([*map(int, Call)]) | WORD
+RECORDS = damaged(records()) | records()
 BODY = st.one_of(RANDOM, OPENING_WORDS, PROPOSAL_WORDS, RESULT_WORDS, LINES)
 DRAFT_SAYS = st.one_of(
     st.tuples(st.just(int(Call.PROPOSAL)), st.builds(lambda spent, words: [spent, *words], EDGES, PROPOSAL_WORDS)),
-    st.tuples(st.just(int(Call.TRACE)), LINES),
+    st.tuples(st.just(int(Call.TRACE)), RECORDS | LINES),
     st.tuples(st.just(int(Call.LOST)), RANDOM),
     st.tuples(KIND, BODY),
 )
@@ -163,7 +179,7 @@ TARGET_SAYS = st.one_of(
     st.tuples(st.sampled_from([int(Call.DRAFTER_OPEN), int(Call.VERIFIER_OPEN)]), OPENING_WORDS),
     st.tuples(st.just(int(Call.VERIFY)), PROPOSAL_WORDS),
     st.tuples(st.just(int(Call.OBSERVE)), RESULT_WORDS),
-    st.tuples(st.sampled_from([int(Call.STEPS), int(Call.PACE)]), st.lists(EDGES, max_size=2)),
+    st.tuples(st.sampled_from([int(Call.STEPS), int(Call.PACE), int(Call.WATCH)]), st.lists(EDGES, max_size=2)),
     st.tuples(KIND, BODY),
 )
 
@@ -329,7 +345,13 @@ def ask_times(says: Sequence[Message]) -> str:
 
 def serve_target(says: Sequence[Message]) -> str:
     """A draft's leader with a target that says anything; it leaves, or is alone at the end."""
-    service = DraftService(FakeChannel(says), LeadingDrafter(FakeRole(), Team([])), BOUNDS, None, Pause(), Pulse())  # type: ignore[arg-type]
+    channel: Any = FakeChannel(says)
+    watched: Any = SimpleNamespace(
+        runner=SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0])), tree=DraftTree(9, 2)
+    )
+    recording = Recording(channel, watched, traced=False)
+    drafter: Any = LeadingDrafter(FakeRole(), Team([]))  # type: ignore[arg-type]
+    service = DraftService(channel, drafter, BOUNDS, recording, Pause(), Pulse())
     return _served(service.run)
 
 
@@ -395,7 +417,7 @@ TARGETS = (
     target("read_opening", OPENING_WORDS, lambda words: read(read_opening, words)),
     target("read_proposal", PROPOSAL_WORDS, lambda words: read(read_proposal, words)),
     target("read_result", RESULT_WORDS, lambda words: read(read_result, words)),
-    target("read_record", LINES | RANDOM, lambda words: read(read_record, words)),
+    target("read_record", RECORDS | RANDOM, lambda words: read(read_record, words)),
     target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
     target("GroupDrafter", DRAFT, ask_draft),
     target("GroupDrafter.times", TIMES, ask_times),
