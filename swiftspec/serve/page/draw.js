@@ -7,6 +7,8 @@ import { fateInFlight } from "./tree.js";
 
 const FONT = "12px ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace";
 const LETTER = 7.25; // pixels of a letter in it
+const SMALL = FONT.replace("12px", "10px");
+const SMALL_LETTER = 6.05;
 const TALL = 20;
 const MARKS = { verified: "✓", rejected: "✕", own: "◆" };
 
@@ -74,9 +76,18 @@ export class TreeCanvas {
     const fresh = past !== null && past !== undefined && !past.has(node.name);
     const x = start.x + (to.x - start.x) * share;
     const y = start.y + (to.y - start.y) * share;
-    const label = to.text ? cut(visible(this.textOf(node.token)), Math.max(Math.floor(to.room / LETTER) - 2, 2)) : "";
-    const signs = [...label].length;
-    return { node, x, y, label, width: to.text ? signs * LETTER + 26 : 8, alpha: fresh ? share : 1, scale: to.scale };
+    return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to) };
+  }
+
+  /** What is written at a node, `small` beside its dot, and how wide that is. */
+  lettered(node, place) {
+    const written = (letter) => cut(visible(this.textOf(node.token)), Math.max(Math.floor(place.room / letter) - 2, 2));
+    if (place.text) {
+      const label = written(LETTER);
+      return { label, small: "", width: [...label].length * LETTER + 26 };
+    }
+    const small = node.expanded && place.scale > 0.6 ? written(SMALL_LETTER) : "";
+    return { label: "", small, width: small === "" ? 9 : 13 + [...small].length * SMALL_LETTER };
   }
 
   /** What does not survive goes. */
@@ -86,8 +97,7 @@ export class TreeCanvas {
     for (const node of from.nodes) {
       const at = past.get(node.name);
       if (stays.has(node.name) || at === undefined) continue;
-      const label = at.text ? cut(visible(this.textOf(node.token)), Math.max(Math.floor(at.room / LETTER) - 2, 2)) : "";
-      const spot = { node, x: at.x - shift * share, y: at.y, label, width: label.length * LETTER + 26, alpha: (1 - share) ** 2 };
+      const spot = { node, x: at.x - shift * share, y: at.y, alpha: (1 - share) ** 2, ...this.lettered(node, at) };
       this.node(spot, node.fate, 0, false);
     }
   }
@@ -124,7 +134,7 @@ export class TreeCanvas {
 
   dot(spot, fate) {
     const context = this.context;
-    const radius = spot.node.expanded ? 3.2 : 2.2;
+    const radius = spot.node.expanded ? 3.2 : 1.8;
     context.beginPath();
     context.arc(spot.x + 4, spot.y, radius, 0, 2 * Math.PI);
     context.fillStyle = this.colours[fate === "kept" ? "kept" : "paper"];
@@ -132,6 +142,11 @@ export class TreeCanvas {
     context.lineWidth = 1.2;
     context.fill();
     context.stroke();
+    if (spot.small === "") return;
+    context.font = SMALL;
+    context.textBaseline = "middle";
+    context.fillStyle = this.colours[fate === "kept" ? "kept" : "idle"];
+    context.fillText(spot.small, spot.x + 11, spot.y + 0.5);
   }
 
   chip(spot, fate, beat) {

@@ -1,8 +1,8 @@
 // Where the nodes of a tree stand: levels from left to right, the likeliest path straight through the middle.
 
 const ROW = 27; // pixels of a node with its text
-const BRANCH = 12; // of one that was expanded, but not sent
-const DOT = 5; // of the others
+const BRANCH = 15; // of one that was expanded, but not sent: a dot and small letters
+const DOT = 3.8; // of the others
 const NARROWEST = 62; // pixels of a level
 const WIDEST = 190;
 

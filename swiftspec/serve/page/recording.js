@@ -1,5 +1,5 @@
 // What the lines of a trace say, gathered: a head, and requests with their rounds. The format is documented in
-// docs/reference/page.md; a line or a field that is not known does no harm.
+// docs/reference/trace.md; a line or a field that is not known does no harm.
 
 const MOST_ROUNDS = 20000; // of a live recording; the oldest requests go first
 
