@@ -4,13 +4,14 @@ Each setting is declared once, at its field (see setting.py). In code stands onl
 each other.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swiftspec.params import SamplingParams
 from swiftspec.setting import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions.md)
+MOST_STEPS = 16  # a measured d beyond this adds nodes that are hardly ever accepted
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")
@@ -135,6 +136,21 @@ class EngineConfig:
             self.mode in ("ar", "smc") or self.proposal != "sample" or not sampling.greedy,
             f"proposal sample draws tokens, and temperature 0 leaves nothing to draw: raise it, or take {instead}",
         )
+        drafts = (sampling.verify_batch or 1) > 1 or sampling.draft_steps is not None
+        require(self.mode != "ar" or not drafts, "mode ar has no draft: leave verify_batch and draft_steps out")
+        room = {"verify_batch": self.verify_batch, "draft_steps": self.most_steps}
+        for name, most in room.items():
+            asked = getattr(sampling, name)
+            fits = asked is None or asked <= most
+            require(fits, f"{name} of a request must lie in 1..{most}, what this engine has room for, not {asked}")
+
+    def for_request(self, sampling: SamplingParams) -> "EngineConfig":
+        """The shape of this request's rounds. One that says a part of it leaves nothing to measurements."""
+        if sampling.verify_batch is None and sampling.draft_steps is None:
+            return self
+        shape = {"verify_batch": sampling.verify_batch or self.verify_batch}
+        shape["draft_steps"] = sampling.draft_steps or self.steps
+        return replace(self, **shape, self_switch=False, adapt_steps=False, adapt_batch=False)
 
     def calibrated(self, greedy: bool) -> float:
         """What makes a child's weight the chance that the target agrees. For children ranked by likelihood a
@@ -158,6 +174,17 @@ class EngineConfig:
     def steps(self) -> int:
         """d, or where it is to be measured, what to begin with."""
         return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
+
+    @property
+    def most_steps(self) -> int:
+        """The largest d that the trees have room for."""
+        measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
+        return max(MOST_STEPS, self.steps) if measured else self.steps
+
+    @property
+    def decides(self) -> bool:
+        """Whether the kind of a round follows measurements."""
+        return self.self_switch or self.adapts
 
     @property
     def ranks(self) -> int:

@@ -11,7 +11,7 @@ from swiftspec.decode import Observer, decode, nobody
 from swiftspec.errors import UserError
 from swiftspec.messages import Likelihood, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.verifier import Verifier
 
 Verified = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]  # a proposal's parents; a result's path, overlaps
@@ -106,6 +106,7 @@ class TreeDecoding:
     ) -> None:  # fmt: skip
         """`lost` says why the drafter is gone, should it be, and `report` what a controller around it has decided."""
         self.drafter, self.verifier = drafter, verifier
+        self.asked = drafter  # in the request begun last
         self._tell, self._lost, self._report = tell, lost, report
 
     @property
@@ -114,24 +115,25 @@ class TreeDecoding:
 
     def open(self, opening: Opening, ends: Ends) -> int:
         self._tell("opening", opening)
-        self.drafter.open(opening)  # first: elsewhere it reads the prompt meanwhile
+        self.asked = NoDrafter() if opening.sampling.verify_batch == 1 else self.drafter
+        self.asked.open(opening)  # first: elsewhere it reads the prompt meanwhile
         self._tell("drafter opened")
         kept = self.verifier.open(opening)
         self._tell("opened")
         return kept
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
-        for proposal, result in decode(self.drafter, self.verifier, self._tell):
+        for proposal, result in decode(self.asked, self.verifier, self._tell):
             _count(stats, proposal, result)
-            stats.drafter_lost = self._lost()
+            stats.drafter_lost = self._lost() if self.asked is self.drafter else None
             chunk = _cut(result, ends.budget - stats.tokens, ends.stops)
             stats.tokens += len(chunk.token_ids)
             stats.finish_reason = chunk.finish_reason
             yield chunk
 
     def close(self, stats: Stats) -> None:
-        stats.policy = self._report()
-        self.drafter.close()
+        stats.policy = self._report() if self.asked is self.drafter else None
+        self.asked.close()
         self.verifier.close()
         self._tell("closed", stats)
 

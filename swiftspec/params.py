@@ -19,6 +19,8 @@ class SamplingParams:
     greedy. `grammar`: what the answer follows, one of llguidance, in Lark or as its JSON. An end-of-text token comes
     only where that may end, and ends the answer. `logprobs` k: tokens of the answer come with their log-probabilities,
     and with the k likeliest ones, after guidance and before all else; `prompt_logprobs`: so do those of the prompt.
+    `verify_batch` (bs; 1: without the draft) and `draft_steps` (d) of this request's rounds, in place of the engine's:
+    the text stays the same, or where it is verified by rejection its distribution.
     """
 
     temperature: float = setting(
@@ -67,6 +69,8 @@ class SamplingParams:
     prompt_logprobs: int | None = setting(None, least=0, most=20)
     grammar: str | None = setting(None, "The answer's grammar, for llguidance: Lark or JSON.", SAMPLING, "TEXT", "none")
     negative_prompt_ids: tuple[int, ...] = ()  # what l_u follows; empty: the prompt's last token alone
+    verify_batch: int | None = setting(None, least=1)
+    draft_steps: int | None = setting(None, least=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

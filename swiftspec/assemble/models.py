@@ -24,7 +24,6 @@ from swiftspec.assemble.options import (
 from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.cache import PackedCache
 from swiftspec.config import EngineConfig
-from swiftspec.control.step_times import MOST_STEPS
 from swiftspec.distributed.facts import Facts, settings_of
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
@@ -173,11 +172,9 @@ class Models:
 
     def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        measured = plan.adapt_steps or (plan.mode == "async" and plan.draft_steps is None)
-        steps = max(MOST_STEPS, plan.steps) if measured else plan.steps
-        slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
+        slots = 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
         if plan.proposal == "sample":
-            slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
+            slots = plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
         runner, tools = self._runner("draft", plan, slots, group, progress)
         return drafter_on(runner, tools, plan)
 

@@ -59,7 +59,7 @@ class Roles:
     @property
     def outages(self) -> Sequence[Outage]:
         """The times in the request begun last in which the draft group was away."""
-        drafter = self.decoding.drafter if isinstance(self.decoding, TreeDecoding) else None
+        drafter = self.decoding.asked if isinstance(self.decoding, TreeDecoding) else None
         return drafter.outages if isinstance(drafter, PatientDrafter) else ()
 
     def close(self, *, comes_again: bool = False) -> None:
@@ -74,11 +74,12 @@ def assemble(models: Models, config: EngineConfig, world: World | None, progress
     """Loads the models and makes the roles of rank 0, or of a process alone."""
     log = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else Rank(world, config, models, progress)
+    mode = check_sampling if config.mode == "smc" else config.check_request  # before d is measured: there is more room
+    check = partial(_check, mode, models.grammars)
     if config.mode == "smc":
         parts, decoding = _population(models, config, rank, log, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, log, progress)
-    check = partial(_check, check_sampling if config.mode == "smc" else config.check_request, models.grammars)
     eos = read_config(models.target).eos_token_ids
     head = head_of(models.described(config))
     if log.file is not None:
@@ -116,7 +117,7 @@ def _tree(
         local = None if config.mode == "ar" else models.drafter(config, None, progress)
         parts = Tree(local or NoDrafter(), ThreadedVerifier(alone) if config.mode == "async" else alone)
     controller = None
-    if config.mode != "ar" and (config.self_switch or config.adapts):
+    if config.mode != "ar" and config.decides:
         controller = Controller(parts.drafter, lambda: Measured(config))
     assert isinstance(alone, FullVerifier)
     tell = _observers(log, parts, alone, local, controller)

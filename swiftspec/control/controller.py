@@ -10,6 +10,7 @@ from swiftspec.control import policy
 from swiftspec.control.record import Decision, Measured, MeasuredRound
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 
 SKIP = 2  # rounds after a change that are not measured: caches are cold, and a draft may have to catch up
@@ -63,15 +64,22 @@ class Controller:
 
     def open(self, opening: Opening) -> None:
         self._reset()
-        guided = opening.sampling.guided
-        if guided not in self._all_measured:
-            self._all_measured[guided] = self._make()
-        self.measured = self._all_measured[guided]
+        self.measured = self._measured_so_far(opening.sampling)
         self.measured.begin()
         self._none.open(opening)
         self._set_steps()
         self._drafter.open(opening)
         self._busy = self._drafter.busy
+
+    def _measured_so_far(self, sampling: SamplingParams) -> Measured:
+        """What was measured of requests like this one. One that says the shape of its rounds is like no other."""
+        guided, ours = sampling.guided, self._all_measured[False].config
+        asked = ours.for_request(sampling)
+        if asked is not ours:
+            return Measured(asked)
+        if guided not in self._all_measured:
+            self._all_measured[guided] = self._make()
+        return self._all_measured[guided]
 
     def propose(self) -> Proposal:
         self._began = self._clock()
@@ -120,9 +128,11 @@ class Controller:
     def close(self) -> None:
         self._drafter.close()
 
-    def report(self) -> PolicyReport:
-        """The report of the request so far."""
+    def report(self) -> PolicyReport | None:
+        """The report of the request so far; None where it has left nothing to decide."""
         m = self.measured
+        if not m.config.decides:
+            return None
         tree, plain = m.tree_round, m.plain_round
         break_even = tree / plain if tree is not None and plain else None
         speedup = sum(seen.tokens for seen in m.trees) / len(m.trees) / break_even if break_even else None

@@ -7,9 +7,9 @@ second: those of one shape (d, bs) with those of another, and those of the best 
 
 from __future__ import annotations
 
+from swiftspec.config import MOST_STEPS
 from swiftspec.control.forecast import Forecast
 from swiftspec.control.record import PLAIN, PROBE, WINDOW, Decision, Measured
-from swiftspec.control.step_times import MOST_STEPS
 
 EVERY = 8  # rounds between two decisions; one takes about a tenth of a millisecond
 REFRESH = 512  # rounds after which the time of a plain round is measured again
@@ -32,6 +32,8 @@ def decide(m: Measured) -> Decision:
     The first rounds that were ever measured tell what forwards cost here, though not yet how much is accepted; with a
     usual acceptance that is enough to choose d for models of any size.
     """
+    if not m.config.decides:
+        return m.current
     if m.speculating and m.config.adapt_steps and len(m.trees) == m.rounds == FIRST:
         return Decision(_steps_by_cost(m), m.nodes, True)
     since = m.rounds - (WINDOW if m.speculating else PROBE)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
+from swiftspec.config import MOST_STEPS
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -18,7 +19,6 @@ TEXT = 256  # tokens that stand before what is measured: attention has its part 
 GREEDY = SamplingParams(temperature=0)
 REPEATS = 8
 IN_A_ROW = 4  # verifications after each prefill, which leaves the caches in another state than rounds do
-MOST_STEPS = 16  # d beyond this adds nodes that are hardly ever accepted
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from swiftspec.config import MAX_TREE
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.reject import check_drawn
@@ -102,3 +103,5 @@ def _check_sampling(sampling: SamplingParams, bounds: Bounds) -> None:
     _check_tokens(sampling.logit_bias, bounds, "a logit_bias", most=None)
     if sampling.top_k > bounds.vocab:
         raise ValueError(f"a top_k of {sampling.top_k} is above the vocabulary of {bounds.vocab}")
+    in_range(sampling.verify_batch or 1, 1, bounds.nodes, "a request's verify_batch")
+    in_range(sampling.draft_steps or 1, 1, MAX_TREE, "a request's draft_steps")

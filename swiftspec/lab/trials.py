@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from swiftspec.config import MODES, EngineConfig
-from swiftspec.control.step_times import MOST_STEPS, DraftTimes, steps_for
+from swiftspec.config import MODES, MOST_STEPS, EngineConfig
+from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard

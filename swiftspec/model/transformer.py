@@ -64,8 +64,7 @@ class Transformer:
         self.num_heads = config.num_heads if share is None else share.num_heads
         self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
         self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, padding counted
-        self.group = group
-        self._ops = ops
+        self.group, self._ops = group, ops
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
         head = ops.pack(weights.head(), dtype, device)  # the largest is held twice while there is little else
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]

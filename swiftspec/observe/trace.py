@@ -83,14 +83,17 @@ class TreeTrace:
     """Observes the loop on rank 0: the target's lane, and how long a proposal is waited for.
 
     `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
-    who is not asked in plain rounds. `probabilities`: the target's, of the tokens of the proposal verified last.
+    who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
+    the proposal verified last.
     """
 
     def __init__(
         self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities
     ) -> None:
         self._log, self._busy, self._asked, self._probabilities = log, busy, asked, probabilities
-        self._round, self._at, self._spent = 0, 0.0, 0.0
+        self._at, self._spent = 0.0, 0.0
+        self._plain = False  # the request
+        self._round: int | None = None  # the last one that the drafter was asked in
         self._opened: tuple[float, float] | None = None
 
     def watch(self, on: bool) -> None:
@@ -101,10 +104,11 @@ class TreeTrace:
         match event:
             case "opening":
                 self._log.begin(about[0])
+                self._plain, self._round = about[0].sampling.verify_batch == 1, None
             case "opened":
                 self._opened = began, self._at
             case "proposed":
-                if self._asked():
+                if not self._plain and self._asked():
                     self._round = about[0].round
                     self._log.add(self._round, wait=(began, self._at))
                 self._log.release(about[0].round)
@@ -115,7 +119,7 @@ class TreeTrace:
             case "settled":
                 self._know()
             case "closed":
-                if self._log.lacks(self._round):
+                if self._round is not None and self._log.lacks(self._round):
                     self._log.drain(self._round)
                 self._log.end(about[0])
 
@@ -150,6 +154,7 @@ class DraftTrace:
         self._forwards = Forwards(drafter.runner)
         self._spans: dict[str, tuple[float, float]] = {}
         self._request, self._round, self._at = 0, 0, 0.0
+        self._plain = False  # the request: nobody drafts
         self._prefix, self._expanded = 0, 0  # KV before this round
 
     def watch(self, on: bool) -> None:
@@ -160,7 +165,7 @@ class DraftTrace:
         began, self._at = self._at, time.perf_counter()
         match event:
             case "opening":
-                self._request = about[0].request
+                self._request, self._plain = about[0].request, about[0].sampling.verify_batch == 1
             case "drafter opened":
                 self._spans = {"open": (began, self._at)}
                 self._round = 0
@@ -171,7 +176,7 @@ class DraftTrace:
             case "proposed":
                 self._spans["propose"] = began, self._at
                 self._round = about[0].round
-            case "grown":
+            case "grown" if not self._plain:
                 self._spans["grow"] = began, self._at
                 self._end()
 

@@ -37,7 +37,7 @@ class AheadDrafter(LocalDrafter):
 
     def propose(self) -> Proposal:
         best = self._best()
-        if len(best.tokens) < self._config.verify_batch:
+        if len(best.tokens) < self._nodes:
             there = self.tree.count
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
             best = self._best(there if self._children.drawn else 0)
@@ -53,15 +53,14 @@ class AheadDrafter(LocalDrafter):
         if self._children.drawn or self._root != 0:
             return None
         config, worth = self._config, self.YIELD if self._catch_up else 0.0
-        shape = config.verify_batch, config.draft_leaves, self.draft_steps
+        shape = self._nodes, config.draft_leaves, self.expansions
         return self.steps.reply(self.tree, self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
         """Whether one more expansion now, which takes a d-th of a round, would add more than a d-th of the tokens that
         the round can expect without."""
-        config = self._config
-        tokens, leaves = self.tree.prospects(config.verify_batch, config.draft_leaves, self._root)
-        return self.YIELD * leaves > tokens / self.draft_steps
+        tokens, leaves = self.tree.prospects(self._nodes, self._config.draft_leaves, self._root)
+        return self.YIELD * leaves > tokens / self.expansions
 
     def grow(self) -> None:
-        self.expand(self.draft_steps)
+        self.expand(self.expansions)

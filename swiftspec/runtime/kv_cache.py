@@ -24,10 +24,9 @@ class KVCache:
         self, layers: int, kv_heads: int, head_dim: int, capacity: int, mover: Mover, *,
         sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
-        self.capacity = capacity
+        self.capacity, self._mover = capacity, mover
         self._shape = (layers, kv_heads, capacity, head_dim)
         self._dtype, self._device = dtype, device
-        self._mover = mover
         self.prefix_len: list[int] = []
         self.reset(sequences)
 
@@ -60,16 +59,14 @@ class KVCache:
     def append_prefix(self, count: int, sequence: int = 0) -> int:
         """Hands out the next `count` prefix slots of a sequence, whose tree must be empty. Returns the first."""
         assert self.tree_len == 0 and self.prefix_len[sequence] + count <= self.capacity
-        first = self.prefix_len[sequence]
         self.prefix_len[sequence] += count
-        return first
+        return self.prefix_len[sequence] - count
 
     def append_tree(self, count: int) -> int:
         """Hands out the next `count` tree slots, in every sequence. Returns the first, from the tree's start."""
         assert count <= self.room
-        first = self.tree_len
         self.tree_len += count
-        return first
+        return self.tree_len - count
 
     def commit(self, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """Moves the tree slots `path` to the end of the prefix and `keep` right after them; the other slots are free.
@@ -79,9 +76,7 @@ class KVCache:
         """
         order = [*path, *keep]
         assert all(a < b for a, b in pairwise(order)) and (not order or order[-1] < self.tree_len)
-        still = 0  # the leading slots that are where they belong
-        while still < len(order) and order[still] == still:
-            still += 1
+        still = next((i for i, slot in enumerate(order) if slot != i), len(order))  # leading ones are where they belong
         if still < len(order):
             assert self._move is not None
             for sequence, start in enumerate(self.prefix_len):

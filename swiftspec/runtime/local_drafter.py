@@ -44,16 +44,20 @@ class LocalDrafter:
         self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: TreeConfig
     ) -> None:
         """`steps`: those that can expand `tree`, the fastest first."""
-        self.runner, self.tree = runner, tree
-        self.steps_known = steps
+        self.runner, self.tree, self.steps_known = runner, tree, steps
         self._children, self._config = children, config
-        self.draft_steps = config.steps  # d
+        self.draft_steps = config.steps  # d, unless a request has its own
         self.pending: list[int] = []
         self._root = 0  # node that is the root by now; `settle` makes it node 0
 
     @property
     def busy(self) -> float:
         return self.runner.busy
+
+    @property
+    def expansions(self) -> int:
+        """d of this request."""
+        return self._own_steps or self.draft_steps
 
     def choose(self, opening: Opening) -> Steps:
         """The steps that run a request."""
@@ -62,6 +66,7 @@ class LocalDrafter:
 
     def open(self, opening: Opening) -> None:
         config, sampling = self._config, opening.sampling
+        self._nodes, self._own_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
         self._request, self._round = opening.request, 0
         self._root_at = len(opening.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
@@ -78,7 +83,7 @@ class LocalDrafter:
         self.steps.open(Request(sampler, expansion=shape))
 
     def propose(self) -> Proposal:
-        self.expand(self.draft_steps)
+        self.expand(self.expansions)
         return self._best()
 
     def grow(self) -> None:
@@ -116,7 +121,7 @@ class LocalDrafter:
         self.steps.expand(self.tree, self.pending, count)
 
     def _best(self, first: int = 0) -> Proposal:
-        nodes, tokens, parents = self.tree.best_subtree(self._config.verify_batch, self._root, first)
+        nodes, tokens, parents = self.tree.best_subtree(self._nodes, self._root, first)
         carried = None
         if self._children.drawn and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))

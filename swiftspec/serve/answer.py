@@ -36,7 +36,7 @@ def summary(
             "total_tokens": len(prompt_token_ids) + len(token_ids),
         },
         "timings": timings(stats, len(token_ids), load_time),
-        "metrics": metrics(plan, stats, len(token_ids), outages),
+        "metrics": metrics(plan.for_request(sampling), stats, len(token_ids), outages),
         **({"guidance": guidance(sampling)} if sampling.guided else {}),
         **(population(plan, stats) if plan.mode == "smc" else {}),
     }
@@ -80,9 +80,10 @@ def timings(stats: Stats, tokens: int, load_time: float) -> Json:
 
 
 def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Outage] = ()) -> Json:
-    """vLLM's shape, and ours from `mode` on. Acceptance counts whole rounds, so a stop inside the last round leaves it
-    as it was. `target_busy`, `draft_busy`: the share of the decode time in the forwards of each; together they may come
-    to more than 1, as the draft of mode async runs beside the target. `outages`: when the draft group was away."""
+    """vLLM's shape, and ours from `mode` on. `plan`: for this request. Acceptance counts whole rounds, so a stop inside
+    the last round leaves it as it was. `target_busy`, `draft_busy`: the share of the decode time in the forwards of
+    each; together they may come to more than 1, as the draft of mode async runs beside the target. `outages`: when the
+    draft group was away."""
     return {
         "time_to_first_token_ms": _ms(stats.first_token_time),
         "generation_time_ms": _ms(stats.decode_time),
@@ -94,8 +95,20 @@ def metrics(plan: EngineConfig, stats: Stats, tokens: int, outages: Sequence[Out
         "draft_busy": min(_share(stats.draft_busy_time, stats.decode_time), 1.0),
         "drafter_lost": stats.drafter_lost,
         "draft_outages": [outage(each) for each in outages],
+        **rounds(plan, stats),
         "policy": policy(stats),
     }
+
+
+def rounds(plan: EngineConfig, stats: Stats) -> Json:
+    """bs and d in force at the end; 1 and 0 where the draft was not asked, null in mode smc."""
+    if plan.mode == "smc":
+        return {"verify_batch": None, "draft_steps": None}
+    if plan.mode == "ar" or plan.verify_batch == 1:
+        return {"verify_batch": 1, "draft_steps": 0}
+    found = stats.policy
+    bs, d = (plan.verify_batch, plan.steps) if found is None else (found.nodes, found.steps)
+    return {"verify_batch": bs, "draft_steps": d}
 
 
 def outage(away: Outage) -> Json:

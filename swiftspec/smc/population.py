@@ -50,6 +50,8 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise UserError("mode smc knows no guidance: leave guidance_scale at 1, or take mode serial")
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         raise UserError("mode smc gives no log-probabilities: leave them out, or take mode serial")
+    if sampling.verify_batch is not None or sampling.draft_steps is not None:
+        raise UserError("mode smc has no draft tree: leave verify_batch and draft_steps out, or take mode serial")
     if sampling.grammar is not None:
         raise UserError("mode smc knows no grammar: leave it out, or take mode serial")
 

@@ -58,10 +58,8 @@ class DraftTree:
     def reset(self, token: int) -> None:
         """Starts over from an unexpanded root."""
         self.sizes[:] = 1, 0
-        self.token[0] = token
-        self.parent[0] = 0
+        self.token[0], self.parent[0], self.logprob[0] = token, 0, 0.0
         self.slot.fill(self.slots)
-        self.logprob[0] = 0.0
 
     def room(self, children: int) -> int:
         """How many more leaves can be expanded into `children` each."""
@@ -123,15 +121,13 @@ class DraftTree:
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
         """The nodes that spell as many leading `tokens` as the tree holds, going down from the root (not included)."""
-        path: list[int] = []
-        node = 0
+        path = [0]
         for token in tokens:
-            child = (self.parent[1 : self.count] == node) & (self.token[1 : self.count] == token)
+            child = (self.parent[1 : self.count] == path[-1]) & (self.token[1 : self.count] == token)
             if not child.any():
                 break
-            node = int(child.argmax()) + 1
-            path.append(node)
-        return path
+            path.append(int(child.argmax()) + 1)
+        return path[1:]
 
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
         """Makes `node` the root and keeps its sub-tree, renumbered in order.

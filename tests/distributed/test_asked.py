@@ -52,8 +52,10 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "target", folder / "draft"
 
 
-def answers(pool: Pool, split: str, pair: tuple[Path, Path], requests: list[tuple[list[int], Json]]) -> list[Json]:
-    ranks, plan = SPLITS[split]
+def answers(
+    pool: Pool, split: str, pair: tuple[Path, Path], requests: list[tuple[list[int], Json]], **more: Any
+) -> list[Json]:
+    ranks, plan = SPLITS[split][0], SPLITS[split][1] | more
     draft = None if plan["mode"] == "ar" else str(pair[1])
     return pool.run(ranks, "decode", target=str(pair[0]), draft=draft, plan=plan, requests=requests)[0]
 
@@ -93,3 +95,24 @@ def test_a_long_prompt_is_left_and_the_next_request_is_right(pool: Pool, long: t
             assert each["tokens"] == want[tuple(prompt)] and each["lost"] is None
         else:
             assert each["tokens"] in ([], want[tuple(prompt)])
+
+
+@EVERY
+@pytest.mark.parametrize("decides", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_requests_that_say_the_shape_of_their_rounds(
+    pool: Pool, long: tuple[Path, Path], split: str, decides: bool
+) -> None:
+    """Each has the text of any other, and ordinary ones between them the rounds that they would have anyway."""
+    shapes: list[Json] = [{"verify_batch": 1}, {"verify_batch": 3}, {"draft_steps": 1}]
+    if SPLITS[split][1]["mode"] == "ar":
+        shapes = shapes[:1]
+    values = {**GREEDY, "temperature": 0.9, "seed": 4, "max_tokens": 20}
+    requests = [(LONG[:50], {**values, **shape}) for each in shapes for shape in ({}, each)]
+    requests.append((LONG[:50], values))
+    alone = LLM(long[0], dtype=torch.float64).generate(LONG[:50], sampling_from(values)).token_ids
+    got = answers(pool, split, long, requests, **({"self_switch": True, "adapt_batch": True} if decides else {}))
+    for (_, asked), each in zip(requests, got, strict=True):
+        assert (each["tokens"], each["lost"]) == (alone, None)
+        if asked.get("verify_batch") == 1:
+            assert each["rounds"] == len(alone) and each["draft_busy"] == 0
+    assert decides or len({each["rounds"] for each in got[::2]}) == 1

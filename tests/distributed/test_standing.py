@@ -73,13 +73,15 @@ def test_rejection_needs_to_know_what_was_drawn() -> None:
         replace(OPENING, tokens=(3, 40)),
         replace(OPENING, tokens=(1,) * 99),
         replace(OPENING, sampling=SamplingParams(top_k=41)),
+        replace(OPENING, sampling=SamplingParams(verify_batch=9)),
+        replace(OPENING, sampling=SamplingParams(draft_steps=65)),
         replace(OPENING, sampling=SamplingParams(logit_bias={-1: 1.0})),
         replace(OPENING, sampling=SamplingParams(negative_prompt_ids=(40,))),
     ],
 )
 def test_an_opening_that_the_models_cannot_take(bad: Opening) -> None:
     here = standing()
-    with pytest.raises(ValueError, match=r"outside|longer|above"):
+    with pytest.raises(ValueError, match=r"outside|longer|above|must lie in"):
         here.open(bad)
     with pytest.raises(ValueError, match="no request is open"):
         here.check(PROPOSAL)

@@ -75,6 +75,23 @@ def test_every_sampling_parameter(sampling: SamplingParams) -> None:
     check(("async", 2, 1, 1, 2, 2, 3), sampling, 4)
 
 
+@pytest.mark.parametrize(
+    ("case", "bs", "d"),
+    [
+        (("serial", 4, 1, 2, 3, 1, 3), 3, None),
+        (("serial", 4, 1, 2, 3, 2, 2), 2, 1),
+        (("async", 6, 1, 1, 2, 2, 3), 4, None),
+        (("async", 4, 1, 2, 2, 2, 3), 3, 1),
+    ],
+    ids=str,
+)
+def test_texts_of_requests_with_a_smaller_shape(
+    case: tuple[str, int, int, int, int, int, int], bs: int, d: int | None
+) -> None:
+    """The draft proposes no more than the request asks for; nothing is cut off what it has drawn."""
+    check(case, SamplingParams(temperature=0.8, verify_batch=bs, draft_steps=d), 1)
+
+
 def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft without a preference: all weights of a depth are equal, but for what rounding makes of their sums."""
     pair = Pair(3, 5, plan_of("serial", 4, 2, 2), PLAIN, sharpness=0.0)

@@ -157,7 +157,8 @@ class Graphs:
 def shaping(sampling: SamplingParams) -> str:
     """Equal for two requests whose logits are shaped alike: a graph that has these parameters by value serves both."""
     ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
-    return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends))
+    rounds = {"verify_batch": None, "draft_steps": None}
+    return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
 
 
 def padded(rows: int) -> int:

@@ -16,7 +16,7 @@ from swiftspec.serve.http.server import check_tokens
 
 AS_GIVEN = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "guidance_scale", "ignore_eos", "stop_token_ids",
+    "guidance_scale", "ignore_eos", "stop_token_ids", "verify_batch", "draft_steps",
 )  # fmt: skip
 Grammar = tuple[str, str, str]  # its kind, its text, and the field of the request that gave it
 

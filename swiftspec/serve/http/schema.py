@@ -70,6 +70,12 @@ class Sampled(Body):
     negative_prompt: Text | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Token], Field(max_length=256)] | None = None
+    verify_batch: Positive | None = Field(
+        None, description="Tree nodes verified per round, up to the server's own; 1: without the draft. Never the text."
+    )
+    draft_steps: Positive | None = Field(
+        None, description="Draft forwards per round, up to what the server has room for. Never the text."
+    )
     smc: Smc | None = Field(None, description="Only where the server was started with --mode smc, and as it was.")
     replace_key: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="The newest request with a key replaces those with the same one that have not ended."

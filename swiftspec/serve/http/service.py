@@ -255,7 +255,8 @@ class Service:
         if llm.config.mode == "smc":
             more = {**more, **answer.population(llm.config, llm.stats)}
         timings = answer.timings(llm.stats, tokens, llm.load_time)
-        return frames.Done(request, timings, answer.metrics(llm.config, llm.stats, tokens, llm.outages), more)
+        metrics = answer.metrics(llm.config.for_request(sampling), llm.stats, tokens, llm.outages)
+        return frames.Done(request, timings, metrics, more)
 
 
 def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:

@@ -1,7 +1,7 @@
 // Draws a tree on a canvas. What a node's fate is shows by colour and by form: a dashed frame, a tick, a cross, a diamond,
 // a filled dot or an empty one.
 
-import { place } from "./layout.js";
+import { isLarge, place } from "./layout.js";
 import { cut, visible } from "./tokens.js";
 import { fateInFlight } from "./tree.js";
 
@@ -39,13 +39,10 @@ export class TreeCanvas {
     }
   }
 
-  /** Where the nodes of a tree stand, before or after the target has answered. */
-  placesOf(tree, answered) {
-    const known = this.places.get(tree) ?? {};
-    const key = answered ? "after" : "before";
-    known[key] ??= place(tree, this.width, this.height, (node) => answered || !node.added);
-    this.places.set(tree, known);
-    return known[key];
+  /** Where the nodes of a tree stand. */
+  placesOf(tree) {
+    if (!this.places.has(tree)) this.places.set(tree, place(tree, this.width, this.height));
+    return this.places.get(tree);
   }
 
   /**
@@ -53,11 +50,11 @@ export class TreeCanvas {
    * one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
    */
   draw({ tree, answered, from = null, share = 1, beat = 0, chosen = null }) {
-    const { places, deeper } = this.placesOf(tree, answered);
-    const past = from === null ? null : this.placesOf(from, true).places;
+    const { places, deeper } = this.placesOf(tree);
+    const past = from === null ? null : this.placesOf(from).places;
     const nodes = tree.nodes.filter((node) => answered || !node.added);
     const eased = share < 0.5 ? 2 * share * share : 1 - (2 - 2 * share) ** 2 / 2;
-    const spots = nodes.map((node) => this.spot(node, places.get(node.name), past, places, eased));
+    const spots = nodes.map((node) => this.spot(node, answered, past, places, eased));
     const context = this.context;
     context.clearRect(0, 0, this.width, this.height);
     if (past !== null && share < 1) this.leave(from, tree, past, eased);
@@ -71,18 +68,19 @@ export class TreeCanvas {
   }
 
   /** A node between where it was and where it will be; a new one comes out of its parent. */
-  spot(node, to, past, places, share) {
+  spot(node, answered, past, places, share) {
+    const to = places.get(node.name);
     const start = past?.get(node.name) ?? past?.get(node.parent?.name) ?? (past && node.parent && places.get(node.parent.name)) ?? to;
     const fresh = past !== null && past !== undefined && !past.has(node.name);
     const x = start.x + (to.x - start.x) * share;
     const y = start.y + (to.y - start.y) * share;
-    return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to) };
+    return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to, isLarge(node) && (answered || node.fate !== "own")) };
   }
 
   /** What is written at a node, `small` beside its dot, and how wide that is. */
-  lettered(node, place) {
+  lettered(node, place, large) {
     const written = (letter) => cut(visible(this.textOf(node.token)), Math.max(Math.floor(place.room / letter) - 2, 2));
-    if (place.text) {
+    if (large) {
       const label = written(LETTER);
       return { label, small: "", width: [...label].length * LETTER + 26 };
     }
@@ -97,7 +95,7 @@ export class TreeCanvas {
     for (const node of from.nodes) {
       const at = past.get(node.name);
       if (stays.has(node.name) || at === undefined) continue;
-      const spot = { node, x: at.x - shift * share, y: at.y, alpha: (1 - share) ** 2, ...this.lettered(node, at) };
+      const spot = { node, x: at.x - shift * share, y: at.y, alpha: (1 - share) ** 2, ...this.lettered(node, at, isLarge(node)) };
       this.node(spot, node.fate, 0, false);
     }
   }

@@ -6,27 +6,29 @@ const DOT = 3.8; // of the others
 const NARROWEST = 62; // pixels of a level
 const WIDEST = 190;
 
-/** What a node asks for in height by itself. */
-function size(node, shown) {
-  if (node.sent || node.parent === null || (node.fate === "own" && shown(node))) return ROW;
+/** Whether a node is written large. */
+export function isLarge(node) {
+  return node.sent || node.parent === null || node.fate === "own";
+}
+
+/** What a node asks for in height by itself. The target's own token has its place before it is known. */
+function size(node) {
+  if (isLarge(node)) return ROW;
   return node.expanded ? BRANCH : DOT;
 }
 
 /**
- * Places for the nodes that `shown` lets through: a Map of name -> {x, y, room, text}. `x` is a node's left end, `y` its
- * middle, `room` the pixels that its text may take, `text` whether it has any. `deeper`: how many nodes stand beyond the
- * right edge.
+ * Places for a tree's nodes: a Map of name -> {x, y, room, scale}. `x` is a node's left end, `y` its middle, `room` the
+ * pixels that its text may take. `deeper`: how many nodes stand beyond the right edge.
  */
-export function place(tree, width, height, shown) {
-  const nodes = tree.nodes.filter(shown);
-  const texted = (node) => node.sent || node.parent === null || node.fate === "own";
-  const levels = 1 + Math.max(...nodes.map((node) => (texted(node) ? node.depth : node.depth - 0.6)));
+export function place(tree, width, height) {
+  const { nodes } = tree;
+  const levels = 1 + Math.max(...nodes.map((node) => (isLarge(node) ? node.depth : node.depth - 0.6)));
   const step = Math.min(WIDEST, Math.max(NARROWEST, (width - 8) / levels));
   const heights = new Map();
   const measure = (node) => {
-    const below = node.children.filter(shown).reduce((sum, child) => sum + measure(child), 0);
-    const own = size(node, shown);
-    heights.set(node, Math.max(own, below));
+    const below = node.children.reduce((sum, child) => sum + measure(child), 0);
+    heights.set(node, Math.max(size(node), below));
     return heights.get(node);
   };
   const total = measure(tree.nodes[0]);
@@ -34,14 +36,14 @@ export function place(tree, width, height, shown) {
   const places = new Map();
   const put = (node, top) => {
     const all = heights.get(node);
-    const children = fanned(node.children.filter(shown));
+    const children = fanned(node.children);
     let at = top + (all - children.reduce((sum, child) => sum + heights.get(child), 0)) / 2;
     for (const child of children) {
       put(child, at);
       at += heights.get(child);
     }
     const y = middle(children, places) ?? (top + all / 2) * scale;
-    places.set(node, { x: 4 + node.depth * step, y, room: step - 22, text: texted(node), scale });
+    places.set(node, { x: 4 + node.depth * step, y, room: step - 22, scale });
   };
   put(tree.nodes[0], 0);
   centre(places, height);

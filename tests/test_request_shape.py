@@ -1,0 +1,201 @@
+"""A request that says the bs and d of its rounds: the text stays, its rounds are of that shape, and only its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.control.record import Measured
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.serve import answer
+from tests.support.roles import drafter_of, make_drafter, put, verifier_of
+from tests.support.tiny import make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+LONG = [(7 * i + i // 5) % 60 for i in range(60)]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.9, "top_p": 0.9, "seed": 5},
+    "guided": {"temperature": 0.8, "seed": 2, "guidance_scale": 2.0, "negative_prompt_ids": (9, 4, 40)},
+}
+SHAPES = [(1, None), (2, 1), (2, 4), (3, None), (5, 2), (8, 1), (None, 3)]
+ENGINES: dict[str, EngineConfig] = {
+    "serial": EngineConfig(draft_steps=4),
+    "serial, what was measured decides": EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True),
+    "ahead": EngineConfig(draft_steps=4),
+    "ahead, the paper's rule": EngineConfig(draft_steps=4, catch_up=False),
+}
+BOTH = pytest.mark.parametrize("name", ["serial", "ahead"])
+Pair = tuple[Path, Path]
+Json = dict[str, Any]
+
+
+def sampling(name: str = "greedy", **more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **REQUESTS[name], **more})
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target, and the same model with noise on its weights."""
+    folder = tmp_path_factory.mktemp("pair")
+    model = make_checkpoint(folder / "target", vocab=64, layers=2, dtype=torch.float64, seed=1)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"
+
+
+def made(pair: Pair, config: EngineConfig, **options: Any) -> LLM:
+    return LLM(*pair, config, dtype=torch.float64, max_model_len=128, **options)
+
+
+def engine(pair: Pair, name: str) -> LLM:
+    """One of ENGINES; `ahead` in one process, as it runs on one GPU."""
+    llm = made(pair, ENGINES[name])
+    if name.startswith("ahead"):
+        drafter = make_drafter(drafter_of(llm).runner, llm.config, ahead=True)
+        put(llm, drafter, ThreadedVerifier(verifier_of(llm)))
+    return llm
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> None:
+    plain = LLM(pair[0], dtype=torch.float64, max_model_len=128).generate(PROMPT, sampling(request_)).token_ids
+    llm, config = engine(pair, name), ENGINES[name]
+    for bs, d in SHAPES:
+        asked = sampling(request_, verify_batch=bs, draft_steps=d)
+        got = llm.generate(PROMPT, asked)
+        assert got.token_ids == plain and got.stats.drafter_lost is None, (bs, d)
+        sizes = [len(parents) for parents, _, _ in got.stats.verified]
+        assert max(sizes) == (bs or config.verify_batch), (bs, d)
+        told = answer.metrics(llm.config.for_request(asked), got.stats, 30)
+        assert told["verify_batch"] == max(sizes) and told["policy"] is None
+        assert told["draft_steps"] == (0 if bs == 1 else d or config.steps)
+        if bs == 1:
+            assert got.stats.rounds == 30 and got.stats.drafted == got.stats.draft_busy_time == 0
+        else:
+            assert got.stats.rounds < 30 and got.stats.draft_busy_time > 0
+
+
+@BOTH
+def test_d_is_that_of_the_request(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = engine(pair, name)
+    counts, expand = list[int](), LocalDrafter.expand
+
+    def noted(self: LocalDrafter, count: int = 1) -> None:
+        counts.append(count)
+        expand(self, count)
+
+    monkeypatch.setattr(LocalDrafter, "expand", noted)
+    for d in (1, 2, 4, None):
+        counts.clear()
+        llm.generate(PROMPT, sampling(draft_steps=d))
+        assert max(counts) == (d or 4)
+
+
+@BOTH
+def test_the_next_request_is_as_if_none_had_been_before(pair: Pair, name: str) -> None:
+    llm = engine(pair, name)
+    before = llm.generate(LONG, sampling("sampled"))
+    shapes: list[Json] = [{"verify_batch": 1}, {"verify_batch": 2, "draft_steps": 1}, {"verify_batch": 1}]
+    for shape in shapes:
+        llm.generate(LONG if shape["verify_batch"] > 1 else PROMPT, sampling("sampled", **shape))
+        after = llm.generate(LONG, sampling("sampled"))
+        assert after.token_ids == before.token_ids and after.stats.verified == before.stats.verified
+        assert after.stats.kept_tokens == len(LONG) - 1
+
+
+def test_a_plain_request_leaves_the_draft_and_what_it_keeps_alone(pair: Pair) -> None:
+    llm = engine(pair, "serial")
+    runner, read = drafter_of(llm).runner, list[int]()
+    runner.hooks.append(lambda began, rows: read.append(rows))
+    text = llm.generate(LONG, sampling()).token_ids
+    read.clear()
+    other = llm.generate([*LONG, *text[:9]], sampling(verify_batch=1)).token_ids
+    assert read == []
+    assert llm.generate([*LONG, *text[:9]], sampling()).token_ids == other
+    assert max(read) < len(LONG), "of the prompt only what is new to it"
+
+
+def test_a_stream_that_a_plain_request_ends_is_forgotten(pair: Pair) -> None:
+    llm = engine(pair, "ahead")
+    want = llm.generate(PROMPT, sampling()).token_ids
+    next(llm.stream(LONG, sampling()))
+    assert llm.generate(PROMPT, sampling(verify_batch=1)).token_ids == want
+    assert llm.generate(PROMPT, sampling()).token_ids == want
+
+
+def test_nothing_is_learnt_from_a_request_that_says_its_shape(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured of ordinary requests goes on where it was."""
+    llm = engine(pair, "serial, what was measured decides")
+    seen: list[Measured] = []
+    add = Measured.add
+    monkeypatch.setattr(Measured, "add", lambda self, round_: (seen.append(self), add(self, round_))[1])
+    assert llm.generate(PROMPT, sampling()).stats.policy is not None
+    ordinary = seen[-1]
+    shapes: list[Json] = [{"verify_batch": 2}, {"draft_steps": 16}]
+    for shape in shapes:
+        assert llm.generate(PROMPT, sampling(**shape)).stats.policy is None
+        assert seen[-1] is not ordinary
+    llm.generate(PROMPT, sampling())
+    assert seen[-1] is ordinary and drafter_of(llm).draft_steps == ordinary.steps
+
+
+def test_rejection_proposes_no_more_than_is_asked_for(pair: Pair) -> None:
+    """That the text's distribution stays is proved in tests/tree/test_sampled_law.py."""
+    llm = made(pair, EngineConfig(verify="reject"))
+    for bs, d in ((None, None), (1, None), (2, 1), (5, 2), (None, 3)):
+        stats = llm.generate(PROMPT, sampling("sampled", verify_batch=bs, draft_steps=d)).stats
+        assert stats.tokens == 30 and stats.drafter_lost is None
+        assert max(len(parents) for parents, _, _ in stats.verified) == (bs or 8)
+
+
+def test_bounds_are_what_the_trees_hold(pair: Pair) -> None:
+    llm = made(pair, EngineConfig(verify_batch=6, draft_steps=2))
+    beyond: Json = {"verify_batch": (7, 6), "draft_steps": (3, 2)}
+    for name, (value, most) in beyond.items():
+        with pytest.raises(UserError, match=f"{name} of a request must lie in 1..{most}, .*, not {value}"):
+            llm.stream(PROMPT, SamplingParams(**{name: value}))
+    none: list[Json] = [{"verify_batch": 0}, {"draft_steps": 0}]
+    for shape in none:
+        with pytest.raises(UserError, match="must be at least 1, not 0"):
+            SamplingParams(**shape)
+    assert EngineConfig(draft_steps=2, adapt_steps=True).most_steps == EngineConfig("async").most_steps == 16
+
+
+def test_without_a_draft_there_is_nothing_to_shape(pair: Pair) -> None:
+    alone = LLM(pair[0], dtype=torch.float64, max_model_len=128)
+    want = alone.generate(PROMPT, sampling()).token_ids
+    assert alone.generate(PROMPT, sampling(verify_batch=1)).token_ids == want
+    shapes: list[Json] = [{"verify_batch": 2}, {"draft_steps": 1}]
+    for shape in shapes:
+        with pytest.raises(UserError, match="mode ar has no draft: leave verify_batch and draft_steps out"):
+            alone.stream(PROMPT, sampling(**shape))
+    particles = made(pair, EngineConfig("smc", population=PopulationConfig(particles=2)))
+    for shape in shapes:
+        with pytest.raises(UserError, match="mode smc has no draft tree"):
+            particles.stream(PROMPT, sampling("sampled", **shape))
+
+
+def test_the_trace_of_a_plain_request_has_one_lane(pair: Pair, tmp_path: Path) -> None:
+    llm = made(pair, ENGINES["serial"], trace=tmp_path / "trace")
+    for bs in (None, 1, None):
+        llm.generate(PROMPT, sampling(verify_batch=bs))
+    llm.close()
+    lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    rounds = [line for line in lines if "round" in line]
+    for number, drafted in ((1, True), (2, False), (3, True)):
+        mine = [line for line in rounds if line["request"] == number]
+        assert mine and all(("draft" in line) == ("wait" in line) == drafted for line in mine)
