@@ -22,10 +22,10 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "swiftspec" / "serve" / "page" / "traces"
-PROMPT = 'def read_lines(path):\n    """'
-TRACES: dict[str, tuple[list[str], int]] = {  # flags, tokens
-    "pair": (["--mode", "serial", "--draft-steps", "4"], 128),
-    "large": (["--mode", "async", "--emulate", "target=10.48ms,draft=3.25ms"], 160),
+ASKED = {"prompt": "def read_lines(path):\n", "max_tokens": 128, "temperature": 0.6, "seed": 5}
+TRACES = {  # flags
+    "pair": ["--mode", "serial", "--draft-steps", "4"],
+    "large": ["--mode", "async", "--draft-steps", "3", "--emulate", "target=10.48ms,draft=3.25ms"],
 }
 MOST = 300_000  # bytes
 
@@ -33,8 +33,8 @@ MOST = 300_000  # bytes
 def main() -> None:
     """Records both."""
     FOLDER.mkdir(exist_ok=True)
-    for name, (flags, tokens) in TRACES.items():
-        lines = [small(json.loads(line)) for line in recorded(flags, tokens)]
+    for name, flags in TRACES.items():
+        lines = cut([small(json.loads(line)) for line in recorded(flags)])
         file = FOLDER / f"{name}.jsonl"
         file.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines), encoding="utf-8")
         size = file.stat().st_size
@@ -42,26 +42,42 @@ def main() -> None:
         assert size <= MOST, f"more than {MOST} bytes: take fewer tokens"
 
 
-def recorded(flags: Sequence[str], tokens: int) -> list[str]:
+def recorded(flags: Sequence[str]) -> list[str]:
     """The lines that a server with these flags wrote of the race."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.jsonl"
         ranks = [] if "async" not in flags else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         command = [
             sys.executable, *ranks, "-m", "swiftspec.serve", "--port", "0", "--plan", "none", "--no-adapt",
-            "--temperature", "0", "--trace", str(file), *flags,
+            "--trace", str(file), *flags,
         ]  # fmt: skip
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
             url = next(found[1] for line in server.stderr if (found := re.search(r"listening on (http://\S+)", line)))
             try:
-                for more in ({"verify_batch": 1}, {}, {"verify_batch": 1}, {}):  # the first two only warm up
-                    body = {"prompt": PROMPT, "max_tokens": tokens, "seed": 1, "ignore_eos": True, **more}
-                    httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status()
+                for more in ({"verify_batch": 1}, {}) * 2:
+                    httpx.post(f"{url}/v1/completions", json={**ASKED, **more}, timeout=120).raise_for_status()
             finally:
                 server.terminate()
                 server.stderr.read()
         return file.read_text(encoding="utf-8").splitlines()
+
+
+def cut(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last two requests, and with the texts of what is left in the first line."""
+    head, *rest = lines
+    texts = {token: text for line in lines for token, text in line.pop("texts", {}).items()}
+    warm = max(line["request"] for line in rest) - 2
+    kept = [{**line, "request": line["request"] - warm} for line in rest if line["request"] > warm]
+    named = {str(token) for line in kept for token in named_in(line)}
+    return [{**head, "texts": {token: text for token, text in texts.items() if token in named}}, *kept]
+
+
+def named_in(value: Any, under: str = "") -> set[int]:
+    """The tokens that a line names."""
+    if isinstance(value, dict):
+        return {token for key, one in value.items() for token in named_in(one, key)}
+    return set(value) if under in ("tokens", "prompt") and isinstance(value, list) else set()
 
 
 def small(line: dict[str, Any]) -> dict[str, Any]:
