@@ -97,10 +97,11 @@ def answer_here(flags: list[str]) -> None:
 
 
 @contextmanager
-def server(flags: Sequence[str]) -> Iterator[str]:
+def server(flags: Sequence[str], ranks: int = 1) -> Iterator[str]:
     """The address of a server."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     process = subprocess.Popen(
-        [sys.executable, "-m", "swiftspec.serve", "--port", "0", *flags],
+        [sys.executable, "-m", *torchrun, "swiftspec.serve", "--port", "0", *flags],
         cwd=ROOT, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     try:

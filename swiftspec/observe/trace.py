@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.observe.lines import Record, tree_of
+from swiftspec.observe.lines import DIGITS, Record, tree_of
 from swiftspec.observe.recorder import Recorder
 
 Forward = tuple[float, float, int]  # begin, end, rows
@@ -134,7 +134,7 @@ class TreeTrace:
         """Once the result is on its way, so that nobody waits for it."""
         known = self._probabilities(self._proposal["tokens"], self._proposal["parents"])
         if known is not None:
-            self._proposal["p"] = [None, *known]
+            self._proposal["p"] = [None, *(round(value, DIGITS) for value in known)]
 
 
 class Grown(Protocol):

@@ -16,11 +16,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http import prometheus
+from swiftspec.serve.http import events, prometheus
 from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.compiler import Compiler
 from swiftspec.serve.http.engine import Engine
+from swiftspec.serve.http.events import Events
 from swiftspec.serve.http.frames import Configure
 from swiftspec.serve.http.guard import Guard
 from swiftspec.serve.http.prometheus import Metrics
@@ -53,7 +54,7 @@ async def serve(kept: Kept, listening: socket.socket) -> None:
     limits = msgspec.msgpack.decode(kept.first, type=Configure)
     engine, tokenizer = RemoteEngine(limits), Tokenizer()
     tracing = None if limits.otlp_endpoint is None else Tracing(limits.otlp_endpoint, limits.model_name)
-    app = application(engine, tokenizer.get, limits, tracing)
+    app = application(engine, tokenizer.get, limits, engine.events, tracing)
     server = Server(
         uvicorn.Config(
             app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
@@ -70,6 +71,7 @@ async def serve(kept: Kept, listening: socket.socket) -> None:
     await asyncio.wait({hearing, serving, draining}, return_when=asyncio.FIRST_COMPLETED)
     await engine.drained()
     engine.leave()
+    engine.events.close()
     server.should_exit = True
     await serving
     for task in (beating, hearing, reading, draining):
@@ -117,13 +119,15 @@ class Wires:
 
 
 def application(
-    engine: Engine, codec: Callable[[], TextCodec | None], limits: Configure, tracing: Tracing | None = None
-) -> ASGIApp:
+    engine: Engine, codec: Callable[[], TextCodec | None], limits: Configure, happened: Events,
+    tracing: Tracing | None = None,
+) -> ASGIApp:  # fmt: skip
     """The endpoints over an engine that is watched, and the guard before them."""
     metrics = Metrics(engine, limits.model_name)
     watched = Watched(engine, [metrics.count] if tracing is None else [metrics.count, tracing.record])
     app = create_app(watched, codec, [limits.model_name], compile=Compiler())
     app.include_router(prometheus.router(metrics))
+    app.include_router(events.router(happened, codec))
     hosts = None if limits.api_keys else names_of(limits.host)
     return Guard(app, limits.api_keys, hosts, metrics.refuse)
 

@@ -39,6 +39,12 @@ class Serving(Frame, frozen=True):
     """The front end has all that it needs to take requests."""
 
 
+class Watch(Frame, frozen=True):
+    """Whether somebody listens to what happens in the rounds: from the next request on rank 0 says so, or not."""
+
+    on: bool
+
+
 class Leave(Frame, frozen=True):
     """The front end has nothing to do any more: rank 0 is to end, and the other ranks with it."""
 
@@ -88,6 +94,7 @@ class Ready(Frame, frozen=True):
     ]  # sampling values for requests that name none: of the command, else of generation_config.json
     plan: dict[str, Any]
     load_ms: float
+    head: dict[str, Any] = {}  # the first line of a trace
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -132,6 +139,14 @@ class Prompt(Frame, frozen=True):
     likelihoods: list[Likelihood]
 
 
+class Event(Frame, frozen=True):
+    """A line of a trace, as docs/reference/trace.md has it, of this `kind`: "head", "begin", "round" or "end"."""
+
+    kind: str
+    line: bytes  # an object of JSON, not empty
+    tokens: list[int]  # that it names
+
+
 class Done(Frame, frozen=True):
     """A request has ended, by itself or cancelled; the caches are ready for the next. `timings` and `metrics` as
     `serve.answer` makes them, and `more` what else it says of the answer (`exact`, `particles`, ...)."""
@@ -157,5 +172,5 @@ class Lost(Frame, frozen=True):
     message: str
 
 
-ToEngine = Start | Cancel | Serving | Leave
-FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Done | Failed | Lost
+ToEngine = Start | Cancel | Serving | Watch | Leave
+FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Event | Done | Failed | Lost

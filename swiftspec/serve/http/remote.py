@@ -13,6 +13,7 @@ from msgspec import structs
 
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.engine import Ask, Broken, Refused, State, Unusable
+from swiftspec.serve.http.events import Events
 from swiftspec.serve.http.frames import Chunk, Configure, Done, Failed, FromEngine, Prompt, RankState, Ready
 from swiftspec.serve.http.wire import AsyncWire
 
@@ -70,6 +71,7 @@ class RemoteEngine:
         self._idle.set()
         self._serves = False
         self.about: Ready | None = None
+        self.events = Events(lambda on: self._send(frames.Watch(on)))
         self.to_drain = asyncio.Event()  # rank 0 wants to leave
         self.ready = asyncio.Event()  # rank 0 was ready once
         self.found: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the target's folder
@@ -179,6 +181,8 @@ class RemoteEngine:
             case frames.Drain():
                 self._phase = "draining"
                 self.to_drain.set()
+            case frames.Event():
+                self.events.put(frame)
             case Prompt() | Chunk() | Done() | Failed():
                 self._hand(frame)
             case _:
@@ -187,6 +191,7 @@ class RemoteEngine:
     def _begin(self, ready: Ready) -> None:
         """Rank 0 takes requests, for the first time or again."""
         self.about, self._step = ready, ""
+        self.events.begin(ready)
         self.ready.set()
         if self._phase in ("loading", "recovering"):
             self._phase = "ready"

@@ -9,12 +9,16 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from threading import Lock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, overload
 
+import msgspec
+
 from swiftspec.distributed.keeping import Keeping, Member
 from swiftspec.errors import NotFinite, RankLost, UserError
+from swiftspec.observe.lines import Record, plain, tokens_in
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
 from swiftspec.serve.found import Found
@@ -183,6 +187,7 @@ class Service:
                     self._drain()
                 self._take(frame)
             except FrontEndLost:
+                self._watch(False)  # the next one says whether anybody listens there
                 self._left = self._drained or not self._teller.renew(self._stopping.heard)
 
     def _take(self, frame: frames.ToEngine | None) -> None:
@@ -190,8 +195,18 @@ class Service:
             self._serve(frame)
         elif isinstance(frame, frames.Serving):
             print(f"swiftspec: listening on {self._url}", file=sys.stderr, flush=True)
+        elif isinstance(frame, frames.Watch):
+            self._watch(frame.on)
         elif isinstance(frame, frames.Leave):
             self._left = True
+
+    def _watch(self, on: bool) -> None:
+        self._session.llm.listen(self._say if on else None)
+
+    def _say(self, line: Record) -> None:
+        """A line for whoever listens, which is written beside the decode loop."""
+        with suppress(FrontEndLost):
+            self._teller.wire.send(partial(event, line))
 
     def _drain(self) -> None:
         if not self._drained:
@@ -236,6 +251,8 @@ class Service:
             self._lost, frame = True, None
         if isinstance(frame, frames.Leave):
             self._left = True
+        elif isinstance(frame, frames.Watch):
+            self._watch(frame.on)
         elif isinstance(frame, frames.Cancel) and frame.request == self._request:
             self._cancelled = True
         return self._left or self._cancelled or self._lost
@@ -264,6 +281,12 @@ def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
     return [frames.Likelihood(one.logprob, list(one.top)) for one in likelihoods]
 
 
+def event(line: Record) -> frames.Event:
+    """A line as it travels."""
+    kind = next(kind for kind in ("begin", "end", "round") if kind in line)
+    return frames.Event(kind, msgspec.json.encode(line, enc_hook=plain), sorted(tokens_in(line)))
+
+
 def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:
     """What the front end is to know of the models. `defaults`: sampling values that go before the model's own."""
     llm = session.llm
@@ -271,4 +294,5 @@ def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:
         model=session.model, draft_model=session.draft_model, max_model_len=llm.max_model_len,
         vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.defaults, **defaults},
         plan=asdict(llm.config), load_ms=round(llm.load_time * 1e3, 3),
+        head=llm.roles.head,
     )  # fmt: skip

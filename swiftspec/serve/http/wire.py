@@ -6,6 +6,7 @@ import asyncio
 import select
 import socket
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Thread
@@ -65,13 +66,13 @@ class Wire:
         self._readable = select.poll()  # asked after every round: an exception of recv costs more
         self._readable.register(end, select.POLLIN)
         self._in: deque[Any] = deque()
-        self._out: SimpleQueue[Frame | None] = SimpleQueue()
+        self._out: SimpleQueue[Frame | Callable[[], Frame] | None] = SimpleQueue()
         self._lost: FrontEndLost | None = None
         self._sender = Thread(target=self._send, name="frames", daemon=True)
         self._sender.start()
 
-    def send(self, frame: Frame) -> None:
-        """A frame for the front end."""
+    def send(self, frame: Frame | Callable[[], Frame]) -> None:
+        """A frame for the front end; or what makes one, which the sending thread then calls."""
         if self._lost is not None:
             raise self._lost
         self._out.put(frame)
@@ -101,7 +102,7 @@ class Wire:
     def _send(self) -> None:
         try:
             while (frame := self._out.get()) is not None:
-                self._socket.sendall(packed(frame))
+                self._socket.sendall(packed(frame() if callable(frame) else frame))
         except OSError as error:
             self._lost = lost(error.strerror)
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from swiftspec.serve.http.__main__ import application
+from swiftspec.serve.http.events import Events
 from swiftspec.serve.http.frames import Configure
 from tests.support.http import Player
 
@@ -17,7 +18,7 @@ def asked(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, 
     limits = Configure("toy", keys, 8, 30.0, None, 20.0)
 
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(application(player, lambda: player.codec, limits))
+        transport = httpx.ASGITransport(application(player, lambda: player.codec, limits, Events(lambda on: None)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
             return [await client.request(method, path, **more) for method, path, more in requests]
 
