@@ -3,7 +3,7 @@
 import { ask, key, listen, ServerError, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Claims } from "./claims.js";
-import { wireControls } from "./controls.js";
+import { LARGE, wireControls } from "./controls.js";
 import { parse, Recording } from "./recording.js";
 import { Race } from "./race.js";
 import { Stage } from "./stage.js";
@@ -12,9 +12,11 @@ import { Message, transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
 const EXAMPLES = {
-  text: ["def fibonacci(n):", "class Stack:\n    def __init__(self):", "def read_lines(path):"],
+  text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
   talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
 };
+
+const EMBEDDED = "swiftspec-demo"; // its chat template puts the turns together to one source text
 
 class App {
   constructor() {
@@ -28,7 +30,7 @@ class App {
     this.race = new Race();
     this.race.told = (text) => this.announce(text);
     this.connected = false;
-    this.stage.listeners.add((request, round) => this.messages.get(request)?.until(round));
+    this.stage.listeners.add((request, round) => this.messages.get(request)?.until(round, this.shown !== this.live));
     wireControls(this);
   }
 
@@ -40,14 +42,14 @@ class App {
       this.connection("gone", "no server");
     }
     if (health?.status === "replay") return this.replay(health.trace);
-    this.load("/page/traces/pair.jsonl", "A recording, until you ask");
+    this.load("/page/traces/large.jsonl", LARGE);
     this.hear();
     this.meet();
   }
 
   /** A server without a model: it has one trace, and nobody to ask. */
   async replay(name) {
-    this.connection("", `replays ${name}`);
+    this.connection("", "a recording");
     document.body.dataset.mode = "replay";
     $("composer").hidden = true;
     document.querySelector(".skip").hidden = true;
@@ -70,9 +72,12 @@ class App {
   }
 
   met(model) {
-    this.chat.talks = model.chat_template;
+    this.chat.talks = model.chat_template && model.id !== EMBEDDED;
     $("composer-text").placeholder = this.chat.talks ? "Ask the model something" : "Begin a text; the model goes on with it";
-    this.hint(this.chat.talks ? "" : `${model.id} has no chat template: it goes on with your text. Python code is what the models that come along know.`);
+    const why = model.id === EMBEDDED ? "The small models that come along know Python only, and not well: they go on with your code."
+      : `${model.id} has no chat template: it goes on with your text.`;
+    this.hint(this.chat.talks ? "" : why);
+    if (!this.chat.talks) $("temperature").value = "0.6";
     const examples = EXAMPLES[this.chat.talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -85,6 +90,7 @@ class App {
     });
     $("examples").replaceChildren(...examples);
     this.model = model.id;
+    this.named();
   }
 
   hear() {
@@ -101,7 +107,7 @@ class App {
   /** A line of the engine: of a request of this page, or of somebody else's. */
   line(line) {
     const request = this.live.add(line);
-    if (line.swiftspec_trace && this.model) this.connection("live", `${this.model}, mode ${line.mode}`);
+    if (line.swiftspec_trace) this.named();
     if (request === null) return;
     if (line.begin) {
       const own = this.claims.begun(request);
@@ -112,6 +118,11 @@ class App {
       this.list();
     }
     if (request === this.stage.request) this.stage.changed();
+  }
+
+  /** What runs here, once both the server and its engine have said so. */
+  named() {
+    if (this.model && this.live.head && this.connected) this.connection("live", `${this.model}, mode ${this.live.head.mode}`);
   }
 
   connection(kind, text) {
@@ -160,7 +171,9 @@ class App {
     if (this.shown === this.live) this.mine = [...$("messages").children];
     this.shown = recording;
     this.name = name;
-    $("back-live").hidden = document.body.dataset.mode === "replay";
+    const replays = document.body.dataset.mode === "replay";
+    $("back-live").hidden = replays;
+    $("talk-title").textContent = `A recording: ${name}.${replays ? "" : " Ask below, and you see your own."}`;
     this.messages = transcribe($("messages"), recording);
     const best = recording.requests.findLast((request) => request.rounds.some((round) => round.proposal?.tokens.length > 1));
     this.showRequest(best ?? recording.requests[0] ?? null, recording);
@@ -173,6 +186,7 @@ class App {
     this.shown = this.live;
     this.name = "";
     $("back-live").hidden = true;
+    $("talk-title").textContent = "";
     $("messages").replaceChildren(...this.mine);
     this.messages = new Map();
     this.race.show(this.live, true);
@@ -183,6 +197,7 @@ class App {
     if (recording === this.live) this.showLive();
     const following = $("live").dataset.wanted === "true" && request !== null && !request.end;
     this.stage.show(recording, request, { following, live: recording === this.live });
+    if (recording !== this.live) this.messages.get(request)?.shown();
     this.list();
   }
 
@@ -193,7 +208,7 @@ class App {
       const prompt = (request.begin.prompt ?? []).slice(-12).map((token) => this.shown.text(token)).join("");
       const kind = request.rounds.length > 0 && request.rounds.every((round) => round.proposal?.tokens.length === 1) ? " (plain)" : "";
       option.value = String(at);
-      option.textContent = `${this.name ? `${this.name}, ` : ""}${at + 1}${kind}: ${visible(prompt)}`;
+      option.textContent = `${at + 1}${kind}: ${visible(prompt)}`;
       option.selected = request === this.stage.request;
       return option;
     });

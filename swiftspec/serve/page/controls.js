@@ -3,6 +3,7 @@
 import { parse } from "./recording.js";
 
 const $ = (id) => document.getElementById(id);
+export const LARGE = "a target of 70B parameters, its step times emulated";
 const MOST = 256 * 2 ** 20; // bytes of a trace file
 
 export function wireControls(app) {
@@ -72,8 +73,8 @@ function wireFiles(app) {
     $("files").open = false;
     act();
   });
-  click("open-pair", () => app.load("/page/traces/pair.jsonl", "The small pair"));
-  click("open-large", () => app.load("/page/traces/large.jsonl", "A 70B target, emulated"));
+  click("open-pair", () => app.load("/page/traces/pair.jsonl", "the small models that come along"));
+  click("open-large", () => app.load("/page/traces/large.jsonl", LARGE));
   click("open-file", () => $("file").click());
   click("back-live", () => app.showLive());
   click("save", () => save(app.shown ?? app.live));

@@ -32,7 +32,7 @@ export function place(tree, width, height) {
     return heights.get(node);
   };
   const total = measure(tree.nodes[0]);
-  const scale = Math.min((height - 4) / total, 1.35);
+  const scale = Math.min((height - ROW) / total, 1.35);
   const places = new Map();
   const put = (node, top) => {
     const all = heights.get(node);

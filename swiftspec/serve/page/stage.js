@@ -123,13 +123,7 @@ export class Stage {
     $("caption").replaceChildren(...parts);
     $("round").textContent = `round ${index + 1} of ${this.request.rounds.length}`;
     $("scrub").setAttribute("aria-valuetext", $("round").textContent);
-    const stats = statsOf(this.request, answered ? index : Math.max(index - 1, 0));
-    $("per-round").textContent = number(stats.perRound);
-    $("speed-now").textContent = number(stats.speed);
-    $("tokens-now").textContent = String(stats.tokens);
-    $("target-busy").textContent = `busy ${percent(stats.targetBusy)}`;
-    $("draft-busy").textContent = `busy ${percent(stats.draftBusy)}`;
-    drawHistogram($("held"), stats.held);
+    this.numbers(answered ? index : index - 1);
     this.soFar(answered ? index + 1 : index);
     const canvas = $("tree");
     canvas.dataset.nodes = String(tree.nodes.length);
@@ -141,6 +135,17 @@ export class Stage {
     else if (this.chosen) this.tip();
     this.pace();
     for (const listener of this.listeners) listener(this.request, answered ? index : index - 1);
+  }
+
+  /** Of all rounds up to one; -1: before the first. */
+  numbers(last) {
+    const stats = last < 0 ? { held: [], tokens: 0 } : statsOf(this.request, last);
+    $("per-round").textContent = number(stats.perRound);
+    $("speed-now").textContent = number(stats.speed);
+    $("tokens-now").textContent = String(stats.tokens);
+    $("target-busy").textContent = last < 0 ? "" : `busy ${percent(stats.targetBusy)}`;
+    $("draft-busy").textContent = last < 0 ? "" : `busy ${percent(stats.draftBusy)}`;
+    drawHistogram($("held"), stats.held);
   }
 
   /** The end of the text, up to the tree's root. */

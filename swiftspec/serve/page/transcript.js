@@ -71,10 +71,19 @@ export class Message {
     this.cost.textContent = `${tokens} tokens in ${seconds(took)}: ${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
   }
 
-  /** Dims what comes after a round. */
-  until(round) {
+  /** Comes into view. */
+  shown() {
+    const area = this.element.parentElement.parentElement;
+    area.scrollTop += this.element.getBoundingClientRect().top - area.getBoundingClientRect().top - 12;
+  }
+
+  /** Points at what a round has added. `dim`: what comes later is not read yet. */
+  until(round, dim) {
     if (round === this.now) return;
-    for (const piece of this.pieces) piece.span.classList.toggle("later", piece.round > round);
+    for (const piece of this.pieces) {
+      piece.span.classList.toggle("now", piece.round === round);
+      piece.span.classList.toggle("later", dim && piece.round > round);
+    }
     this.now = round;
   }
 }
