@@ -50,8 +50,8 @@ def rounds(request: int, count: int, seconds: float = 0.005, seed: int = 0, bs: 
         tree = grown(rng, root)
         proposal = chosen(tree, bs)
         path = [0]
-        while (below := [at for at, parent in enumerate(proposal["parents"]) if parent == path[-1]]) and rng.random() < 0.7:
-            path.append(below[0])
+        while path[-1] in proposal["parents"] and rng.random() < 0.7:
+            path.append(proposal["parents"].index(path[-1]))
         own = rng.randrange(len(WORDS))
         tokens = [*(proposal["tokens"][at] for at in path[1:]), own]
         proposal["p"] = [None, *(round(rng.random(), 3) for _ in proposal["tokens"][1:])]

@@ -41,9 +41,9 @@ class Guard:
     where it is plain, else a new one.
 
     `keys`: a request must bring one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for /health and
-    the page's files; none: nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser reach a server without
-    keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of every refusal in one
-    word.
+    the page's files; none: nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser
+    reach a server without keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of
+    every refusal in one word.
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import sys
@@ -23,7 +22,7 @@ from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.guard import Guard
 from swiftspec.serve.settings import UsageError
 
-ABOUT = "Serve the page that shows the draft tree, without a model: it plays a trace that --trace or the page has written."
+ABOUT = "Serve the page that shows the draft tree, without a model: it plays a trace, as --trace or the page writes it."
 MOST = 256 << 20  # bytes of a trace that a browser still takes
 LONGEST = 64 << 20  # bytes of a line
 

@@ -4,13 +4,14 @@ import { ask, key, listen, ServerError, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { Claims } from "./claims.js";
 import { LARGE, wireControls } from "./controls.js";
-import { parse, Recording } from "./recording.js";
+import { isPlain, parse, Recording } from "./recording.js";
 import { Race } from "./race.js";
 import { Stage } from "./stage.js";
 import { safe, visible } from "./tokens.js";
 import { Message, transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
+const MUTE = "The events of the race did not come; try it again.";
 const EXAMPLES = {
   text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
   talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
@@ -73,12 +74,13 @@ class App {
 
   met(model) {
     this.chat.talks = model.chat_template && model.id !== EMBEDDED;
-    $("composer-text").placeholder = this.chat.talks ? "Ask the model something" : "Begin a text; the model goes on with it";
-    const why = model.id === EMBEDDED ? "The small models that come along know Python only, and not well: they go on with your code."
-      : `${model.id} has no chat template: it goes on with your text.`;
-    this.hint(this.chat.talks ? "" : why);
-    if (!this.chat.talks) $("temperature").value = "0.6";
-    const examples = EXAMPLES[this.chat.talks ? "talk" : "text"].map((text) => {
+    const { talks } = this.chat;
+    $("composer-text").placeholder = talks ? "Ask the model something" : "Begin a text; the model goes on with it";
+    const why = model.id !== EMBEDDED ? `${model.id} has no chat template: it goes on with your text.`
+      : "The small models that come along know Python only, and not well: they go on with your code.";
+    this.hint(talks ? "" : why);
+    if (!talks) $("temperature").value = "0.6";
+    const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = text.split("\n")[0];
@@ -94,7 +96,9 @@ class App {
   }
 
   hear() {
-    const states = { live: ["live", "connected"], gone: ["gone", "server lost, trying again"], none: ["", "no events here"] };
+    const states = {
+      live: ["live", "connected"], gone: ["gone", "server lost, trying again"], none: ["", "no events here"],
+    };
     listen((line) => this.line(line), (state) => {
       if (state === "key") return this.wantKey();
       this.connected = state === "live";
@@ -122,7 +126,8 @@ class App {
 
   /** What runs here, once both the server and its engine have said so. */
   named() {
-    if (this.model && this.live.head && this.connected) this.connection("live", `${this.model}, mode ${this.live.head.mode}`);
+    const { head } = this.live;
+    if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}`);
   }
 
   connection(kind, text) {
@@ -175,7 +180,7 @@ class App {
     $("back-live").hidden = replays;
     $("talk-title").textContent = `A recording: ${name}.${replays ? "" : " Ask below, and you see your own."}`;
     this.messages = transcribe($("messages"), recording);
-    const best = recording.requests.findLast((request) => request.rounds.some((round) => round.proposal?.tokens.length > 1));
+    const best = recording.requests.findLast((request) => request.rounds.length > 0 && !isPlain(request));
     this.showRequest(best ?? recording.requests[0] ?? null, recording);
     this.race.show(recording, false);
   }
@@ -206,7 +211,7 @@ class App {
     const options = (this.shown?.requests ?? []).map((request, at) => {
       const option = document.createElement("option");
       const prompt = (request.begin.prompt ?? []).slice(-12).map((token) => this.shown.text(token)).join("");
-      const kind = request.rounds.length > 0 && request.rounds.every((round) => round.proposal?.tokens.length === 1) ? " (plain)" : "";
+      const kind = isPlain(request) ? " (plain)" : "";
       option.value = String(at);
       option.textContent = `${at + 1}${kind}: ${visible(prompt)}`;
       option.selected = request === this.stage.request;
@@ -254,7 +259,7 @@ class App {
       };
       const plain = await run("1 of 2: plain decoding runs, one token a pass …", { verify_batch: 1 });
       const fast = await run("2 of 2: the same with speculation …", {});
-      if (!plain?.rounds.length || !fast?.rounds.length) throw new ServerError("The events of the race did not come; try it again.");
+      if (!plain?.rounds.length || !fast?.rounds.length) throw new ServerError(MUTE);
       this.race.play(this.live, { plain, fast });
     }, (why) => this.race.waiting(why));
   }

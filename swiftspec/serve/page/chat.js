@@ -2,9 +2,7 @@
 
 import { ask, events, ServerError } from "./api.js";
 
-const FIELDS = { // of the settings: how a field is read, and the request's own name for it
-  temperature: Number, top_p: Number, top_k: Number, seed: Number, max_tokens: Number, verify_batch: Number, draft_steps: Number,
-};
+const FIELDS = ["temperature", "top_p", "top_k", "seed", "max_tokens", "verify_batch", "draft_steps"]; // of a request
 
 export class Chat {
   constructor() {
@@ -16,13 +14,14 @@ export class Chat {
   /** What the settings say. Throws ServerError on what is no number. */
   settings() {
     const asked = {};
-    for (const [name, read] of Object.entries(FIELDS)) {
+    for (const name of FIELDS) {
       const field = document.getElementById(name);
       const text = field.value.trim().replace(",", ".");
-      field.classList.toggle("wrong", text !== "" && !Number.isFinite(read(text)));
+      const value = Number(text);
+      field.classList.toggle("wrong", !Number.isFinite(value));
       if (text === "") continue;
-      if (!Number.isFinite(read(text))) throw new ServerError(`Settings: “${field.value}” is no number.`);
-      asked[name] = read(text);
+      if (!Number.isFinite(value)) throw new ServerError(`Settings: “${field.value}” is no number.`);
+      asked[name] = value;
     }
     asked.seed ??= Math.floor(Math.random() * 2 ** 48);
     return asked;
@@ -40,7 +39,8 @@ export class Chat {
     this.abort = new AbortController();
     let whole = "";
     try {
-      const answer = await ask(this.talks ? "/v1/chat/completions" : "/v1/completions", { body, signal: this.abort.signal });
+      const path = this.talks ? "/v1/chat/completions" : "/v1/completions";
+      const answer = await ask(path, { body, signal: this.abort.signal });
       for await (const { data } of events(answer)) {
         if (data === "[DONE]") break;
         const piece = pieceOf(JSON.parse(data));

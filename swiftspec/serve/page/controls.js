@@ -38,7 +38,9 @@ function wirePlayer(app) {
     stage.player.speed = value === "slow" ? value : Number(value);
     stage.changed();
   });
-  $("request").addEventListener("change", () => app.showRequest(app.shown.requests[Number($("request").value)], app.shown));
+  $("request").addEventListener("change", () => {
+    app.showRequest(app.shown.requests[Number($("request").value)], app.shown);
+  });
 }
 
 function wireTabs(app) {

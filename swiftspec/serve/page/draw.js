@@ -1,5 +1,5 @@
-// Draws a tree on a canvas. What a node's fate is shows by colour and by form: a dashed frame, a tick, a cross, a diamond,
-// a filled dot or an empty one.
+// Draws a tree on a canvas. What a node's fate is shows by colour and by form: a dashed frame, a tick, a cross, a
+// diamond, a filled dot or an empty one.
 
 import { isLarge, place } from "./layout.js";
 import { cut, visible } from "./tokens.js";
@@ -46,8 +46,8 @@ export class TreeCanvas {
   }
 
   /**
-   * Draws `tree`. `answered`: whether the target has. `from` and `share`: the tree of the round before, and how far this
-   * one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
+   * Draws `tree`. `answered`: whether the target has. `from` and `share`: the tree of the round before, and how far
+   * this one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
    */
   draw({ tree, answered, from = null, share = 1, beat = 0, chosen = null }) {
     const { places, deeper } = this.placesOf(tree);
@@ -70,11 +70,13 @@ export class TreeCanvas {
   /** A node between where it was and where it will be; a new one comes out of its parent. */
   spot(node, answered, past, places, share) {
     const to = places.get(node.name);
-    const start = past?.get(node.name) ?? past?.get(node.parent?.name) ?? (past && node.parent && places.get(node.parent.name)) ?? to;
-    const fresh = past !== null && past !== undefined && !past.has(node.name);
+    const above = node.parent?.name;
+    const start = past === null ? to : (past.get(node.name) ?? past.get(above) ?? places.get(above) ?? to);
+    const fresh = past !== null && !past.has(node.name);
     const x = start.x + (to.x - start.x) * share;
     const y = start.y + (to.y - start.y) * share;
-    return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to, isLarge(node) && (answered || node.fate !== "own")) };
+    const large = isLarge(node) && (answered || node.fate !== "own"); // which nobody knows before
+    return { node, x, y, alpha: fresh ? share : 1, ...this.lettered(node, to, large) };
   }
 
   /** What is written at a node, `small` beside its dot, and how wide that is. */
@@ -95,8 +97,8 @@ export class TreeCanvas {
     for (const node of from.nodes) {
       const at = past.get(node.name);
       if (stays.has(node.name) || at === undefined) continue;
-      const spot = { node, x: at.x - shift * share, y: at.y, alpha: (1 - share) ** 2, ...this.lettered(node, at, isLarge(node)) };
-      this.node(spot, node.fate, 0, false);
+      const look = this.lettered(node, at, isLarge(node));
+      this.node({ node, x: at.x - shift * share, y: at.y, alpha: (1 - share) ** 2, ...look }, node.fate, 0, false);
     }
   }
 

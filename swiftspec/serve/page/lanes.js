@@ -40,8 +40,10 @@ export class LanesCanvas {
     this.canvas.height = Math.round(this.height * dots);
     this.context.setTransform(dots, 0, 0, dots, 0, 0);
     const style = getComputedStyle(this.canvas);
-    const read = (name) => style.getPropertyValue(`--${name}`).trim();
-    this.colours = { target: read("target"), draft: read("draft"), ink: read("ink"), line: read("line"), paper: read("paper") };
+    this.colours = {};
+    for (const name of ["target", "draft", "ink", "line", "paper"]) {
+      this.colours[name] = style.getPropertyValue(`--${name}`).trim();
+    }
   }
 
   draw(request, player) {
@@ -56,7 +58,8 @@ export class LanesCanvas {
     for (const top of rows) this.bar(0, this.width, top, this.colours.line, 0.25);
     for (const [begin, end] of lanes.wait) this.hatch(x(begin), x(end), rows[0], this.colours.target);
     for (const [begin, end] of lanes.target) this.bar(x(begin), x(end), rows[0], this.colours.target, 1);
-    for (const [begin, end] of idle(lanes.draft, player.mean * 0.02)) this.hatch(x(begin), x(end), rows[1], this.colours.draft);
+    const pauses = idle(lanes.draft, player.mean * 0.02);
+    for (const [begin, end] of pauses) this.hatch(x(begin), x(end), rows[1], this.colours.draft);
     for (const [begin, end] of lanes.draft) this.bar(x(begin), x(end), rows[1], this.colours.draft, 1);
     this.ends(request, at, x, rows);
     context.fillStyle = this.colours.ink;

@@ -96,8 +96,8 @@ export class Player {
   }
 
   /**
-   * What is to be seen now: round `index`, whether the target has `answered`, and `share`, how far the tree has come from
-   * the round before. When a round ends, its answer stays for a while, which is the time in which the draft goes on.
+   * What is to be seen now: round `index`, whether the target has `answered`, and `share`, how far the tree has come
+   * from the round before. When a round ends, its answer stays for a while: the time in which the draft goes on.
    */
   moment() {
     const index = this.find();

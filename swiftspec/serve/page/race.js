@@ -3,6 +3,11 @@
 import { answerOf, isPlain, spanOf } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";
 
+const CLOCKS = "The clocks begin when the prompt is read.";
+const WHY_SLOWER = "With models this small a pass over a tree costs more than one over a token;"
+  + " with large ones it hardly does, as the recording of the 70B target shows.";
+const NO_RACE = "Write a prompt and press Race: the engine answers it plainly, then with speculation;"
+  + " both are played side by side.";
 const $ = (id) => document.getElementById(id);
 
 /** The last two requests of the same prompt of which one went plainly; null: there are none. */
@@ -11,7 +16,8 @@ export function findRace(recording) {
   for (let at = done.length - 1; at > 0; at -= 1) {
     const [one, other] = [done[at - 1], done[at]];
     const same = one.begin.prompt && JSON.stringify(one.begin.prompt) === JSON.stringify(other.begin.prompt);
-    if (same && isPlain(one) !== isPlain(other)) return isPlain(one) ? { plain: one, fast: other } : { plain: other, fast: one };
+    if (!same || isPlain(one) === isPlain(other)) continue;
+    return isPlain(one) ? { plain: one, fast: other } : { plain: other, fast: one };
   }
   return null;
 }
@@ -50,14 +56,13 @@ export class Race {
     $("race-again").disabled = !this.pair;
     $("race-result").textContent = "";
     if (this.pair) {
-      $("race-caption").textContent = "The same prompt twice on the same engine, one after the other; here side by side. The clocks begin when the prompt is read.";
+      $("race-caption").textContent = `The same prompt twice on one engine, here side by side. ${CLOCKS}`;
       this.draw(Infinity);
       this.finish();
       return;
     }
     $("race-caption").textContent = live
-      ? "Write a prompt and press Race: the engine answers it plainly, then with speculation, and both runs are played side by side."
-      : "There is no race in this recording: it needs the same prompt twice, once without a draft.";
+      ? NO_RACE : "There is no race in this recording: it needs the same prompt twice, once without a draft.";
     for (const side of ["plain", "fast"]) {
       $(`${side}-clock`).textContent = "–";
       $(`${side}-text`).textContent = "";
@@ -82,8 +87,7 @@ export class Race {
     const rate = Number($("race-speed").value);
     const slowest = Math.max(runOf(pair.plain).took, runOf(pair.fast).took);
     $("race-caption").textContent = rate === 1
-      ? "At true speed, as it was measured. The clocks begin when the prompt is read."
-      : `${number(1 / rate)} times slower than it was. The clocks begin when the prompt is read.`;
+      ? `At true speed, as it was measured. ${CLOCKS}` : `${number(1 / rate)} times slower than it was. ${CLOCKS}`;
     const began = performance.now();
     const frame = () => {
       const time = ((performance.now() - began) / 1000) * rate;
@@ -113,12 +117,13 @@ export class Race {
     const [plain, fast] = [runOf(this.pair.plain), runOf(this.pair.fast)];
     const gain = plain.took / fast.took;
     const times = `${seconds(fast.took)} against ${seconds(plain.took)}`;
-    const speed = gain >= 1.02 ? `Speculation was ${number(gain)} times as fast: ${times}.`
-      : gain > 0.98 ? `Both took as long: ${times}.`
-        : `Speculation was slower here: ${times}. With models this small a pass over a tree costs more than one over a token; with large ones it hardly does, as the recording of the 70B target shows.`;
+    let speed = `Both took as long: ${times}. `;
+    if (gain >= 1.02) speed = `Speculation was ${number(gain)} times as fast: ${times}. `;
+    else if (gain <= 0.98) speed = `Speculation was slower here: ${times}. ${WHY_SLOWER} `;
     const at = difference(plain.tokens, fast.tokens);
-    const same = at < 0 ? ` The text is the same: all ${plain.tokens.length} tokens compared, one by one.`
-      : ` The texts differ from token ${at + 1} on.${this.pair.fast.missed || this.pair.plain.missed ? " Some events were missed, so that cannot be judged." : ""}`;
+    let same = `The text is the same: all ${plain.tokens.length} tokens compared, one by one.`;
+    if (this.pair.fast.missed || this.pair.plain.missed) same = "Some events were missed: nothing can be compared.";
+    else if (at >= 0) same = `The texts differ from token ${at + 1} on.`;
     $("race-result").textContent = speed + same;
     $("race-result").dataset.equal = String(at < 0);
     this.told(speed + same);

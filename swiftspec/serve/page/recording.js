@@ -16,10 +16,12 @@ export class Recording {
 
   /** Takes one line. Returns the request that it is about, if it is about one. */
   add(line) {
-    if (line === null || typeof line !== "object" || Array.isArray(line)) throw new BadTrace("a line is no JSON object");
+    const isObject = line !== null && typeof line === "object" && !Array.isArray(line);
+    if (!isObject) throw new BadTrace("a line is no JSON object");
     for (const [id, text] of Object.entries(line.texts ?? {})) this.texts.set(Number(id), String(text));
     if (line.swiftspec_trace !== undefined) {
-      if (line.swiftspec_trace !== 1) throw new BadTrace(`a trace of version ${line.swiftspec_trace} is not known here`);
+      const version = line.swiftspec_trace;
+      if (version !== 1) throw new BadTrace(`a trace of version ${version} is not known here`);
       this.head = line;
       return null;
     }

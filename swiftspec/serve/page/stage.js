@@ -9,6 +9,7 @@ import { Trees } from "./tree.js";
 import { about, caption } from "./words.js";
 
 const CONTEXT = 48; // tokens of the text so far
+const HURRY = 0.08; // seconds that words and numbers stay, where rounds go by faster
 const $ = (id) => document.getElementById(id);
 
 export class Stage {
@@ -23,6 +24,7 @@ export class Stage {
     this.chosen = null;
     this.dirty = true;
     this.said = -1; // the last half round that words and numbers were set for
+    this.saidAt = 0;
     this.now = null;
     this.frames = { count: 0, spent: 0 };
     this.listeners = new Set(); // told of a moment when it is another one
@@ -45,8 +47,9 @@ export class Stage {
     new ResizeObserver(resized).observe($("tree"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => requestAnimationFrame(resized));
     const tree = $("tree");
-    tree.addEventListener("pointermove", (event) => this.point(this.canvas.hit(event.offsetX, event.offsetY)?.node ?? null));
-    tree.addEventListener("pointerdown", (event) => this.point(this.canvas.hit(event.offsetX, event.offsetY)?.node ?? null));
+    const under = (event) => this.point(this.canvas.hit(event.offsetX, event.offsetY)?.node ?? null);
+    tree.addEventListener("pointermove", under);
+    tree.addEventListener("pointerdown", under);
     tree.addEventListener("pointerleave", () => this.point(null));
     tree.addEventListener("blur", () => this.point(null));
     tree.addEventListener("keydown", (event) => this.walk(event));
@@ -58,7 +61,7 @@ export class Stage {
     this.recording = recording;
     this.request = request;
     this.trees = request && new Trees(request);
-    this.player.show(request, { ...how, playing: (how.playing ?? true) && (!this.still.matches || Boolean(how.following)) });
+    this.player.show(request, { following: Boolean(how.following), playing: !this.still.matches });
     this.point(null);
     this.changed();
   }
@@ -87,7 +90,8 @@ export class Stage {
     $("tree").dataset.nodes = "0";
     this.buttons();
     if (nothing) {
-      $("empty").textContent = this.request?.missed ? "The rounds of this request were missed." : "Nothing has been asked yet.";
+      const missed = Boolean(this.request?.missed);
+      $("empty").textContent = missed ? "The rounds of this request were missed." : "Nothing has been asked yet.";
       this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
       this.lanes.context.clearRect(0, 0, this.lanes.width, this.lanes.height);
       this.now = null;
@@ -100,12 +104,17 @@ export class Stage {
     const tree = this.trees.at(index);
     const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
     const grows = share < 1 && index === 0;
-    this.canvas.draw({ tree, answered, from, share: grows ? 1 : share, beat: this.still.matches ? 0 : beat, chosen: this.chosen });
+    const moves = this.still.matches ? 0 : beat;
+    this.canvas.draw({ tree, answered, from, share: grows ? 1 : share, beat: moves, chosen: this.chosen });
     this.lanes.draw(this.request, player);
     this.now = { index, answered, tree };
     $("scrub").value = String(Math.round(player.share * 1000));
     const half = 2 * index + (answered ? 1 : 0);
-    if (half !== this.said) this.say(half);
+    const hurried = fast && this.said >= 0 && player.playing && beat - this.saidAt < HURRY;
+    if (half !== this.said && !hurried) {
+      this.saidAt = beat;
+      this.say(half);
+    }
   }
 
   /** Words and numbers, which change once a half round only. */
@@ -158,7 +167,8 @@ export class Stage {
       }
     }
     if (pieces.length < CONTEXT) {
-      for (const token of (this.request.begin.prompt ?? []).slice(pieces.length - CONTEXT).reverse()) pieces.unshift([token, "prompt"]);
+      const prompt = (this.request.begin.prompt ?? []).slice(pieces.length - CONTEXT);
+      pieces.unshift(...prompt.map((token) => [token, "prompt"]));
     }
     const line = $("so-far");
     line.replaceChildren(...pieces.map(([token, kind]) => {
@@ -176,7 +186,8 @@ export class Stage {
     const slowed = player.rate < 0.995 ? `Shown ${number(1 / player.rate)} times slower than it ran. ` : "";
     const skipped = every > 1 ? `Too fast for a screen: about every ${every}th round is shown. ` : "";
     const missed = this.request.missed ? `${this.request.missed} events were missed. ` : "";
-    const trees = this.request.rounds[0].draft && !this.request.rounds[0].draft.tree ? "This trace has the proposals only, not the whole trees. " : "";
+    const { draft } = this.request.rounds[0];
+    const trees = draft && !draft.tree ? "This trace has the proposals only, not the whole trees. " : "";
     $("note").textContent = slowed + skipped + missed + trees;
   }
 
@@ -222,7 +233,8 @@ export class Stage {
     const row = (node.parent?.children ?? []).filter((child) => this.canvas.spotOf(child));
     row.sort((one, other) => this.canvas.spotOf(one).y - this.canvas.spotOf(other).y);
     const at = row.indexOf(node);
-    const best = [...node.children].filter((child) => this.canvas.spotOf(child)).sort((one, other) => (other.q ?? 0) - (one.q ?? 0))[0];
+    const below = node.children.filter((child) => this.canvas.spotOf(child));
+    const [best] = below.sort((one, other) => (other.q ?? 0) - (one.q ?? 0));
     const next = { ArrowLeft: node.parent, ArrowRight: best, ArrowUp: row[at - 1], ArrowDown: row[at + 1] }[event.key];
     if (next) this.point(next);
   }

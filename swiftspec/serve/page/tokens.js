@@ -3,13 +3,16 @@
 const SIGNS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\u2028\u2029]/u; // control, direction, joiners, lone surrogates
 
+function code(sign) {
+  return `⟨${sign.codePointAt(0).toString(16).toUpperCase()}⟩`;
+}
+
 /** A token with its whitespace visible, and what is invisible or turns the line around as its code. */
 export function visible(text) {
   let shown = "";
   for (const sign of text) {
     if (SIGNS[sign] !== undefined) shown += SIGNS[sign];
-    else if (HIDDEN.test(sign)) shown += `⟨${sign.codePointAt(0).toString(16).toUpperCase()}⟩`;
-    else shown += sign;
+    else shown += HIDDEN.test(sign) ? code(sign) : sign;
   }
   return shown === "" ? "∅" : shown;
 }
@@ -18,8 +21,7 @@ export function visible(text) {
 export function safe(text) {
   let shown = "";
   for (const sign of text) {
-    if (sign !== "\n" && sign !== "\t" && HIDDEN.test(sign)) shown += `⟨${sign.codePointAt(0).toString(16).toUpperCase()}⟩`;
-    else shown += sign;
+    shown += sign !== "\n" && sign !== "\t" && HIDDEN.test(sign) ? code(sign) : sign;
   }
   return shown;
 }

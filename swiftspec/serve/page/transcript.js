@@ -17,7 +17,7 @@ export class Message {
     this.request = null;
     this.text = "";
     this.pieces = []; // {element, round}
-    this.now = -1;
+    this.now = null; // the round pointed at; null: none was yet
     this.element = element("article", "message");
     this.answer = element("pre", "answer");
     this.answer.dir = "auto";
@@ -61,14 +61,15 @@ export class Message {
       this.answer.append(span);
       return { span, round };
     });
-    this.now = -1;
+    this.now = null;
   }
 
   /** What it cost. */
   sum(request) {
     if (request.rounds.length === 0) return;
     const { tokens, seconds: took, speed, perRound } = statsOf(request, request.rounds.length - 1);
-    this.cost.textContent = `${tokens} tokens in ${seconds(took)}: ${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
+    const each = `${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
+    this.cost.textContent = `${tokens} tokens in ${seconds(took)}: ${each}`;
   }
 
   /** Comes into view. */
@@ -80,11 +81,25 @@ export class Message {
   /** Points at what a round has added. `dim`: what comes later is not read yet. */
   until(round, dim) {
     if (round === this.now) return;
-    for (const piece of this.pieces) {
+    const [from, to] = this.now === null ? [-1, Infinity] : [Math.min(round, this.now), Math.max(round, this.now)];
+    for (let at = this.first(from); at < this.pieces.length && this.pieces[at].round <= to; at += 1) {
+      const piece = this.pieces[at];
       piece.span.classList.toggle("now", piece.round === round);
       piece.span.classList.toggle("later", dim && piece.round > round);
     }
     this.now = round;
+  }
+
+  /** The first piece of a round or one after it. */
+  first(round) {
+    let low = 0;
+    let high = this.pieces.length;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.pieces[middle].round < round) low = middle + 1;
+      else high = middle;
+    }
+    return low;
   }
 }
 

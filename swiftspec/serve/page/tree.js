@@ -51,15 +51,22 @@ function whole(round) {
   for (const [at, token] of tree.tokens.entries()) {
     const parent = nodes[tree.parents[at]] ?? null;
     if (at > 0 && parent === null) continue;
-    const node = {
-      name: 0, token, parent, children: [], depth: parent ? parent.depth + 1 : 0, q: null, p: null, sent: false,
-      expanded: Boolean(tree.expanded?.[at]), fate: "idle", survives: false, old: false, logprob: tree.logprobs?.[at] ?? null,
-    };
+    const node = hang(nodes, parent, token);
+    node.expanded = Boolean(tree.expanded?.[at]);
+    node.logprob = tree.logprobs?.[at] ?? null;
     if (parent && node.logprob !== null) node.q = Math.exp(node.logprob - (parent.logprob ?? 0));
-    parent?.children.push(node);
-    nodes.push(node);
   }
   return nodes;
+}
+
+/** Another node. */
+function hang(nodes, parent, token) {
+  const depth = parent ? parent.depth + 1 : 0;
+  const facts = { name: 0, token, parent, depth, children: [], logprob: null, q: null, p: null };
+  const node = { ...facts, sent: false, expanded: false, survives: false, old: false, added: false, fate: "idle" };
+  parent?.children.push(node);
+  nodes.push(node);
+  return node;
 }
 
 function childOf(node, token) {
@@ -73,7 +80,7 @@ function markSent(nodes, round) {
   for (const [at, token] of proposal.tokens.entries()) {
     const parent = found[proposal.parents[at]];
     let node = at === 0 ? nodes[0] : parent && childOf(parent, token);
-    if (node === undefined && parent) node = extra(nodes, parent, token); // a draft that was asked again, or lost
+    if (node === undefined && parent) node = hang(nodes, parent, token); // a draft that was asked again, or lost
     found.push(node);
     if (node === undefined) continue;
     node.sent = true;
@@ -83,19 +90,11 @@ function markSent(nodes, round) {
   return found;
 }
 
-function extra(nodes, parent, token) {
-  const node = { ...parent, token, parent, children: [], depth: parent.depth + 1, q: null, p: null, sent: false };
-  Object.assign(node, { expanded: false, fate: "idle", survives: false, old: false, logprob: null });
-  parent.children.push(node);
-  nodes.push(node);
-  return node;
-}
-
 /** The token that the target drew itself, after the last guess that held: the next round's root. */
 function own(nodes, last, token) {
   let node = childOf(last, token);
   if (node === undefined) {
-    node = extra(nodes, last, token);
+    node = hang(nodes, last, token);
     node.added = true; // the draft had not thought of it
   }
   node.fate = "own";

@@ -9,7 +9,8 @@ const plural = (count, one, many) => (count === 1 ? one : many.replace("#", Stri
 export function caption(tree, answered, round, textOf) {
   const name = [`Round ${tree.index + 1}. `, true];
   if (round.population) {
-    return [name, [`A population of particles has come to share ${plural(round.tokens.length, "one token", "# tokens")}; there is no tree in this mode.`, false]];
+    const shared = plural(round.tokens.length, "one token", "# tokens");
+    return [name, [`A population of particles has come to share ${shared}; there is no tree in this mode.`, false]];
   }
   if (tree.proposed === 0) {
     const drawn = visible(textOf(round.tokens.at(-1)));
@@ -25,7 +26,8 @@ export function caption(tree, answered, round, textOf) {
   const own = visible(textOf(round.tokens.at(-1)));
   const gained = round.tokens.length;
   const held = tree.accepted === 0 ? "No guess held" : plural(tree.accepted, "One guess held", "# guesses held");
-  const kept = tree.kept > 0 ? ` ${plural(tree.kept, "One node below it stays", "# nodes below it stay")} for the next round.` : "";
+  const below = plural(tree.kept, "One node below it stays", "# nodes below it stay");
+  const kept = tree.kept > 0 ? ` ${below} for the next round.` : "";
   return [name, [`${held}, and the target adds its own, “${own}”: `, false],
     [plural(gained, "one token from one pass.", "# tokens from one pass."), true], [kept, false]];
 }
