@@ -1,9 +1,10 @@
 // Puts the page together: which recording is shown, what a person asks for, and what the server says.
 
-import { ask, key, listen, ServerError, setKey } from "./api.js";
+import { ServerError } from "./api.js";
 import { Chat } from "./chat.js";
 import { Claims } from "./claims.js";
 import { LARGE, wireControls } from "./controls.js";
+import { Host } from "./host.js";
 import { isPlain, parse, Recording } from "./recording.js";
 import { Race } from "./race.js";
 import { Stage } from "./stage.js";
@@ -12,12 +13,6 @@ import { Message, transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
 const MUTE = "The events of the race did not come; try it again.";
-const EXAMPLES = {
-  text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
-  talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
-};
-
-const EMBEDDED = "swiftspec-demo"; // its chat template puts the turns together to one source text
 
 class App {
   constructor() {
@@ -30,7 +25,7 @@ class App {
     this.stage = new Stage();
     this.race = new Race();
     this.race.told = (text) => this.announce(text);
-    this.connected = false;
+    this.host = new Host(this);
     this.stage.listeners.add((request, round) => this.messages.get(request)?.until(round, this.shown !== this.live));
     wireControls(this);
   }
@@ -40,17 +35,16 @@ class App {
     try {
       health = await (await fetch("/health", { cache: "no-store" })).json();
     } catch {
-      this.connection("gone", "no server");
+      this.host.connection("gone", "no server");
     }
     if (health?.status === "replay") return this.replay(health.trace);
     this.load("/page/traces/large.jsonl", LARGE);
-    this.hear();
-    this.meet();
+    this.host.start();
   }
 
   /** A server without a model: it has one trace, and nobody to ask. */
   async replay(name) {
-    this.connection("", "a recording");
+    this.host.connection("", "a recording");
     document.body.dataset.mode = "replay";
     $("composer").hidden = true;
     document.querySelector(".skip").hidden = true;
@@ -58,60 +52,10 @@ class App {
     await this.load("/replay.jsonl", name);
   }
 
-  /** Asks which model there is, until somebody says so. */
-  async meet() {
-    for (;;) {
-      try {
-        const { data } = await (await ask("/v1/models")).json();
-        if (data[0].chat_template !== null) return this.met(data[0]);
-        this.hint("The models are being loaded.");
-      } catch (error) {
-        if (error.status === 401) return this.wantKey();
-      }
-      await new Promise((wake) => setTimeout(wake, 700));
-    }
-  }
-
-  met(model) {
-    this.chat.talks = model.chat_template && model.id !== EMBEDDED;
-    const { talks } = this.chat;
-    $("composer-text").placeholder = talks ? "Ask the model something" : "Begin a text; the model goes on with it";
-    const why = model.id !== EMBEDDED ? `${model.id} has no chat template: it goes on with your text.`
-      : "The small models that come along know Python only, and not well: they go on with your code.";
-    this.hint(talks ? "" : why);
-    if (!talks) $("temperature").value = "0.6";
-    const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = text.split("\n")[0];
-      button.addEventListener("click", () => {
-        $("composer-text").value = text;
-        this.send();
-      });
-      return button;
-    });
-    $("examples").replaceChildren(...examples);
-    this.model = model.id;
-    this.named();
-  }
-
-  hear() {
-    const states = {
-      live: ["live", "connected"], gone: ["gone", "server lost, trying again"], none: ["", "no events here"],
-    };
-    listen((line) => this.line(line), (state) => {
-      if (state === "key") return this.wantKey();
-      this.connected = state === "live";
-      this.connection(...states[state]);
-      if (state === "live" && this.wasGone) this.meet();
-      this.wasGone = state === "gone";
-    });
-  }
-
   /** A line of the engine: of a request of this page, or of somebody else's. */
   line(line) {
     const request = this.live.add(line);
-    if (line.swiftspec_trace) this.named();
+    if (line.swiftspec_trace) this.host.named();
     if (request === null) return;
     if (line.begin) {
       const own = this.claims.begun(request);
@@ -124,17 +68,6 @@ class App {
     if (request === this.stage.request) this.stage.changed();
   }
 
-  /** What runs here, once both the server and its engine have said so. */
-  named() {
-    const { head } = this.live;
-    if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}`);
-  }
-
-  connection(kind, text) {
-    $("connection").className = `connection ${kind}`;
-    $("connection").textContent = text;
-  }
-
   announce(text) {
     $("announce").textContent = text;
   }
@@ -142,22 +75,6 @@ class App {
   hint(text, wrong = false) {
     $("hint").textContent = safe(text);
     $("hint").classList.toggle("error", wrong);
-  }
-
-  wantKey() {
-    const dialog = $("key-dialog");
-    $("key-why").textContent = key() === "" ? "It was started with --api-key. The key is kept until this tab is closed."
-      : "That key is not one of this server’s. Try another one.";
-    this.connection("gone", "a key is wanted");
-    if (dialog.open) return;
-    $("key").value = "";
-    dialog.showModal();
-    dialog.addEventListener("close", () => {
-      if (dialog.returnValue !== "ok" || $("key").value === "") return;
-      setKey($("key").value.trim());
-      this.hear();
-      this.meet();
-    }, { once: true });
   }
 
   /** Shows a trace that is at an address of this server. */
@@ -233,7 +150,7 @@ class App {
       $("composer-text").value = "";
       const claim = this.claims.expect(settings.seed);
       await this.chat.answer(text, settings, (piece) => message.add(piece));
-      const request = await this.claims.done(claim, this.connected);
+      const request = await this.claims.done(claim, this.host.connected);
       if (request === null) return;
       message.tell(this.live, request);
       message.sum(request);
@@ -255,7 +172,7 @@ class App {
         this.race.waiting(said);
         const claim = this.claims.expect(settings.seed);
         await this.chat.answer(text, settings, () => {}, { more, alone: true });
-        return this.claims.done(claim, this.connected);
+        return this.claims.done(claim, this.host.connected);
       };
       const plain = await run("1 of 2: plain decoding runs, one token a pass …", { verify_batch: 1 });
       const fast = await run("2 of 2: the same with speculation …", {});
@@ -281,7 +198,7 @@ class App {
     } catch (error) {
       failed(error.message);
       this.announce(error.message);
-      if (error.status === 401) this.wantKey();
+      if (error.status === 401) this.host.wantKey();
     } finally {
       this.busy = false;
       for (const id of ["send", "race-this"]) $(id).hidden = false;

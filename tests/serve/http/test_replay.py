@@ -47,7 +47,8 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: s
 @pytest.mark.parametrize(
     ("flags", "said", "code"),
     [
-        (["none.jsonl"], "none.jsonl cannot be read", 1), ([], "required: FILE", 2), (["x", "--port", "a"], "--port a", 2),
+        (["none.jsonl"], "none.jsonl cannot be read", 1), ([], "required: FILE", 2),
+        (["x", "--port", "a"], "--port a", 2),
         (["x", "--model", "m"], "unrecognized arguments", 2),
     ],
 )  # fmt: skip
