@@ -87,9 +87,9 @@ export class Stage {
     const { player } = this;
     const nothing = player.rounds === 0;
     $("empty").hidden = !nothing;
-    $("tree").dataset.nodes = "0";
     this.buttons();
     if (nothing) {
+      $("tree").dataset.nodes = "0";
       const missed = Boolean(this.request?.missed);
       $("empty").textContent = missed ? "The rounds of this request were missed." : "Nothing has been asked yet.";
       this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
