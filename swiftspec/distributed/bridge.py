@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from swiftspec.control.step_times import DraftTimes
 from swiftspec.distributed.calls import Call
@@ -154,11 +155,11 @@ class GroupDrafter:
             return  # the line has no draft lane then
 
     def _record(self, words: Words) -> None:
-        record = read_record(words)
-        if record["tree"]["tokens"].max() >= self._standing.bounds.vocab:
-            raise ValueError("a record names a token that is none")
+        """It is read when somebody writes it: here the target waits."""
+        if len(words) < 2:
+            raise ValueError("a record is of no round")
         if self._records is not None:
-            self._records.draft(record)
+            self._records.draft(words[0], words[1], partial(read_record, words, self._standing.bounds.vocab))
 
     def attach(self, bridge: Channel) -> None:
         """Another connection, to a draft group that knows of no request."""

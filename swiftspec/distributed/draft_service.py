@@ -35,9 +35,9 @@ class Recording:
         self.on, self.replies = traced, not traced
         self.tell = Switch(lambda: self.on, DraftTrace(drafter, self._send))
 
-    def _send(self, record: Record) -> None:
-        if record["request"] != 0:  # which is no request: the pace is measured under it
-            self._target.send(Call.TRACE, pack_record(record))
+    def _send(self, request: int, round_: int, lane: Record) -> None:
+        if request != 0:  # which is no request: the pace is measured under it
+            self._target.send(Call.TRACE, pack_record(request, round_, lane))
 
 
 class DraftService:

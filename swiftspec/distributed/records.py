@@ -11,24 +11,24 @@ from numpy.typing import NDArray
 from swiftspec.distributed.wire import Words
 
 SPANS = ("open", "observe", "propose", "grow")
-COUNTS = ("request", "round", "nodes", "expanded", "reused", "wasted")
-HEAD = len(COUNTS) + 2  # then which spans there are, a bit each, and how many forwards
+COUNTS = ("nodes", "expanded", "reused", "wasted")
+HEAD = 2 + len(COUNTS) + 2  # request and round; these; then which spans there are, a bit each, and how many forwards
 Record = dict[str, Any]
 
 
-def pack_record(record: Record) -> Words:
-    """A record as observe/trace.py makes it; `read_record` makes it again.
+def pack_record(request: int, round_: int, record: Record) -> Words:
+    """What the lane says of a round, as observe/trace.py makes it; `read_record` makes it again.
 
-    Its counts, its spans and forwards as doubles of two words each, rows of the forwards, and of the tree's nodes the
-    tokens, twice the parents plus whether they are expanded, and the logarithms by their bits.
+    Request, round, its counts, its spans and forwards as doubles of two words each, rows of the forwards, and of the
+    tree's nodes the tokens, twice the parents plus whether they are expanded, and the logarithms by their bits.
     """
-    forwards, tree = record["forwards"], record["tree"]
+    forwards, tree = record["forwards"], record["tree"].arrays()
     there = [name for name in SPANS if name in record]
     times = [moment for name in there for moment in record[name]]
     times += [moment for began, ended, _ in forwards for moment in (began, ended)]
     known = sum(1 << SPANS.index(name) for name in there)
     parts = (
-        np.array([*(record[name] for name in COUNTS), known, len(forwards)], np.int32),
+        np.array([request, round_, *(record[name] for name in COUNTS), known, len(forwards)], np.int32),
         np.array(times, np.float64).view(np.int32),
         np.array([rows for _, _, rows in forwards], np.int32),
         tree["tokens"], 2 * tree["parents"] + tree["expanded"], tree["logprobs"].view(np.int32),
@@ -36,10 +36,11 @@ def pack_record(record: Record) -> Words:
     return np.concatenate(parts).tolist()
 
 
-def read_record(flat: Words) -> Record:
-    """The record that these words were made of. Raises ValueError on words that make none."""
+def read_record(flat: Words, vocab: int) -> Record:
+    """What these words were made of. Raises ValueError on words that make nothing, and on tokens outside a vocabulary
+    of so many."""
     record = _read(flat)
-    if record is None:
+    if record is None or record["tree"]["tokens"].max() >= vocab:
         raise ValueError("a record of a round is none")
     return record
 
@@ -48,8 +49,8 @@ def _read(flat: Words) -> Record | None:
     words = np.array(flat, np.int32)
     if len(words) < HEAD:
         return None
-    *counts, known, forwards = words[:HEAD].tolist()
-    if min(*counts[:4], known, forwards) < 0:  # the books of the cache may be
+    *counts, known, forwards = words[2:HEAD].tolist()
+    if min(*counts[:2], known, forwards) < 0:  # the books of the cache may be
         return None
     there = [name for bit, name in enumerate(SPANS) if known >> bit & 1]
     times, rows = HEAD + 4 * (len(there) + forwards), HEAD + 4 * (len(there) + forwards) + forwards

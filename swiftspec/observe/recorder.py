@@ -49,11 +49,11 @@ class Recorder:
         """More about a round of this request."""
         self._rounds.setdefault(round_, {"request": self._request, "round": round_}).update(parts)
 
-    def draft(self, record: Record) -> None:
-        """What the draft's lane says of a round; nothing where that comes late, after its line or its request."""
-        request, round_ = record.pop("request"), record.pop("round")
+    def draft(self, request: int, round_: int, lane: Record | Callable[[], Record]) -> None:
+        """What the draft's lane says of a round, or what reads it (see `lines.opened`); nothing where that comes late,
+        after its line or its request."""
         if request == self._request and round_ in self._rounds:
-            self.add(round_, draft=record)
+            self.add(round_, draft=lane)
 
     def lacks(self, round_: int) -> bool:
         """Whether the draft's lane has yet to speak of that round."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.observe.lines import DIGITS, Record, tree_of
+from swiftspec.observe.lines import DIGITS, Record, Tree
 from swiftspec.observe.recorder import Recorder
 
 Forward = tuple[float, float, int]  # begin, end, rows
@@ -110,7 +110,7 @@ class TreeTrace:
             case "proposed":
                 if not self._plain and self._asked():
                     self._round = about[0].round
-                    self._log.add(self._round, wait=(began, self._at))
+                    self._log.add(about[0].round, wait=(began, self._at))
                 self._log.release(about[0].round)
             case "grown":
                 self._spent = self._busy()
@@ -149,7 +149,8 @@ class Grown(Protocol):
 class DraftTrace:
     """Observes the loop that a draft model works in: its lane, of which each round goes to `tell` once it is grown."""
 
-    def __init__(self, drafter: Grown, tell: Callable[[Record], None]) -> None:
+    def __init__(self, drafter: Grown, tell: Callable[[int, int, Record], None]) -> None:
+        """`tell` hears request, round, and what the lane says of it."""
         self._drafter, self._tell = drafter, tell
         self._forwards = Forwards(drafter.runner)
         self._spans: dict[str, tuple[float, float]] = {}
@@ -186,10 +187,10 @@ class DraftTrace:
         forwards, self._spans, spans = self._forwards.take(), {}, self._spans
         computed = sum(rows for _, _, rows in forwards)
         wasted = max(self._prefix + self._expanded + computed - prefix - expanded, 0)
-        record: Record = {"request": self._request, "round": self._round, **spans, "forwards": forwards}
-        record |= {"nodes": tree.count, "expanded": expanded, "reused": self._expanded - wasted, "wasted": wasted}
+        lane: Record = {**spans, "forwards": forwards, "nodes": tree.count, "expanded": expanded}
+        lane |= {"reused": self._expanded - wasted, "wasted": wasted, "tree": Tree.of(tree)}
         self._prefix, self._expanded = prefix, expanded
-        self._tell(record | {"tree": tree_of(tree)})
+        self._tell(self._request, self._round, lane)
 
     def _books(self) -> tuple[int, int]:
         return self._drafter.runner.cache.prefix_len[0], self._drafter.tree.expanded

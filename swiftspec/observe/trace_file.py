@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec.errors import UserError
-from swiftspec.observe.lines import Record, Texts, plain
+from swiftspec.observe.lines import Record, Texts, opened, plain
 
 
 class TraceFile:
@@ -35,7 +35,7 @@ class TraceFile:
 
     def write(self, lines: Iterable[Record]) -> None:
         """Writes these lines, and all that was written before."""
-        for line in lines:
+        for line in map(opened, lines):
             texts = {} if self.spell is None else self._texts.new(line, self.spell)
             self._try(self._file.write, json.dumps(line | texts, default=plain) + "\n")
         self._try(self._file.flush)

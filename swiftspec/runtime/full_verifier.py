@@ -34,6 +34,7 @@ class FullVerifier(LocalVerifier):
         """`rejection`: what verifies sampled requests, in place of Match."""
         super().__init__(runner, steps)
         self._rejection = rejection
+        self._knowing: Knowing | None = None  # the steps, if they are
         self._logits: Tensor | None = None  # of the proposal verified last, where the host has seen them
         self._prompt: tuple[Likelihood, ...] | None = None  # for the next result
         self._likelihoods: tuple[Likelihood, ...] | None = None  # of the tokens last accepted
@@ -76,12 +77,12 @@ class FullVerifier(LocalVerifier):
         self._prompt = self._likelihoods = None
         k = opening.sampling.prompt_logprobs
         if k is None:
-            return super().open(opening)
+            return self._start(opening)
         plain = self.runner.sampler(SamplingParams(), ())  # the rows are the model's own, whatever the request
         prompt = PromptLikelihoods(plain, opening.tokens, k)
         self.runner.reading = prompt.read
         try:
-            kept = super().open(opening)
+            kept = self._start(opening)
         finally:
             self.runner.reading = None
         self._prompt = tuple(prompt.known)
@@ -93,10 +94,15 @@ class FullVerifier(LocalVerifier):
         if self.runner.shard is not None:
             return None
         if self._logits is None:  # the host has not seen them
-            return self.steps.probabilities(tokens, parents) if isinstance(self.steps, Knowing) else None
+            return None if self._knowing is None else self._knowing.probabilities(tokens, parents)
         logits = self._logits[:, : self.runner.vocab].float()
         above = list(parents[1:])
         return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
+
+    def _start(self, opening: Opening) -> int:
+        kept = super().open(opening)
+        self._knowing = self.steps if isinstance(self.steps, Knowing) else None
+        return kept
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         self._logits = None

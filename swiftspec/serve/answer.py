@@ -169,10 +169,9 @@ def mean_acceptance_length(stats: Stats) -> float:
 
 def footer(stats: Stats, tokens: int) -> str:
     """`312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round`."""
-    speed = _share(tokens, stats.decode_time)
     parts = [
         f"{tokens} tok",
-        f"{speed:.0f} tok/s" if speed >= 10 else f"{speed:.2g} tok/s",
+        speed(_share(tokens, stats.decode_time)),
         f"TTFT {stats.first_token_time * 1e3:.0f} ms",
         f"{mean_acceptance_length(stats):.1f} tok/round",
     ]
@@ -189,6 +188,11 @@ def footer(stats: Stats, tokens: int) -> str:
     if stats.drafter_lost is not None:
         parts.append(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
     return ", ".join(parts)
+
+
+def speed(value: float) -> str:
+    """`348 tok/s`, `2.5 tok/s`."""
+    return f"{value:.0f} tok/s" if value >= 10 else f"{value:.2g} tok/s"
 
 
 def _padded(counts: list[int], length: int) -> list[int]:

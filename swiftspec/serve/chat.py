@@ -14,12 +14,14 @@ from rich.text import Text
 from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer
+from swiftspec.serve.banner import show_banner
 from swiftspec.serve.plan import mismatch
+from swiftspec.serve.race import race
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings, explain
 from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.template import TooLong
-from swiftspec.serve.terminal import ACCEPTED, Interrupt, KeyInterrupt, Painter, Phases, visible
+from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, Phases, line_reader, note
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
@@ -29,6 +31,7 @@ HELP = """\
 /set NAME VALUE   a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` takes it back
 /set              what is set now
 /stats [on|off]   the line after each answer; /stats last: everything about the last answer as JSON
+/race [TEXT]      this message, or the last one, without and with the draft: how much faster, and the same text?
 /clear            forget the conversation
 /help             this page
 /quit             leave (Ctrl-D, or Ctrl-C twice, do too)
@@ -55,28 +58,6 @@ def run(settings: Settings, world: World | None = None) -> int:
     return 0
 
 
-def line_reader() -> Callable[[], str]:
-    """Asks for one message. Raises EOFError on Ctrl-D, KeyboardInterrupt on Ctrl-C with nothing typed."""
-    from prompt_toolkit import PromptSession
-    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
-
-    keys = KeyBindings()
-
-    @keys.add("c-c")
-    def _(event: KeyPressEvent) -> None:
-        if event.current_buffer.text:
-            event.current_buffer.reset()
-        else:
-            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
-
-    @keys.add("escape", "enter")
-    def _(event: KeyPressEvent) -> None:
-        event.current_buffer.insert_text("\n")
-
-    session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation="... ")
-    return session.prompt
-
-
 class Chat:
     """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says; `interrupt`
     guards each answer."""
@@ -97,12 +78,13 @@ class Chat:
         self._ask = ask
         self._painter = Painter(console)
         self._history: list[dict[str, str]] = []
+        self._prompt: list[int] | None = None  # asked last
         self._show_stats = True
         self._last: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Reads and answers until the user leaves."""
-        self._banner()
+        show_banner(self._session, self._console, raw=self._settings.raw)
         leaving = False
         while True:
             try:
@@ -145,6 +127,8 @@ class Chat:
                 self._note("the conversation is forgotten")
             case "/set":
                 self._set(rest)
+            case "/race":
+                self._race(rest)
             case "/stats":
                 self._stats(rest)
             case _:
@@ -155,11 +139,7 @@ class Chat:
         before = list(self._history)
         with self._interrupt() as interrupt:
             try:
-                if self._settings.raw:
-                    prompt = self._session.encode(text, self._settings)
-                else:
-                    self._history.append({"role": "user", "content": text})
-                    prompt = self._fit()
+                prompt = self._prompt = self._ask_for(text)
                 stream = self._stream(prompt, interrupt)
             except BaseException:
                 self._history = before
@@ -170,6 +150,25 @@ class Chat:
             else:
                 self._history.pop()  # a question without an answer would break the turns
         self._after(stream, prompt)
+
+    def _ask_for(self, text: str) -> list[int]:
+        """A message as tokens, with what has to stand before it; it joins the conversation."""
+        if self._settings.raw:
+            return self._session.encode(text, self._settings)
+        self._history.append({"role": "user", "content": text})
+        return self._fit()
+
+    def _race(self, text: str) -> None:
+        """Leaves the conversation as it is."""
+        before = list(self._history)
+        try:
+            prompt = self._ask_for(text) if text else self._prompt
+        finally:
+            self._history = before
+        if prompt is None:
+            raise UserError("nothing was said yet: /race TEXT")
+        self._prompt = prompt
+        race(self._session, self._settings, prompt, self._console, self._interrupt)
 
     def _stream(self, prompt: list[int], interrupt: Interrupt) -> TextStream:
         stream = self._session.answer(prompt, self._settings, interrupt.watch)
@@ -234,13 +233,13 @@ class Chat:
         except ValidationError as error:
             raise UserError(explain(error)) from None
         self._note(f"{name} = {self._effective(name)!r}")
-        note = None
+        advice = None
         if name in ("guidance_scale", "negative_prompt"):
-            note = self._settings.note()
+            advice = self._settings.note()
         elif name == "temperature":
-            note = mismatch(self._session.llm.config, self._settings.sampling(self._session.defaults))
-        if note is not None:
-            self._note(note)
+            advice = mismatch(self._session.llm.config, self._settings.sampling(self._session.defaults))
+        if advice is not None:
+            self._note(advice)
 
     def _show_settings(self) -> None:
         for name in _settable():
@@ -264,48 +263,12 @@ class Chat:
             shown = {name: value for name, value in self._last.items() if name not in long}
             self._console.print(Text(_table(shown)))
 
-    def _banner(self) -> None:
-        session, plan = self._session, self._session.llm.config
-        target, draft = _short(session.model), _short(session.draft_model)
-        if session.embedded:
-            target = "the embedded code model"
-            self._console.print(
-                Text(
-                    "This is a small code model, so chat on it is code completion: type the beginning of some Python,"
-                    " such as\n    def read_lines(path):",
-                    "bold",
-                )
-            )
-        pair = target if draft is None else f"{target}, guesses by {draft}"
-        ranks = "" if plan.ranks == 1 else f" on {plan.target_tp} + {plan.draft_tp} ranks, d = {plan.steps}"
-        ranks = ranks if plan.mode == "async" or not ranks else f" on {plan.ranks} ranks"
-        self._note(
-            f"{pair}; mode {plan.mode}{ranks}, {session.dtype}, {session.threads} threads,"
-            f" context {session.llm.max_model_len}" + (", raw: no chat template" if self._settings.raw else "")
-        )
-        if plan.mode == "smc":
-            population = plan.population
-            self._note(
-                f"Answers are approximate: one of {population.particles} particles that grow by"
-                f" {population.smc_draft_tokens} draft tokens and one of the target's a round. Before the end only what"
-                " they share is shown."
-            )
-        elif plan.mode != "ar":
-            sample = Text("Tokens that the draft guessed right look ", "dim")
-            self._console.print(sample + Text("like this", ACCEPTED) + Text(".", "dim"))
-        self._note("/help shows the commands. Ctrl-C stops an answer, Ctrl-D leaves.")
-
     def _note(self, text: str, style: str = "dim") -> None:
-        self._console.print(Text(visible(text), style), soft_wrap=True)
+        note(self._console, text, style)
 
 
 def _settable() -> Iterator[str]:
     return (name for name, flag in Settings.table.flags.items() if flag.group in (SAMPLING, STOPPING))
-
-
-def _short(name: str | None) -> str | None:
-    """A hub id as it is, of a path the last two parts."""
-    return None if name is None else "/".join(name.rstrip("/").split("/")[-2:])
 
 
 def _table(value: Any, indent: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,10 +63,12 @@ class Session:
         prompt: Sequence[int],
         settings: Settings,
         watch: Callable[[Iterator[Chunk]], Iterator[Chunk]] = lambda chunks: chunks,
+        **other: Any,
     ) -> TextStream:
         """The stream of one answer; its cost is in `llm.stats`. `watch` wraps the engine's chunks and may end them.
-        Raises UserError on a prompt that is empty or does not fit."""
-        sampling = self.sampling(settings)
+        `other`: sampling values that are not as the settings have them. Raises UserError on a prompt that is empty or
+        does not fit."""
+        sampling = replace(self.sampling(settings), **other)
         chunks = watch(self.llm.stream(prompt, sampling))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 

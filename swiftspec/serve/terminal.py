@@ -8,7 +8,7 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,33 @@ CONTROLS = C0 | dict.fromkeys(range(0x7F, 0xA0), 0xFFFD)
 def visible(text: str) -> str:
     """Text whose control characters show instead of steering the terminal."""
     return text.translate(CONTROLS)
+
+
+def line_reader() -> Callable[[], str]:
+    """Asks for one message. Raises EOFError on Ctrl-D, KeyboardInterrupt on Ctrl-C with nothing typed."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("c-c")
+    def _(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    session: PromptSession[str] = PromptSession(">>> ", key_bindings=keys, prompt_continuation="... ")
+    return session.prompt
+
+
+def note(console: Console, text: str, style: str = "dim") -> None:
+    """A line that is no part of an answer."""
+    console.print(Text(visible(text), style), soft_wrap=True)
 
 
 class Painter:

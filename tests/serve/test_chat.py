@@ -19,11 +19,11 @@ from swiftspec.config import EngineConfig
 from swiftspec.engine import Chunk, Stats
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.serve.chat import Chat, line_reader
+from swiftspec.serve.chat import Chat
 from swiftspec.serve.layers import load
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, env_name
-from swiftspec.serve.terminal import Painter, visible
+from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.text import TextCodec
 from swiftspec.smc.population import Answer
 from tests.support.pty_terminal import Terminal
@@ -317,6 +317,8 @@ def test_in_a_real_terminal(tmp_path: Path) -> None:
     terminal.until(">>>")
     terminal.send("def f():\r")
     terminal.until(r"20 tok, [\d.e+]+ tok/s, TTFT \d+ ms, \d\.\d tok/round[\s\S]*>>>")
+    terminal.send("/race\r")
+    terminal.until(r"times as fast; the text is the same: all 20 tokens are equal[\s\S]*>>>")
     terminal.send("/set top-p 3\r")
     terminal.until(r"error: top_p must lie above 0[\s\S]*>>>")
     terminal.send("/set max-tokens 200\r")

@@ -163,15 +163,19 @@ void Rounds::verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, S
 std::vector<float> Rounds::probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
   const auto count = static_cast<int64_t>(tokens.size()), stride = decoder_.stack().head->n;
   if (count * stride > static_cast<int64_t>(logits_.size())) throw std::invalid_argument("so many were not verified");
-  drawn_.resize(tokens.size());
-  values_.resize(tokens.size());
-  totals_.resize(tokens.size());
-  children({logits_.data(), nullptr, nullptr, nullptr, 1.0F, 1.0F, count, scoring.columns().count, stride}, 1,
-           drawn_.data(), values_.data(), totals_.data());
+  constexpr float kUnknown = -std::numeric_limits<float>::infinity();
+  totals_.assign(tokens.size(), kUnknown);
   std::vector<float> out;
   for (size_t i = 1; i < tokens.size(); ++i) {
-    out.push_back(std::exp(logits_[static_cast<size_t>(parents[i] * stride + tokens[i])] -
-                           totals_[static_cast<size_t>(parents[i])]));
+    const float* row = logits_.data() + parents[i] * stride;
+    float& total = totals_[static_cast<size_t>(parents[i])];
+    if (total == kUnknown) {
+      int64_t best = 0;
+      float value = 0.0F;
+      children({row, nullptr, nullptr, nullptr, 1.0F, 1.0F, 1, scoring.columns().count, stride}, 1, &best, &value,
+               &total);
+    }
+    out.push_back(std::exp(row[tokens[i]] - total));
   }
   return out;
 }

@@ -10,7 +10,9 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query
@@ -23,6 +25,8 @@ from swiftspec.serve.text import TextCodec
 MOST = 10_000  # lines that the ring holds
 MOST_BYTES = 32 << 20  # and bytes of them
 MANY = 200  # tokens that are made text of beside the event loop
+FRAME = 0.016  # seconds: a page draws no more often
+TOGETHER = 64  # lines that are sent at once
 HELLO = b"retry: 1000\n\n"  # milliseconds after which a browser comes back
 ALIVE = b": still here\n\n"
 
@@ -53,11 +57,12 @@ class Events:
         if self._listeners:
             self._watch(True)
 
-    def put(self, event: Event) -> None:
-        """The next line."""
-        self._last += 1
-        self._ring.append(Told(self._last, event))
-        self._bytes += len(event.line)
+    def put(self, *events: Event) -> None:
+        """The next lines."""
+        for event in events:
+            self._last += 1
+            self._ring.append(Told(self._last, event))
+            self._bytes += len(event.line)
         while self._ring and (len(self._ring) > self._most or self._bytes > self._most_bytes):
             self._bytes -= len(self._ring.popleft().event.line)
         self._wake()
@@ -67,7 +72,7 @@ class Events:
         self._over = True
         self._wake()
 
-    async def follow(self, after: int | None) -> AsyncGenerator[Told | int]:
+    async def follow(self, after: int | None) -> AsyncGenerator[list[Told | int]]:
         """The head, then the lines after the one with that number, as they come; None: from now on. A number stands for
         so many lines that this listener has missed. Close it."""
         at = self._last if after is None else after if after <= self._last else 0
@@ -76,17 +81,18 @@ class Events:
             self._watch(True)
         try:
             if self._head is not None:
-                yield Told(0, self._head)
+                yield [Told(0, self._head)]
             while not self._over:
-                first = self._last - len(self._ring) + 1
-                if at + 1 < first:
-                    yield first - 1 - at
-                    at = max(at, first - 1)
-                elif at < self._last:
-                    at += 1
-                    yield self._ring[at - first]
-                else:
+                if at == self._last:
                     await self._more.wait()
+                    await asyncio.sleep(FRAME)  # what comes until then goes with it
+                    continue
+                first = self._last - len(self._ring) + 1
+                missed = [first - 1 - at] if at + 1 < first else []
+                at = max(at, first - 1)
+                some = list(islice(self._ring, at + 1 - first, at + 1 - first + TOGETHER))
+                at += len(some)
+                yield [*missed, *some]
         finally:
             self._listeners -= 1
             if self._listeners == 0:
@@ -126,20 +132,18 @@ def router(events: Events, codec: Callable[[], TextCodec | None], every: float =
     """The endpoint. `every`: seconds of silence after which there is a comment."""
     made, speller = APIRouter(), Speller(codec)
 
+    async def written(one: Told | int, told: set[int]) -> bytes:
+        if isinstance(one, int):
+            return b'event: gap\ndata: {"missed":%d}\n\n' % one
+        number = b"id: %d\n" % one.number if one.number else b""
+        return b"%sevent: %s\ndata: %s\n\n" % (number, one.event.kind.encode(), await speller.line(one.event, told))
+
     async def stream(after: int | None) -> AsyncGenerator[bytes]:
         told = set[int]()
         yield HELLO
-        followed = events.follow(after)
-        try:
-            async for one in followed:
-                if isinstance(one, int):
-                    yield b'event: gap\ndata: {"missed":%d}\n\n' % one
-                    continue
-                number = b"id: %d\n" % one.number if one.number else b""
-                data = await speller.line(one.event, told)
-                yield b"%sevent: %s\ndata: %s\n\n" % (number, one.event.kind.encode(), data)
-        finally:
-            await followed.aclose()
+        async with aclosing(events.follow(after)) as followed:
+            async for some in followed:
+                yield b"".join([await written(one, told) for one in some])
 
     @made.get("/v1/spec/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
     async def tell(

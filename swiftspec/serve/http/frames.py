@@ -139,12 +139,18 @@ class Prompt(Frame, frozen=True):
     likelihoods: list[Likelihood]
 
 
-class Event(Frame, frozen=True):
+class Event(msgspec.Struct, frozen=True, array_like=True):
     """A line of a trace, as docs/reference/trace.md has it, of this `kind`: "head", "begin", "round" or "end"."""
 
     kind: str
     line: bytes  # an object of JSON, not empty
     tokens: list[int]  # that it names
+
+
+class Events(Frame, frozen=True):
+    """What has happened, where somebody listens."""
+
+    events: list[Event]
 
 
 class Done(Frame, frozen=True):
@@ -173,4 +179,4 @@ class Lost(Frame, frozen=True):
 
 
 ToEngine = Start | Cancel | Serving | Watch | Leave
-FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Event | Done | Failed | Lost
+FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Events | Done | Failed | Lost

@@ -181,8 +181,8 @@ class RemoteEngine:
             case frames.Drain():
                 self._phase = "draining"
                 self.to_drain.set()
-            case frames.Event():
-                self.events.put(frame)
+            case frames.Events(events=events):
+                self.events.put(*events)
             case Prompt() | Chunk() | Done() | Failed():
                 self._hand(frame)
             case _:

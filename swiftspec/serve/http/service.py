@@ -9,21 +9,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
-from functools import partial
 from threading import Lock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, overload
 
-import msgspec
-
 from swiftspec.distributed.keeping import Keeping, Member
 from swiftspec.errors import NotFinite, RankLost, UserError
-from swiftspec.observe.lines import Record, plain, tokens_in
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
 from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.front import defaults_of
+from swiftspec.serve.http.lines import Lines
 from swiftspec.serve.http.wire import FrontEndLost, Wire
 from swiftspec.serve.keeping.kept import Kept
 from swiftspec.serve.session import Session, open_session
@@ -201,12 +198,12 @@ class Service:
             self._left = True
 
     def _watch(self, on: bool) -> None:
-        self._session.llm.listen(self._say if on else None)
+        self._session.llm.listen(Lines(self._say) if on else None)
 
-    def _say(self, line: Record) -> None:
-        """A line for whoever listens, which is written beside the decode loop."""
+    def _say(self, make: Callable[[], frames.Frame]) -> None:
+        """For whoever listens; nobody is lost where that is nobody any more."""
         with suppress(FrontEndLost):
-            self._teller.wire.send(partial(event, line))
+            self._teller.wire.send(make)
 
     def _drain(self) -> None:
         if not self._drained:
@@ -279,12 +276,6 @@ class Service:
 def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
     """As they travel."""
     return [frames.Likelihood(one.logprob, list(one.top)) for one in likelihoods]
-
-
-def event(line: Record) -> frames.Event:
-    """A line as it travels."""
-    kind = next(kind for kind in ("begin", "end", "round") if kind in line)
-    return frames.Event(kind, msgspec.json.encode(line, enc_hook=plain), sorted(tokens_in(line)))
 
 
 def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:

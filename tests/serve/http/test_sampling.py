@@ -23,7 +23,7 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
     values: dict[str, Any] = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 1,
         "frequency_penalty": -1, "guidance_scale": 2, "ignore_eos": True, "stop_token_ids": [4, 5], "seed": 9,
-        "max_tokens": 11,
+        "max_tokens": 11, "verify_batch": 4, "draft_steps": 2,
     }  # fmt: skip
     sampling = asked(client, player, **values, logit_bias={"7": -5}, negative_prompt="b")
     negative = player.codec.encode("b")

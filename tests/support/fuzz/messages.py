@@ -34,6 +34,7 @@ from swiftspec.distributed.wire import (
 )  # fmt: skip
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Drawn, Opening, Proposal, VerifyResult
+from swiftspec.observe.lines import opened
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Pause
 from swiftspec.tree.tree import DraftTree
@@ -159,7 +160,9 @@ def records(draw: st.DrawFn) -> Words:
     head = {name: draw(st.integers(-1, 3)) for name in COUNTS}
     spans = draw(st.fixed_dictionaries({}, optional={"grow": st.tuples(moment, moment)}))
     forwards = draw(st.lists(st.tuples(moment, moment, EDGES), max_size=2))
-    return pack_record(head | spans | {"forwards": forwards, "tree": tree})
+    return pack_record(
+        1, draw(st.integers(-1, 2)), head | spans | {"forwards": forwards, "tree": SimpleNamespace(arrays=lambda: tree)}
+    )
 
 
 RANDOM = st.lists(WORD, max_size=20)
@@ -317,9 +320,7 @@ def feed_socket(pieces: tuple[bytes, list[int]]) -> str:
 
 def ask_draft(says: Sequence[Message]) -> str:
     """A target's leader with a draft that says anything."""
-    records = SimpleNamespace(
-        draft=lambda record: hash((record["request"], record["round"])), lacks=lambda round_: True
-    )
+    records = SimpleNamespace(draft=lambda request, round_, lane: opened({"draft": lane}), lacks=lambda round_: True)
     drafter = GroupDrafter(FakeChannel(says), 3, BOUNDS, records=records)  # type: ignore[arg-type]
     try:
         drafter.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
@@ -417,7 +418,7 @@ TARGETS = (
     target("read_opening", OPENING_WORDS, lambda words: read(read_opening, words)),
     target("read_proposal", PROPOSAL_WORDS, lambda words: read(read_proposal, words)),
     target("read_result", RESULT_WORDS, lambda words: read(read_result, words)),
-    target("read_record", RECORDS | RANDOM, lambda words: read(read_record, words)),
+    target("read_record", RECORDS | RANDOM, lambda words: read(lambda flat: read_record(flat, BOUNDS.vocab), words)),
     target("TcpChannel", st.tuples(STREAM, st.lists(st.integers(0, 60), max_size=4)), feed_socket),
     target("GroupDrafter", DRAFT, ask_draft),
     target("GroupDrafter.times", TIMES, ask_times),
