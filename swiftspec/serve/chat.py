@@ -17,6 +17,7 @@ from swiftspec.serve import answer
 from swiftspec.serve.banner import show_banner
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.race import race
+from swiftspec.serve.rounds import Rounds
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings, explain
 from swiftspec.serve.streams import OutputLost
@@ -32,6 +33,7 @@ HELP = """\
 /set              what is set now
 /stats [on|off]   the line after each answer; /stats last: everything about the last answer as JSON
 /race [TEXT]      this message, or the last one, without and with the draft: how much faster, and the same text?
+/tree on, /tree   keep the rounds of the next answers; the tree of the last round, or /tree N of the Nth before it
 /clear            forget the conversation
 /help             this page
 /quit             leave (Ctrl-D, or Ctrl-C twice, do too)
@@ -79,6 +81,7 @@ class Chat:
         self._painter = Painter(console)
         self._history: list[dict[str, str]] = []
         self._prompt: list[int] | None = None  # asked last
+        self._rounds = Rounds(lambda listener: session.llm.listen(listener), lambda token: session.codec.spell([token]))
         self._show_stats = True
         self._last: dict[str, Any] | None = None
 
@@ -129,6 +132,8 @@ class Chat:
                 self._set(rest)
             case "/race":
                 self._race(rest)
+            case "/tree":
+                self._rounds.command(rest, self._console)
             case "/stats":
                 self._stats(rest)
             case _:

@@ -26,8 +26,11 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
+from swiftspec.observe.lines import opened
+from swiftspec.observe.recorder import Recorder
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Pause
+from swiftspec.tree.tree import DraftTree
 from tests.distributed.test_channel import connect
 from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.tiny import make_checkpoint
@@ -42,7 +45,9 @@ class FakeDraft:
     def __init__(self) -> None:
         self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
         self.calls: list[str] = []
-        self.runner = None  # which keeps nothing
+        self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # which keeps nothing
+        self.tree = DraftTree(9, 2)
+        self.tree.reset(7)
 
     def choose(self, opening: Opening) -> SimpleNamespace:
         return SimpleNamespace(name="eager")
@@ -187,3 +192,24 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
         service.join(10)
     assert heard[0] == said[0] and 0 < len(heard) - len(said) < 20
     assert 0 < drafter.busy <= theirs.busy
+
+
+def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, _, _ = bridge
+    drafter._records = recorder = Recorder()
+    recorder.listener = list[Any]().append
+    recorder.begin(opening([4, 5], GREEDY))
+    drafter.open(opening([4, 5], GREEDY))
+    drafter.watch(True)
+    drafter.propose()
+    recorder.add(0, tokens=(9,))
+    drafter.observe(result(1, 0, 1))
+    drafter.propose()
+    assert recorder.lacks(0), "not in the midst of a request"
+    recorder.begin(opening([4, 5], GREEDY, request=2))
+    drafter.open(opening([4, 5], GREEDY, request=2))
+    drafter.propose()
+    recorder.add(0, tokens=(9,))
+    drafter.drain(0)
+    line = opened(recorder._rounds[0])
+    assert line["draft"]["nodes"] == 1 and line["draft"]["tree"]["tokens"].tolist() == [7]
