@@ -4,6 +4,7 @@ const ROW = 27; // pixels of a node with its text
 const BRANCH = 15; // of one that was expanded, but not sent: a dot and small letters
 const DOT = 3.8; // of the others
 const NARROWEST = 62; // pixels of a level
+const COMFORTABLE = 92; // of one whose texts can be read
 const WIDEST = 190;
 
 /** Whether a node is written large. */
@@ -24,7 +25,9 @@ function size(node) {
 export function place(tree, width, height) {
   const { nodes } = tree;
   const levels = 1 + Math.max(...nodes.map((node) => (isLarge(node) ? node.depth : node.depth - 0.6)));
-  const step = Math.min(WIDEST, Math.max(NARROWEST, (width - 8) / levels));
+  const readable = 1 + Math.max(...nodes.map((node) => (isLarge(node) ? node.depth : 0)));
+  const least = Math.max(NARROWEST, Math.min(COMFORTABLE, (width - 8) / readable)); // the rest may end up outside
+  const step = Math.min(WIDEST, Math.max(least, (width - 8) / levels));
   const heights = new Map();
   const measure = (node) => {
     const below = node.children.reduce((sum, child) => sum + measure(child), 0);
