@@ -54,7 +54,7 @@ def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given, as text."""
     parser = Parser(
         prog="swiftspec",
-        usage="python -m swiftspec.serve [flags]\n       python -m swiftspec.serve replay FILE [--host TEXT] [--port N]",
+        usage="python -m swiftspec.serve [flags]\n       python -m swiftspec.serve replay FILE [--host H] [--port N]",
         description=ABOUT,
         epilog=PRECEDENCE,
         formatter_class=_Formatter,

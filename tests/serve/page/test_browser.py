@@ -12,11 +12,12 @@ from fastapi import FastAPI
 from swiftspec.serve.http import events, replay
 from swiftspec.serve.http.events import Events
 from swiftspec.serve.http.guard import Guard
+from swiftspec.serve.template import Renderer
 from swiftspec.serve.text import TextCodec
 from tests.support import traced
 from tests.support.http import Player, application, serving
 from tests.support.served import Served
-from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
 
 pytest.importorskip("selenium", reason="selenium is not installed; the extra `test` has it")
 
@@ -95,6 +96,29 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
     before = page.text("round")
     page.click("back", "back")
     page.wait(lambda: page.text("round") != before)
+
+
+def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -> None:
+    renderer = Renderer(Path("model"))
+    made = Player(TextCodec(write_tokenizer(tmp_path, byte_level_tokenizer(), TEMPLATE), renderer))
+    app = application(made)
+    app.include_router(events.router(Events(lambda on: None), lambda: made.codec))
+    try:
+        with serving(app) as address:
+            page.open(address)
+            page.wait(lambda: page.run("return document.querySelectorAll('#examples button').length"))
+            page.keys("composer-text", "one", Keys.ENTER)
+            page.says("messages", "return a + b")
+            page.wait(lambda: page.at("send").is_displayed())
+            made.hold = 1
+            page.keys("composer-text", "two", Keys.SHIFT, Keys.ENTER, Keys.NULL, "lines", Keys.ENTER)
+            page.wait(made.holding.is_set)
+            page.click("stop")
+            page.wait(lambda: made.cancelled.is_set() and page.at("send").is_displayed())
+    finally:
+        renderer.close()
+    said = made.codec.spell(made.asks[1].prompt)
+    assert said.index("one") < said.index("return a + b") < said.index("two\nlines")
 
 
 def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> None:
