@@ -59,7 +59,9 @@ class App {
     if (request === null) return;
     if (line.begin) {
       const own = this.claims.begun(request);
-      if (own || this.shown === this.live) this.showRequest(request, this.live);
+      const follows = this.shown === this.live && (!this.stage.request || $("live").dataset.wanted === "true");
+      if (own || follows) this.showRequest(request, this.live);
+      else this.list();
     }
     if (line.end) {
       this.claims.ended(request);

@@ -50,19 +50,20 @@ export class TreeCanvas {
    * this one has come from there, 0 to 1. `beat`: seconds, for what moves while it waits. `chosen`: a node to point at.
    */
   draw({ tree, answered, from = null, share = 1, beat = 0, chosen = null }) {
+    this.spots = [];
+    this.context.clearRect(0, 0, this.width, this.height);
+    if (tree.nodes.length === 0) return;
     const { places, deeper } = this.placesOf(tree);
     const past = from === null ? null : this.placesOf(from).places;
     const nodes = tree.nodes.filter((node) => answered || !node.added);
     const eased = share < 0.5 ? 2 * share * share : 1 - (2 - 2 * share) ** 2 / 2;
     const spots = nodes.map((node) => this.spot(node, answered, past, places, eased));
-    const context = this.context;
-    context.clearRect(0, 0, this.width, this.height);
     if (past !== null && share < 1) this.leave(from, tree, past, eased);
     const byNode = new Map(spots.map((spot) => [spot.node, spot]));
     const fate = (node) => (answered ? node.fate : fateInFlight(node));
     for (const spot of spots) if (spot.node.parent) this.edge(byNode.get(spot.node.parent), spot, fate(spot.node));
     for (const spot of spots) this.node(spot, fate(spot.node), beat, spot.node === chosen);
-    context.globalAlpha = 1;
+    this.context.globalAlpha = 1;
     if (deeper > 0) this.note(`${deeper} more to the right`);
     this.spots = spots;
   }

@@ -1,7 +1,7 @@
 // What the lines of a trace say, gathered: a head, and requests with their rounds. The format is documented in
 // docs/reference/trace.md; a line or a field that is not known does no harm.
 
-const MOST_ROUNDS = 20000; // of a live recording; the oldest requests go first
+const MOST_ROUNDS = 10000; // of a live recording; the oldest requests go first
 
 export class BadTrace extends Error {}
 

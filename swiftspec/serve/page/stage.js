@@ -104,6 +104,8 @@ export class Stage {
     const tree = this.trees.at(index);
     const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
     const grows = share < 1 && index === 0;
+    $("empty").hidden = tree.nodes.length > 0;
+    if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles in place of a tree.";
     const moves = this.still.matches ? 0 : beat;
     this.canvas.draw({ tree, answered, from, share: grows ? 1 : share, beat: moves, chosen: this.chosen });
     this.lanes.draw(this.request, player);

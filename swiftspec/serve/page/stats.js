@@ -10,7 +10,8 @@ export function statsOf(request, last) {
   for (let at = 0; at <= last; at += 1) {
     const round = request.rounds[at];
     tokens += round.tokens.length;
-    const accepted = Math.max((round.path?.length ?? round.tokens.length) - 1, 0);
+    if (!round.path) continue;
+    const accepted = Math.max(round.path.length - 1, 0);
     held[accepted] = (held[accepted] ?? 0) + 1;
   }
   tokens = Math.min(tokens, answerOf(request).length);

@@ -31,6 +31,7 @@ export class Trees {
  */
 function grown(request, index, before) {
   const round = request.rounds[index];
+  if (round.population) return { index, nodes: [], accepted: 0, proposed: 0, next: null, kept: 0 }; // there is no tree
   const nodes = whole(round);
   const sent = markSent(nodes, round);
   const path = (round.path ?? [0]).map((at) => sent[at]).filter((node) => node !== undefined);
@@ -46,7 +47,7 @@ function grown(request, index, before) {
 
 /** The whole tree where the trace has it, else the proposal alone. */
 function whole(round) {
-  const tree = round.draft?.tree ?? round.proposal ?? { tokens: [round.tokens[0]], parents: [-1] };
+  const tree = round.draft?.tree ?? round.proposal ?? { tokens: [0], parents: [-1] };
   const nodes = [];
   for (const [at, token] of tree.tokens.entries()) {
     const parent = nodes[tree.parents[at]] ?? null;
@@ -120,7 +121,7 @@ function surviving(next) {
 /** Gives every node the name that it had the round before, where it was there. */
 function nameAll(nodes, before) {
   const root = nodes[0];
-  const was = before?.next.token === root.token ? before.next : null;
+  const was = before?.next?.token === root.token ? before.next : null;
   const give = (node, earlier) => {
     node.name = earlier?.name ?? ++names;
     node.old = Boolean(earlier);

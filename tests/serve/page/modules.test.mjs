@@ -15,6 +15,7 @@ const { difference, findRace, runOf } = await import(new URL("race.js", PAGE));
 const { answerOf, BadTrace, parse, Recording, spanOf } = await import(new URL("recording.js", PAGE));
 const { statsOf } = await import(new URL("stats.js", PAGE));
 const { percent, safe, visible } = await import(new URL("tokens.js", PAGE));
+const { caption } = await import(new URL("words.js", PAGE));
 const { fateInFlight, Trees } = await import(new URL("tree.js", PAGE));
 
 const HEAD = { swiftspec_trace: 1, texts: { 1: "a", 2: "b", 3: " c", 4: "\n" } };
@@ -57,7 +58,7 @@ test("what is no trace is refused with its line", () => {
 
 test("the oldest requests of a long recording go", () => {
   const recording = new Recording();
-  for (let id = 1; id <= 3; id += 1) for (let at = 0; at < 9000; at += 1) recording.add({ request: id, round: at, tokens: [1] });
+  for (let id = 1; id <= 3; id += 1) for (let at = 0; at < 4500; at += 1) recording.add({ request: id, round: at, tokens: [1] });
   assert.deepEqual(recording.requests.map((request) => request.id), [2, 3]);
 });
 
@@ -80,6 +81,14 @@ test("every node has its fate, its name through the rounds, p and q", () => {
 test("without whole trees the proposal is shown", () => {
   const bare = ROUNDS.map(({ draft, ...round }) => round);
   assert.equal(new Trees(recorded(bare).requests[0]).at(0).nodes.length, 4);
+});
+
+test("a population has rounds and no tree", () => {
+  const smc = [0, 1].map((round) => ({ request: 1, round, population: [round, round + 1], tokens: round ? [1, 2] : [] }));
+  const { requests: [request] } = recorded(smc);
+  const tree = new Trees(request).at(1);
+  assert.deepEqual([tree.nodes, caption(tree, true, smc[1], String)[1][0].includes("2 tokens")], [[], true]);
+  assert.deepEqual(statsOf(request, 1).held, []);
 });
 
 test("no node stands on another, and all stand inside", () => {
