@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from starlette.testclient import TestClient
 
@@ -56,3 +59,17 @@ def test_a_call_that_makes_no_sense(capsys: pytest.CaptureFixture[str], flags: l
     assert main(["replay", *flags]) == code
     told = capsys.readouterr().err
     assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_as_people_start_it(file: Path) -> None:
+    command = [sys.executable, "-m", "swiftspec.serve", "replay", str(file), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        url = said.strip().rpartition(" ")[2]
+        assert said == f"swiftspec: replaying one.jsonl, listening on {url}\n"
+        assert httpx.get(f"{url}/replay.jsonl").text == file.read_text()
+        assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
+        process.terminate()
+        assert process.wait(20) == 143 and process.stderr.read() == ""
