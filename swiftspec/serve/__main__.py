@@ -104,6 +104,10 @@ def _keep_or_run(argv: Sequence[str], first: bool) -> int:
         from swiftspec.serve.keeping.job import keep_rank
 
         return keep_rank(here, argv)
+    if argv[:1] == ["replay"]:
+        from swiftspec.serve.http import replay
+
+        return replay.main(argv[1:])
     from swiftspec.serve.cli import parse
     from swiftspec.serve.plan import ranks_asked
 

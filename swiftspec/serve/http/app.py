@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftspec import __version__
-from swiftspec.serve.http import chat, completions, errors, info, messages, responses, tokens
+from swiftspec.serve.http import chat, completions, errors, info, messages, page, responses, tokens
 from swiftspec.serve.http.engine import Engine
 from swiftspec.serve.http.server import Compile, Server, compile_here
 from swiftspec.serve.text import TextCodec
@@ -92,6 +92,7 @@ def create_app(
     )  # fmt: skip
     for part in (chat, completions, responses, messages, tokens, info):
         app.include_router(part.router(server))
+    app.router.routes.extend(page.routes())
     errors.install(app)
     app.add_middleware(Around)  # what else goes around all endpoints (keys, limits, counters) is added likewise
     return app

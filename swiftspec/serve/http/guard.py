@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.errors import ApiError
+from swiftspec.serve.http.page import is_page
 from swiftspec.serve.http.watch import VISIT, Visit
 
 MOST_BODY = 8 << 20  # bytes
@@ -39,10 +40,10 @@ class Guard:
     """Lets a request through to `app` or answers it with an error. Every answer has an `x-request-id`: the client's own
     where it is plain, else a new one.
 
-    `keys`: a request must bring one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for /health; none:
-    nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser reach a server without
-    keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of every refusal in one
-    word.
+    `keys`: a request must bring one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for /health and
+    the page's files; none: nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser
+    reach a server without keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of
+    every refusal in one word.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Guard:
                         "foreign_host", 403, f"this server has no name {host[:100]!r}: ask for localhost or 127.0.0.1,"
                         " or start it with --api-key, and then it is served under any name",
                     )  # fmt: skip
-        if self._keys and path not in OPEN and not self._known(headers):
+        if self._keys and path not in OPEN and not is_page(path) and not self._known(headers):
             raise _Refusal(
                 "unauthorized", 401, "no key of this server: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
                 " KEY'", {"WWW-Authenticate": "Bearer"}, "invalid_api_key",

@@ -23,11 +23,12 @@ def router(server: Server) -> APIRouter:
 
     def model_card(name: str) -> dict[str, Any]:
         """OpenAI's and Anthropic's fields beside each other."""
-        about = server.engine.about
+        about, codec = server.engine.about, server.codec()
         return {
             "id": name, "object": "model", "created": server.began, "owned_by": "swiftspec",
             "max_model_len": about and about.max_model_len, "type": "model", "display_name": name,
             "created_at": datetime.fromtimestamp(server.began, UTC).isoformat(timespec="seconds"),
+            "chat_template": codec and codec.has_template,  # None while it is not known
         }  # fmt: skip
 
     @made.get("/v1/models")

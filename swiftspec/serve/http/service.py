@@ -191,7 +191,7 @@ class Service:
         if isinstance(frame, frames.Start):
             self._serve(frame)
         elif isinstance(frame, frames.Serving):
-            print(f"swiftspec: listening on {self._url}", file=sys.stderr, flush=True)
+            print(f"swiftspec: listening on {self._url} (a browser shows the tree there)", file=sys.stderr, flush=True)
         elif isinstance(frame, frames.Watch):
             self._watch(frame.on)
         elif isinstance(frame, frames.Leave):

@@ -58,10 +58,13 @@ def ask(
     return start["status"], told, json.loads(b"".join(part["body"] for part in rest))
 
 
-def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
+def test_a_key_is_asked_for_everywhere_but_at_health_and_the_page() -> None:
     inside, reasons = Inside(), list[str]()
     guard = Guard(inside, ["one", "zwö"], refused=reasons.append)
-    for path in ("/v1/models", "/metrics", "/health/generate", "/health/", "/openapi.json", "/", "//health"):
+    paths = (
+        "/v1/models", "/metrics", "/health/generate", "/health/", "/openapi.json", "//health", "//", "/page", "/pages",
+    )  # fmt: skip
+    for path in paths:
         for method in ("GET", "OPTIONS"):
             status, headers, said = ask(guard, path, method=method)
             assert status == 401 and headers["www-authenticate"] == "Bearer"
@@ -71,7 +74,8 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
         ("Authorization", "Bearer one"), ("authorization", "bearer zwö"), ("X-Api-Key", "one"),
     ):  # fmt: skip
         assert ask(guard, headers=[headers])[0] == 200
-    assert ask(guard, "/health")[0] == 200
+    for path in ("/health", "/", "/page/app.js"):
+        assert ask(guard, path)[0] == 200
 
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one"])

@@ -1,0 +1,106 @@
+// Asks the server: with the key where it wants one, in streams, and with one line that says what is wrong.
+
+const KEY = "swiftspec key"; // of the storage that ends with the tab
+
+export class ServerError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+const GONE = "The server does not answer. Is it still running?";
+
+export function key() {
+  return sessionStorage.getItem(KEY) ?? "";
+}
+
+export function setKey(value) {
+  sessionStorage.setItem(KEY, value);
+}
+
+/** An answer of the server. Throws ServerError with its own words where it refuses. */
+export async function ask(path, { body = null, signal = null } = {}) {
+  const headers = {};
+  if (key() !== "") headers.authorization = `Bearer ${key()}`;
+  if (body !== null) headers["content-type"] = "application/json";
+  let answer;
+  try {
+    answer = await fetch(path, {
+      method: body === null ? "GET" : "POST", headers, signal, body: body === null ? undefined : JSON.stringify(body),
+      cache: "no-store", credentials: "omit", redirect: "error",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(GONE);
+  }
+  if (answer.ok) return answer;
+  let said = `The server answered ${answer.status}.`;
+  try {
+    said = (await answer.json()).error.message ?? said;
+  } catch {
+    // no JSON: the number has to do
+  }
+  throw new ServerError(said, answer.status);
+}
+
+/** The events of a text/event-stream, as {id, event, data} with the data as text. */
+export async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).split(/\r?\n\r?\n/);
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const read = eventOf(block);
+        if (read !== null) yield read;
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server was lost in the middle of its answer.");
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+/** One block of lines; null for a comment. */
+export function eventOf(block) {
+  const event = { id: null, event: "message", data: [] };
+  for (const line of block.split(/\r?\n/)) {
+    const [, name, value] = /^([^:]*):? ?(.*)$/s.exec(line);
+    if (name === "data") event.data.push(value);
+    else if (name === "id" || name === "event") event[name] = value;
+  }
+  return event.data.length === 0 ? null : { ...event, data: event.data.join("\n") };
+}
+
+/**
+ * Hears what the engine does, as long as the page is open: `line` gets each line, `state` whether it hears ("live",
+ * "gone", "key", "none" where the server has no such stream). After a loss it goes on where it stopped.
+ */
+export async function listen(line, state) {
+  let last = null;
+  let pause = 500;
+  for (;;) {
+    try {
+      const answer = await ask(`/v1/spec/events${last === null ? "" : `?after=${encodeURIComponent(last)}`}`);
+      state("live");
+      pause = 500;
+      for await (const { id, data } of events(answer)) {
+        last = id ?? last;
+        line(JSON.parse(data));
+      }
+      state("gone");
+    } catch (error) {
+      if (error.status === 401) return state("key");
+      if (error.status === 404) return state("none");
+      state("gone");
+    }
+    await new Promise((wake) => setTimeout(wake, pause));
+    pause = Math.min(2 * pause, 5000);
+  }
+}

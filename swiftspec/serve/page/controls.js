@@ -1,0 +1,130 @@
+// Buttons, keys and files: what a person does, told to the app.
+
+import { parse } from "./recording.js";
+
+const $ = (id) => document.getElementById(id);
+export const LARGE = "a target of 70B parameters, its step times emulated";
+const MOST = 256 * 2 ** 20; // bytes of a trace file
+
+export function wireControls(app) {
+  wirePlayer(app);
+  wireTabs(app);
+  wireComposer(app);
+  wireFiles(app);
+  document.addEventListener("keydown", (event) => shortcut(app, event));
+}
+
+function wirePlayer(app) {
+  const { stage } = app;
+  const click = (id, act) => $(id).addEventListener("click", () => {
+    act(stage.player);
+    stage.changed();
+  });
+  click("play", (player) => player.toggle());
+  click("back", (player) => player.step(-1));
+  click("on", (player) => player.step(1));
+  click("live", (player) => {
+    const wanted = !player.following;
+    $("live").dataset.wanted = String(wanted);
+    player.following = wanted;
+  });
+  $("scrub").addEventListener("input", () => {
+    stage.player.playing = false;
+    stage.player.seek(Number($("scrub").value) / 1000);
+    stage.changed();
+  });
+  $("speed").addEventListener("change", () => {
+    const { value } = $("speed");
+    stage.player.speed = value === "slow" ? value : Number(value);
+    stage.changed();
+  });
+  $("request").addEventListener("change", () => {
+    app.showRequest(app.shown.requests[Number($("request").value)], app.shown);
+  });
+}
+
+function wireTabs(app) {
+  for (const name of ["tree", "race"]) {
+    $(`tab-${name}`).addEventListener("click", () => app.tab(name));
+    $(`tab-${name}`).addEventListener("keydown", (event) => {
+      if (event.key !== "ArrowLeft" && event.key !== "ArrowRight") return;
+      const other = name === "tree" ? "race" : "tree";
+      app.tab(other);
+      $(`tab-${other}`).focus();
+    });
+  }
+  $("race-run").addEventListener("click", () => app.runRace());
+  $("race-this").addEventListener("click", () => app.runRace());
+}
+
+function wireComposer(app) {
+  $("composer").addEventListener("submit", (event) => {
+    event.preventDefault();
+    app.send();
+  });
+  $("composer-text").addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    app.send();
+  });
+  $("stop").addEventListener("click", () => app.chat.stop());
+}
+
+function wireFiles(app) {
+  const click = (id, act) => $(id).addEventListener("click", () => {
+    $("files").open = false;
+    act();
+  });
+  click("open-pair", () => app.load("/page/traces/pair.jsonl", "the small models that come along"));
+  click("open-large", () => app.load("/page/traces/large.jsonl", LARGE));
+  click("open-file", () => $("file").click());
+  click("back-live", () => app.showLive());
+  click("save", () => save(app.shown ?? app.live));
+  $("file").addEventListener("change", async () => {
+    const [file] = $("file").files;
+    $("file").value = "";
+    if (file) await open(app, file);
+  });
+  for (const menu of document.querySelectorAll("details.menu")) {
+    document.addEventListener("pointerdown", (event) => {
+      if (!menu.contains(event.target)) menu.open = false;
+    });
+    menu.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape") return;
+      menu.open = false;
+      menu.querySelector("summary").focus();
+    });
+  }
+}
+
+async function open(app, file) {
+  try {
+    if (file.size > MOST) throw new Error("it is too large for a browser");
+    app.showRecording(parse(await file.text()), file.name);
+    app.hint("");
+  } catch (error) {
+    const said = `${file.name} cannot be shown: ${error.message}`;
+    app.announce(said);
+    $("note").textContent = said;
+  }
+}
+
+function save(recording) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob(recording.lines(), { type: "application/jsonl" }));
+  link.download = "swiftspec-trace.jsonl";
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+/** Space plays, comma and full stop step, wherever nothing is typed. */
+function shortcut(app, event) {
+  const typing = event.target.closest?.("input, textarea, select, button, summary, dialog");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey || $("panel-tree").hidden) return;
+  const { player } = app.stage;
+  const act = { " ": () => player.toggle(), ",": () => player.step(-1), ".": () => player.step(1) }[event.key];
+  if (!act) return;
+  event.preventDefault();
+  act();
+  app.stage.changed();
+}

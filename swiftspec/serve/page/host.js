@@ -1,0 +1,100 @@
+// The server behind the page: which model it has, whether it is there, and the key that it may want.
+
+import { ask, key, listen, setKey } from "./api.js";
+
+const $ = (id) => document.getElementById(id);
+const EMBEDDED = "swiftspec-demo"; // its chat template puts the turns together to one source text
+const EXAMPLES = {
+  text: ["def read_lines(path):\n", "class Stack:\n    def __init__(self", "def main(argv=None):\n"],
+  talk: ["Explain in three sentences how a hash table works.", "Write a Python function that merges two sorted lists."],
+};
+
+export class Host {
+  constructor(app) {
+    this.app = app;
+    this.connected = false; // to the engine's events
+    this.model = null; // its name, once it is known
+  }
+
+  start() {
+    this.hear();
+    this.meet();
+  }
+
+  /** Asks which model there is, until somebody says so. */
+  async meet() {
+    for (;;) {
+      try {
+        const { data } = await (await ask("/v1/models")).json();
+        if (data[0].chat_template !== null) return this.met(data[0]);
+        this.app.hint("The models are being loaded.");
+      } catch (error) {
+        if (error.status === 401) return this.wantKey();
+      }
+      await new Promise((wake) => setTimeout(wake, 700));
+    }
+  }
+
+  met(model) {
+    this.app.chat.talks = model.chat_template && model.id !== EMBEDDED;
+    const { talks } = this.app.chat;
+    $("composer-text").placeholder = talks ? "Ask the model something" : "Begin a text; the model goes on with it";
+    const why = model.id !== EMBEDDED ? `${model.id} has no chat template: it goes on with your text.`
+      : "The small models that come along know Python only, and not well: they go on with your code.";
+    this.app.hint(talks ? "" : why);
+    if (!talks) $("temperature").value = "0.6";
+    const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = text.split("\n")[0];
+      button.addEventListener("click", () => {
+        $("composer-text").value = text;
+        this.app.send();
+      });
+      return button;
+    });
+    $("examples").replaceChildren(...examples);
+    this.model = model.id;
+    this.named();
+  }
+
+  hear() {
+    const states = {
+      live: ["live", "connected"], gone: ["gone", "server lost, trying again"], none: ["", "no events here"],
+    };
+    listen((line) => this.app.line(line), (state) => {
+      if (state === "key") return this.wantKey();
+      this.connected = state === "live";
+      this.connection(...states[state]);
+      if (state === "live" && this.wasGone) this.meet();
+      this.wasGone = state === "gone";
+    });
+  }
+
+  /** What runs here, once both the server and its engine have said so. */
+  named() {
+    const { head } = this.app.live;
+    if (this.model && head && this.connected) this.connection("live", `${this.model}, mode ${head.mode}`);
+  }
+
+  wantKey() {
+    const dialog = $("key-dialog");
+    $("key-why").textContent = key() === "" ? "It was started with --api-key. The key is kept until this tab is closed."
+      : "That key is not one of this server’s. Try another one.";
+    this.connection("gone", "a key is wanted");
+    if (dialog.open) return;
+    $("key").value = "";
+    dialog.showModal();
+    dialog.addEventListener("close", () => {
+      if (dialog.returnValue !== "ok" || $("key").value === "") return;
+      setKey($("key").value.trim());
+      this.start();
+    }, { once: true });
+  }
+
+  /** What the head of the page says of the connection. */
+  connection(kind, text) {
+    $("connection").className = `connection ${kind}`;
+    $("connection").textContent = text;
+  }
+}

@@ -1,0 +1,143 @@
+// The race: the same prompt plainly and with speculation, one after the other on the one engine, then side by side.
+
+import { answerOf, isPlain, spanOf } from "./recording.js";
+import { number, safe, seconds } from "./tokens.js";
+
+const CLOCKS = "The clocks begin when the prompt is read.";
+const WHY_SLOWER = "With models this small a pass over a tree costs more than one over a token;"
+  + " with large ones it hardly does, as the recording of the 70B target shows.";
+const NO_RACE = "Write a prompt and press Race: the engine answers it plainly, then with speculation;"
+  + " both are played side by side.";
+const $ = (id) => document.getElementById(id);
+
+/** The last two requests of the same prompt of which one went plainly; null: there are none. */
+export function findRace(recording) {
+  const done = recording.requests.filter((request) => request.rounds.length > 0);
+  for (let at = done.length - 1; at > 0; at -= 1) {
+    const [one, other] = [done[at - 1], done[at]];
+    const same = one.begin.prompt && JSON.stringify(one.begin.prompt) === JSON.stringify(other.begin.prompt);
+    if (!same || isPlain(one) === isPlain(other)) continue;
+    return isPlain(one) ? { plain: one, fast: other } : { plain: other, fast: one };
+  }
+  return null;
+}
+
+/** When which token was there: {tokens, times}, in seconds from the moment the prompt was read. */
+export function runOf(request) {
+  const tokens = answerOf(request);
+  const times = [];
+  const { begin } = spanOf(request, 0);
+  for (const [at, round] of request.rounds.entries()) {
+    for (const _ of round.tokens) if (times.length < tokens.length) times.push(spanOf(request, at).end - begin);
+  }
+  return { tokens, times, took: times.at(-1) ?? 0 };
+}
+
+/** The first position at which two answers differ; -1: they are the same. */
+export function difference(one, other) {
+  const longest = Math.max(one.length, other.length);
+  for (let at = 0; at < longest; at += 1) if (one[at] !== other[at]) return at;
+  return -1;
+}
+
+export class Race {
+  constructor() {
+    this.timer = 0;
+    this.told = () => {};
+    $("race-again").addEventListener("click", () => this.pair && this.play(this.recording, this.pair));
+    $("race-speed").addEventListener("change", () => this.pair && this.play(this.recording, this.pair));
+  }
+
+  /** Shows the last race of a recording, at its end, or that there is none. */
+  show(recording, live) {
+    cancelAnimationFrame(this.timer);
+    this.recording = recording;
+    this.pair = recording && findRace(recording);
+    $("race-again").disabled = !this.pair;
+    $("race-result").textContent = "";
+    if (this.pair) {
+      $("race-caption").textContent = `The same prompt twice on one engine, here side by side. ${CLOCKS}`;
+      this.draw(Infinity);
+      this.finish();
+      return;
+    }
+    $("race-caption").textContent = live
+      ? NO_RACE : "There is no race in this recording: it needs the same prompt twice, once without a draft.";
+    for (const side of ["plain", "fast"]) {
+      $(`${side}-clock`).textContent = "–";
+      $(`${side}-text`).textContent = "";
+      $(`${side}-progress`).value = 0;
+    }
+  }
+
+  waiting(text) {
+    cancelAnimationFrame(this.timer);
+    this.pair = null;
+    $("race-again").disabled = true;
+    $("race-result").textContent = "";
+    $("race-caption").textContent = text;
+  }
+
+  play(recording, pair) {
+    cancelAnimationFrame(this.timer);
+    this.recording = recording;
+    this.pair = pair;
+    $("race-again").disabled = false;
+    $("race-result").textContent = "";
+    const rate = Number($("race-speed").value);
+    const slowest = Math.max(runOf(pair.plain).took, runOf(pair.fast).took);
+    $("race-caption").textContent = rate === 1
+      ? `At true speed, as it was measured. ${CLOCKS}` : `${number(1 / rate)} times slower than it was. ${CLOCKS}`;
+    const began = performance.now();
+    const frame = () => {
+      const time = ((performance.now() - began) / 1000) * rate;
+      this.draw(time);
+      if (time < slowest) this.timer = requestAnimationFrame(frame);
+      else this.finish();
+    };
+    this.timer = requestAnimationFrame(frame);
+  }
+
+  draw(time) {
+    for (const side of ["plain", "fast"]) {
+      const { tokens, times, took } = runOf(this.pair[side]);
+      const count = upTo(times, time);
+      const clock = Math.min(time, took);
+      const small = document.createElement("small");
+      small.textContent = ` ${count} tokens, ${number(clock > 0 ? count / clock : NaN)} a second`;
+      $(`${side}-clock`).replaceChildren(seconds(clock), small);
+      $(`${side}-progress`).value = count / Math.max(tokens.length, 1);
+      const pre = $(`${side}-text`);
+      pre.textContent = safe(tokens.slice(0, count).map((token) => this.recording.text(token)).join(""));
+      pre.scrollTop = pre.scrollHeight;
+    }
+  }
+
+  finish() {
+    const [plain, fast] = [runOf(this.pair.plain), runOf(this.pair.fast)];
+    const gain = plain.took / fast.took;
+    const times = `${seconds(fast.took)} against ${seconds(plain.took)}`;
+    let speed = `Both took as long: ${times}. `;
+    if (gain >= 1.02) speed = `Speculation was ${number(gain)} times as fast: ${times}. `;
+    else if (gain <= 0.98) speed = `Speculation was slower here: ${times}. ${WHY_SLOWER} `;
+    const at = difference(plain.tokens, fast.tokens);
+    let same = `The text is the same: all ${plain.tokens.length} tokens compared, one by one.`;
+    if (this.pair.fast.missed || this.pair.plain.missed) same = "Some events were missed: nothing can be compared.";
+    else if (at >= 0) same = `The texts differ from token ${at + 1} on.`;
+    $("race-result").textContent = speed + same;
+    $("race-result").dataset.equal = String(at < 0);
+    this.told(speed + same);
+  }
+}
+
+/** How many of the times have come. */
+function upTo(times, time) {
+  let low = 0;
+  let high = times.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (times[middle] <= time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}

@@ -1,0 +1,125 @@
+// What the lines of a trace say, gathered: a head, and requests with their rounds. The format is documented in
+// docs/reference/trace.md; a line or a field that is not known does no harm.
+
+const MOST_ROUNDS = 10000; // of a live recording; the oldest requests go first
+
+export class BadTrace extends Error {}
+
+export class Recording {
+  constructor() {
+    this.head = null;
+    this.texts = new Map(); // the text of a token id
+    this.requests = []; // {id, begin, rounds, end, missed}
+    this.byId = new Map();
+    this.count = 0; // rounds of all requests
+  }
+
+  /** Takes one line. Returns the request that it is about, if it is about one. */
+  add(line) {
+    const isObject = line !== null && typeof line === "object" && !Array.isArray(line);
+    if (!isObject) throw new BadTrace("a line is no JSON object");
+    for (const [id, text] of Object.entries(line.texts ?? {})) this.texts.set(Number(id), String(text));
+    if (line.swiftspec_trace !== undefined) {
+      const version = line.swiftspec_trace;
+      if (version !== 1) throw new BadTrace(`a trace of version ${version} is not known here`);
+      this.head = line;
+      return null;
+    }
+    if (line.missed !== undefined) {
+      for (const request of this.requests) if (!request.end) request.missed += line.missed;
+      return null;
+    }
+    if (typeof line.request !== "number") return null;
+    if (line.begin) return this.open(line);
+    const request = this.byId.get(line.request) ?? this.open({ request: line.request, begin: {} });
+    if (line.end) request.end = line.end;
+    else if (Array.isArray(line.tokens)) this.addRound(request, line);
+    return request;
+  }
+
+  open(line) {
+    const request = { id: line.request, begin: line.begin, rounds: [], end: null, missed: 0 };
+    this.requests.push(request);
+    this.byId.set(line.request, request); // ids begin again where the engine was started again
+    return request;
+  }
+
+  addRound(request, line) {
+    request.rounds.push(line);
+    this.count += 1;
+    while (this.count > MOST_ROUNDS && this.requests.length > 1) {
+      const oldest = this.requests.shift();
+      this.count -= oldest.rounds.length;
+      if (this.byId.get(oldest.id) === oldest) this.byId.delete(oldest.id);
+    }
+  }
+
+  text(token) {
+    return this.texts.get(token) ?? `⟨${token}⟩`;
+  }
+
+  /** All of it as the lines of a trace file. */
+  lines() {
+    const bare = (line) => {
+      const { texts, ...rest } = line;
+      return rest;
+    };
+    const head = { swiftspec_trace: 1, ...bare(this.head ?? {}), texts: Object.fromEntries(this.texts) };
+    const lines = [head];
+    for (const { id, begin, rounds, end } of this.requests) {
+      lines.push({ request: id, begin }, ...rounds.map(bare));
+      if (end) lines.push({ request: id, end });
+    }
+    return lines.map((line) => JSON.stringify(line) + "\n");
+  }
+}
+
+/** A recording of the text of a trace file. Throws BadTrace with the line that is wrong. */
+export function parse(text) {
+  const recording = new Recording();
+  const lines = text.split("\n");
+  for (const [at, line] of lines.entries()) {
+    if (line.trim() === "") continue;
+    try {
+      const read = JSON.parse(line);
+      if (recording.head === null && read?.swiftspec_trace === undefined) {
+        throw new BadTrace("this is no trace: its first line has no “swiftspec_trace”");
+      }
+      recording.add(read);
+    } catch (error) {
+      const why = error instanceof BadTrace ? error.message : "no JSON";
+      throw new BadTrace(`line ${at + 1}: ${why}`);
+    }
+  }
+  if (recording.head === null) throw new BadTrace("the file is empty");
+  return recording;
+}
+
+/** When a round began and ended, and when its proposal was with the target; seconds. */
+export function spanOf(request, at) {
+  const round = request.rounds[at];
+  const before = at > 0 ? endOf(request.rounds[at - 1]) : firstOf(round);
+  const end = Math.max(endOf(round), before);
+  const sent = round.target?.verify?.[0] ?? before;
+  return { begin: before, sent: Math.min(Math.max(sent, before), end), end };
+}
+
+function endOf(round) {
+  return round.target?.verify?.[1] ?? round.population?.[1] ?? round.wait?.[1] ?? 0;
+}
+
+/** A request's clock begins when its prompt is read. */
+function firstOf(round) {
+  return round.target?.open?.[1] ?? round.wait?.[0] ?? round.target?.verify?.[0] ?? round.population?.[0] ?? 0;
+}
+
+/** Whether a request went without a draft: no round proposed more than the root. */
+export function isPlain(request) {
+  return request.rounds.length > 0 && request.rounds.every((round) => (round.proposal?.tokens.length ?? 2) === 1);
+}
+
+/** All tokens of a request's answer; the last rounds' may be cut at a stop token or the limit, as `end` says. */
+export function answerOf(request) {
+  const tokens = request.rounds.flatMap((round) => round.tokens);
+  return request.end?.tokens === undefined ? tokens : tokens.slice(0, request.end.tokens);
+}

@@ -1,0 +1,243 @@
+// The right side: one request of a recording at one moment, as a tree, two lanes and a few numbers.
+
+import { TreeCanvas } from "./draw.js";
+import { LanesCanvas } from "./lanes.js";
+import { Player } from "./player.js";
+import { drawHistogram, statsOf } from "./stats.js";
+import { number, percent, visible } from "./tokens.js";
+import { Trees } from "./tree.js";
+import { about, caption } from "./words.js";
+
+const CONTEXT = 48; // tokens of the text so far
+const HURRY = 0.08; // seconds that words and numbers stay, where rounds go by faster
+const $ = (id) => document.getElementById(id);
+
+export class Stage {
+  constructor() {
+    this.recording = null;
+    this.request = null;
+    this.trees = null;
+    this.player = new Player();
+    this.still = matchMedia("(prefers-reduced-motion: reduce)");
+    this.canvas = new TreeCanvas($("tree"), (token) => this.recording.text(token));
+    this.lanes = new LanesCanvas($("lanes"));
+    this.chosen = null;
+    this.dirty = true;
+    this.said = -1; // the last half round that words and numbers were set for
+    this.saidAt = 0;
+    this.now = null;
+    this.frames = { count: 0, spent: 0 };
+    this.listeners = new Set(); // told of a moment when it is another one
+    this.wire();
+    let last = performance.now();
+    const frame = (at) => {
+      this.frame((at - last) / 1000, at / 1000);
+      last = at;
+      requestAnimationFrame(frame);
+    };
+    requestAnimationFrame(frame);
+  }
+
+  wire() {
+    const resized = () => {
+      this.canvas.resize();
+      this.lanes.resize();
+      this.dirty = true;
+    };
+    new ResizeObserver(resized).observe($("tree"));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => requestAnimationFrame(resized));
+    const tree = $("tree");
+    const under = (event) => this.point(this.canvas.hit(event.offsetX, event.offsetY)?.node ?? null);
+    tree.addEventListener("pointermove", under);
+    tree.addEventListener("pointerdown", under);
+    tree.addEventListener("pointerleave", () => this.point(null));
+    tree.addEventListener("blur", () => this.point(null));
+    tree.addEventListener("keydown", (event) => this.walk(event));
+  }
+
+  /** Shows a request of a recording; null: none yet. */
+  show(recording, request, how = {}) {
+    this.live = Boolean(how.live);
+    this.recording = recording;
+    this.request = request;
+    this.trees = request && new Trees(request);
+    this.player.show(request, { following: Boolean(how.following), playing: !this.still.matches });
+    this.point(null);
+    this.changed();
+  }
+
+  changed() {
+    this.dirty = true;
+    this.said = -1;
+  }
+
+  frame(seconds, beat) {
+    const moved = this.player.tick(seconds);
+    const waiting = this.now !== null && !this.now.answered && this.player.playing && !this.still.matches;
+    if (!moved && !this.dirty && !waiting) return;
+    const began = performance.now();
+    this.dirty = false;
+    this.draw(beat);
+    this.frames.count += 1;
+    this.frames.spent += performance.now() - began;
+    $("tree").dataset.ms = (this.frames.spent / this.frames.count).toFixed(2);
+  }
+
+  draw(beat) {
+    const { player } = this;
+    const nothing = player.rounds === 0;
+    $("empty").hidden = !nothing;
+    this.buttons();
+    if (nothing) {
+      $("tree").dataset.nodes = "0";
+      const missed = Boolean(this.request?.missed);
+      $("empty").textContent = missed ? "The rounds of this request were missed." : "Nothing has been asked yet.";
+      this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+      this.lanes.context.clearRect(0, 0, this.lanes.width, this.lanes.height);
+      this.now = null;
+      return;
+    }
+    const fast = player.roundsPerFrame > 0.08; // too fast for movements
+    let { index, answered, share } = player.moment();
+    if (fast && !answered && index > 0) [index, answered] = [index - 1, true];
+    if (fast || this.still.matches) share = 1;
+    const tree = this.trees.at(index);
+    const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
+    const grows = share < 1 && index === 0;
+    $("empty").hidden = tree.nodes.length > 0;
+    if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles in place of a tree.";
+    const moves = this.still.matches ? 0 : beat;
+    this.canvas.draw({ tree, answered, from, share: grows ? 1 : share, beat: moves, chosen: this.chosen });
+    this.lanes.draw(this.request, player);
+    this.now = { index, answered, tree };
+    $("scrub").value = String(Math.round(player.share * 1000));
+    const half = 2 * index + (answered ? 1 : 0);
+    const hurried = fast && this.said >= 0 && player.playing && beat - this.saidAt < HURRY;
+    if (half !== this.said && !hurried) {
+      this.saidAt = beat;
+      this.say(half);
+    }
+  }
+
+  /** Words and numbers, which change once a half round only. */
+  say(half) {
+    this.said = half;
+    const { index, answered, tree } = this.now;
+    const round = this.request.rounds[index];
+    const textOf = (token) => this.recording.text(token);
+    const parts = caption(tree, answered, round, textOf).map(([text, strong]) => {
+      const part = document.createElement(strong ? "b" : "span");
+      part.textContent = text;
+      return part;
+    });
+    $("caption").setAttribute("aria-live", this.player.playing || this.player.following ? "off" : "polite");
+    $("caption").replaceChildren(...parts);
+    $("round").textContent = `round ${index + 1} of ${this.request.rounds.length}`;
+    $("scrub").setAttribute("aria-valuetext", $("round").textContent);
+    this.numbers(answered ? index : index - 1);
+    this.soFar(answered ? index + 1 : index);
+    const canvas = $("tree");
+    canvas.dataset.nodes = String(tree.nodes.length);
+    canvas.dataset.proposed = String(tree.proposed);
+    canvas.dataset.accepted = String(tree.accepted);
+    canvas.setAttribute("aria-label", `The draft tree: ${tree.nodes.length} nodes, ${tree.proposed} of them proposed`
+      + (answered ? `, ${tree.accepted} held` : ""));
+    if (this.chosen && !tree.nodes.includes(this.chosen)) this.point(null);
+    else if (this.chosen) this.tip();
+    this.pace();
+    for (const listener of this.listeners) listener(this.request, answered ? index : index - 1);
+  }
+
+  /** Of all rounds up to one; -1: before the first. */
+  numbers(last) {
+    const stats = last < 0 ? { held: [], tokens: 0 } : statsOf(this.request, last);
+    $("per-round").textContent = number(stats.perRound);
+    $("speed-now").textContent = number(stats.speed);
+    $("tokens-now").textContent = String(stats.tokens);
+    $("target-busy").textContent = last < 0 ? "" : `busy ${percent(stats.targetBusy)}`;
+    $("draft-busy").textContent = last < 0 ? "" : `busy ${percent(stats.draftBusy)}`;
+    drawHistogram($("held"), stats.held);
+  }
+
+  /** The end of the text, up to the tree's root. */
+  soFar(rounds) {
+    const pieces = [];
+    for (let at = rounds - 1; at >= 0 && pieces.length < CONTEXT; at -= 1) {
+      const { tokens } = this.request.rounds[at];
+      for (let back = tokens.length - 1; back >= 0; back -= 1) {
+        pieces.unshift([tokens[back], back === tokens.length - 1 ? "drawn" : "guessed"]);
+      }
+    }
+    if (pieces.length < CONTEXT) {
+      const prompt = (this.request.begin.prompt ?? []).slice(pieces.length - CONTEXT);
+      pieces.unshift(...prompt.map((token) => [token, "prompt"]));
+    }
+    const line = $("so-far");
+    line.replaceChildren(...pieces.map(([token, kind]) => {
+      const piece = document.createElement("span");
+      piece.className = kind;
+      piece.textContent = visible(this.recording.text(token));
+      return piece;
+    }));
+    line.scrollLeft = line.scrollWidth;
+  }
+
+  pace() {
+    const { player } = this;
+    const every = Math.ceil(player.roundsPerFrame);
+    const slowed = player.rate < 0.995 ? `Shown ${number(1 / player.rate)} times slower than it ran. ` : "";
+    const skipped = every > 1 ? `Too fast for a screen: about every ${every}th round is shown. ` : "";
+    const missed = this.request.missed ? `${this.request.missed} events were missed. ` : "";
+    const { draft } = this.request.rounds[0];
+    const trees = draft && !draft.tree ? "This trace has the proposals only, not the whole trees. " : "";
+    $("note").textContent = slowed + skipped + missed + trees;
+  }
+
+  buttons() {
+    const { player } = this;
+    const state = player.playing ? "Pause" : "Play";
+    if ($("play").getAttribute("aria-label") !== state) {
+      $("play").setAttribute("aria-label", state);
+      $("play").classList.toggle("on", player.playing);
+    }
+    $("live").setAttribute("aria-pressed", String(player.following));
+    $("live").hidden = !this.live;
+  }
+
+  point(node) {
+    if (node === this.chosen) return;
+    this.chosen = node;
+    this.dirty = true;
+    $("tree").style.cursor = node ? "help" : "";
+    this.tip();
+  }
+
+  tip() {
+    const tip = $("tip");
+    const spot = this.chosen && this.canvas.spotOf(this.chosen);
+    tip.hidden = !spot;
+    if (!spot) return;
+    tip.textContent = about(this.chosen, this.now.answered, (token) => this.recording.text(token));
+    const { width, height } = this.canvas;
+    tip.style.left = `${Math.max(Math.min(spot.x, width - tip.offsetWidth - 4), 0)}px`;
+    const below = spot.y + 18;
+    tip.style.top = `${below + tip.offsetHeight < height ? below : Math.max(spot.y - 18 - tip.offsetHeight, 0)}px`;
+  }
+
+  /** Arrow keys: to the parent, the likeliest child, the sibling above or below. */
+  walk(event) {
+    if (!this.now || !event.key.startsWith("Arrow") && event.key !== "Escape") return;
+    event.preventDefault();
+    if (event.key === "Escape") return this.point(null);
+    this.player.playing = this.player.following = false;
+    const node = this.chosen;
+    if (!node) return this.point(this.now.tree.nodes[0]);
+    const row = (node.parent?.children ?? []).filter((child) => this.canvas.spotOf(child));
+    row.sort((one, other) => this.canvas.spotOf(one).y - this.canvas.spotOf(other).y);
+    const at = row.indexOf(node);
+    const below = node.children.filter((child) => this.canvas.spotOf(child));
+    const [best] = below.sort((one, other) => (other.q ?? 0) - (one.q ?? 0));
+    const next = { ArrowLeft: node.parent, ArrowRight: best, ArrowUp: row[at - 1], ArrowDown: row[at + 1] }[event.key];
+    if (next) this.point(next);
+  }
+}

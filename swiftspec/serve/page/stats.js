@@ -1,0 +1,50 @@
+// What a request has come to by a round: speed, tokens a round, and how many guesses held how often.
+
+import { busy, lanesOf } from "./lanes.js";
+import { answerOf, spanOf } from "./recording.js";
+
+/** Numbers of the rounds 0 to `last`. `held`: how often so many guesses held, by their number. */
+export function statsOf(request, last) {
+  let tokens = 0;
+  const held = [];
+  for (let at = 0; at <= last; at += 1) {
+    const round = request.rounds[at];
+    tokens += round.tokens.length;
+    if (!round.path) continue;
+    const accepted = Math.max(round.path.length - 1, 0);
+    held[accepted] = (held[accepted] ?? 0) + 1;
+  }
+  tokens = Math.min(tokens, answerOf(request).length);
+  const begin = spanOf(request, 0).begin;
+  const end = spanOf(request, last).end;
+  const lanes = lanesOf(request, last - 60, last);
+  const since = spanOf(request, Math.max(last - 60, 0)).begin;
+  return {
+    tokens, rounds: last + 1, seconds: end - begin, held: Array.from(held, (count) => count ?? 0),
+    speed: end > begin ? tokens / (end - begin) : NaN, perRound: tokens / (last + 1),
+    targetBusy: busy(lanes.target, since, end), draftBusy: busy(lanes.draft, since, end),
+  };
+}
+
+/** The histogram as rows of a list: so many guesses held, in so many of the rounds. */
+export function drawHistogram(list, held) {
+  const most = Math.max(...held, 1);
+  const rounds = held.reduce((sum, count) => sum + count, 0);
+  while (list.children.length > held.length) list.lastChild.remove();
+  while (list.children.length < held.length) {
+    const row = document.createElement("li");
+    for (const part of ["count", "bar", "share"]) {
+      const span = document.createElement("span");
+      span.className = part;
+      row.append(span);
+    }
+    list.append(row);
+  }
+  for (const [accepted, count] of held.entries()) {
+    const [label, bar, share] = list.children[accepted].children;
+    label.textContent = String(accepted);
+    bar.style.width = `${(60 * count) / most}%`;
+    share.textContent = `${Math.round((100 * count) / Math.max(rounds, 1))} %`;
+    list.children[accepted].setAttribute("aria-label", `${accepted} guesses held in ${count} of ${rounds} rounds`);
+  }
+}

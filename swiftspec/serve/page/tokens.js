@@ -1,0 +1,56 @@
+// Tokens as text that a person can read and that can do no harm: it is only ever set as text, never as markup.
+
+const SIGNS = { " ": "·", "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\u2028\u2029]/u; // control, direction, joiners, lone surrogates
+
+function code(sign) {
+  return `⟨${sign.codePointAt(0).toString(16).toUpperCase()}⟩`;
+}
+
+/** A token with its whitespace visible, and what is invisible or turns the line around as its code. */
+export function visible(text) {
+  let shown = "";
+  for (const sign of text) {
+    if (SIGNS[sign] !== undefined) shown += SIGNS[sign];
+    else shown += HIDDEN.test(sign) ? code(sign) : sign;
+  }
+  return shown === "" ? "∅" : shown;
+}
+
+/** Running text: lines stay lines, and what would turn the line around becomes its code. */
+export function safe(text) {
+  let shown = "";
+  for (const sign of text) {
+    shown += sign !== "\n" && sign !== "\t" && HIDDEN.test(sign) ? code(sign) : sign;
+  }
+  return shown;
+}
+
+/** Cut to so many characters. */
+export function cut(text, most) {
+  const signs = [...text];
+  return signs.length <= most ? text : signs.slice(0, Math.max(most - 1, 1)).join("") + "…";
+}
+
+/** A probability as people read it. */
+export function percent(probability) {
+  if (probability === null || probability === undefined || Number.isNaN(probability)) return "not known";
+  const hundredths = probability * 100;
+  if (hundredths >= 99.95) return "100 %";
+  if (hundredths >= 10) return `${hundredths.toFixed(0)} %`;
+  if (hundredths >= 0.1) return `${hundredths.toFixed(1)} %`;
+  return hundredths === 0 ? "0 %" : "< 0.1 %";
+}
+
+/** Seconds as people read them. */
+export function seconds(value) {
+  if (value >= 10) return `${value.toFixed(1)} s`;
+  if (value >= 1) return `${value.toFixed(2)} s`;
+  return `${(value * 1e3).toFixed(value >= 0.01 ? 0 : 1)} ms`;
+}
+
+/** One digit after the point where that says something. */
+export function number(value) {
+  if (!Number.isFinite(value)) return "–";
+  return value >= 100 ? value.toFixed(0) : value.toFixed(value >= 10 ? 1 : 2);
+}

@@ -1,0 +1,138 @@
+// A round's draft tree as nodes with a fate, and how the nodes of one round are those of the next.
+
+// What becomes of a node. The names are the classes of the legend.
+export const FATES = ["flight", "verified", "rejected", "own", "kept", "idle"];
+
+let names = 0; // so that a node keeps its name from round to round, and two nodes never share one
+
+const REMEMBERED = 64; // trees of a request
+
+/** The trees of a request's rounds, made as they are asked for. */
+export class Trees {
+  constructor(request) {
+    this.request = request;
+    this.made = new Map();
+  }
+
+  at(index) {
+    if (!this.made.has(index)) {
+      const before = index > 0 ? (this.made.get(index - 1) ?? grown(this.request, index - 1, null)) : null;
+      this.made.set(index, grown(this.request, index, before));
+      if (this.made.size > REMEMBERED) this.made.delete(this.made.keys().next().value);
+    }
+    return this.made.get(index);
+  }
+}
+
+/**
+ * The tree of one round: `nodes` in order, a parent before its children, each {name, token, parent, children, depth, q,
+ * p, sent, fate, survives, old}. `sent`: it was in the proposal. `survives`: it is still there in the next round.
+ * `old`: it was there in the round before. `accepted`: guesses that held. `next`: the node that is the next root.
+ */
+function grown(request, index, before) {
+  const round = request.rounds[index];
+  if (round.population) return { index, nodes: [], accepted: 0, proposed: 0, next: null, kept: 0 }; // there is no tree
+  const nodes = whole(round);
+  const sent = markSent(nodes, round);
+  const path = (round.path ?? [0]).map((at) => sent[at]).filter((node) => node !== undefined);
+  for (const node of path) node.fate = "verified";
+  const last = path.at(-1) ?? nodes[0];
+  const accepted = Math.max(path.length - 1, 0);
+  const next = own(nodes, last, round.tokens.at(-1));
+  const kept = surviving(next);
+  nameAll(nodes, before);
+  const proposed = Math.max((round.proposal?.tokens.length ?? 1) - 1, 0);
+  return { index, nodes, accepted, proposed, next, kept };
+}
+
+/** The whole tree where the trace has it, else the proposal alone. */
+function whole(round) {
+  const tree = round.draft?.tree ?? round.proposal ?? { tokens: [0], parents: [-1] };
+  const nodes = [];
+  for (const [at, token] of tree.tokens.entries()) {
+    const parent = nodes[tree.parents[at]] ?? null;
+    if (at > 0 && parent === null) continue;
+    const node = hang(nodes, parent, token);
+    node.expanded = Boolean(tree.expanded?.[at]);
+    node.logprob = tree.logprobs?.[at] ?? null;
+    if (parent && node.logprob !== null) node.q = Math.exp(node.logprob - (parent.logprob ?? 0));
+  }
+  return nodes;
+}
+
+/** Another node. */
+function hang(nodes, parent, token) {
+  const depth = parent ? parent.depth + 1 : 0;
+  const facts = { name: 0, token, parent, depth, children: [], logprob: null, q: null, p: null };
+  const node = { ...facts, sent: false, expanded: false, survives: false, old: false, added: false, fate: "idle" };
+  parent?.children.push(node);
+  nodes.push(node);
+  return node;
+}
+
+function childOf(node, token) {
+  return node.children.find((child) => child.token === token);
+}
+
+/** Which nodes of the tree were proposed: a node is named by the tokens from the root down to it. */
+function markSent(nodes, round) {
+  const proposal = round.proposal ?? { tokens: [nodes[0].token], parents: [-1] };
+  const found = [];
+  for (const [at, token] of proposal.tokens.entries()) {
+    const parent = found[proposal.parents[at]];
+    let node = at === 0 ? nodes[0] : parent && childOf(parent, token);
+    if (node === undefined && parent) node = hang(nodes, parent, token); // a draft that was asked again, or lost
+    found.push(node);
+    if (node === undefined) continue;
+    node.sent = true;
+    node.fate = at === 0 ? "verified" : "rejected";
+    node.p = proposal.p?.[at] ?? null;
+  }
+  return found;
+}
+
+/** The token that the target drew itself, after the last guess that held: the next round's root. */
+function own(nodes, last, token) {
+  let node = childOf(last, token);
+  if (node === undefined) {
+    node = hang(nodes, last, token);
+    node.added = true; // the draft had not thought of it
+  }
+  node.fate = "own";
+  return node;
+}
+
+/** What hangs below the next root stays. Returns how many nodes that are. */
+function surviving(next) {
+  let count = 0;
+  const look = (node) => {
+    for (const child of node.children) {
+      child.fate = "kept";
+      child.survives = true;
+      count += 1;
+      look(child);
+    }
+  };
+  next.survives = true;
+  look(next);
+  return count;
+}
+
+/** Gives every node the name that it had the round before, where it was there. */
+function nameAll(nodes, before) {
+  const root = nodes[0];
+  const was = before?.next?.token === root.token ? before.next : null;
+  const give = (node, earlier) => {
+    node.name = earlier?.name ?? ++names;
+    node.old = Boolean(earlier);
+    for (const child of node.children) give(child, earlier && childOf(earlier, child.token));
+  };
+  give(root, was);
+}
+
+/** The fate of a node as it is known while the round's proposal is with the target. */
+export function fateInFlight(node) {
+  if (node.parent === null) return "verified";
+  if (node.sent) return "flight";
+  return node.old ? "kept" : "idle";
+}

@@ -1,0 +1,59 @@
+// What the page says about a round and a node, in plain sentences.
+
+import { percent, visible } from "./tokens.js";
+import { fateInFlight } from "./tree.js";
+
+const plural = (count, one, many) => (count === 1 ? one : many.replace("#", String(count)));
+
+/** The sentence above the tree: [text, whether it is strong] by turns. */
+export function caption(tree, answered, round, textOf) {
+  const name = [`Round ${tree.index + 1}. `, true];
+  if (round.population) {
+    const shared = plural(round.tokens.length, "one token", "# tokens");
+    return [name, [`A population of particles has come to share ${shared}; there is no tree in this mode.`, false]];
+  }
+  if (tree.proposed === 0) {
+    const drawn = visible(textOf(round.tokens.at(-1)));
+    return answered
+      ? [name, [`Without a draft, one pass of the target gives one token: “${drawn}”.`, false]]
+      : [name, ["No guesses this time: the target goes on alone.", false]];
+  }
+  if (!answered) {
+    const sent = plural(tree.proposed, "its best guess goes", "its # best guesses go");
+    return [name, [`The draft has grown the tree; ${sent} to the target, which checks `, false],
+      [plural(tree.proposed, "it in one pass.", "all of them in one pass."), true]];
+  }
+  const own = visible(textOf(round.tokens.at(-1)));
+  const gained = round.tokens.length;
+  const held = tree.accepted === 0 ? "No guess held" : plural(tree.accepted, "One guess held", "# guesses held");
+  const below = plural(tree.kept, "One node below it stays", "# nodes below it stay");
+  const kept = tree.kept > 0 ? ` ${below} for the next round.` : "";
+  return [name, [`${held}, and the target adds its own, “${own}”: `, false],
+    [plural(gained, "one token from one pass.", "# tokens from one pass."), true], [kept, false]];
+}
+
+const MEANING = {
+  flight: "with the target now",
+  verified: "guess held: the target writes the same",
+  rejected: "guess rejected: the target writes something else here",
+  own: "the target’s own token",
+  kept: "stays for the next round",
+  idle: "guessed, not sent: not likely enough",
+};
+
+/** A node in a few lines. */
+export function about(node, answered, textOf) {
+  const fate = answered ? node.fate : fateInFlight(node);
+  let meaning = MEANING[fate];
+  if (node.parent === null) meaning = "the last token that is certain";
+  else if (fate === "kept" && !answered) meaning = "kept from the round before, not sent";
+  else if (fate === "own" && node.added) meaning += "; the draft had not thought of it";
+  else if (fate === "own") meaning += "; the draft had it in its tree";
+  const lines = [`“${visible(textOf(node.token))}”, ${meaning}`];
+  if (node.parent !== null) {
+    lines.push(`q, how likely the draft finds it: ${percent(node.q)}`);
+    lines.push(`p, how likely the target finds it: ${answered || node.p === null ? percent(node.p) : "it is looking"}`);
+  }
+  lines.push(`depth ${node.depth}, token ${node.token}`);
+  return lines.join("\n");
+}

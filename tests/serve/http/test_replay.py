@@ -1,0 +1,75 @@
+"""`python -m swiftspec.serve replay`: which files it takes, and what it serves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from swiftspec.errors import UserError
+from swiftspec.serve.__main__ import main
+from swiftspec.serve.http import replay
+from tests.support import traced
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return traced.write(tmp_path / "one.jsonl", [traced.head(), *traced.request(1, traced.rounds(1, 3))])
+
+
+def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
+    replay.check(file)
+    client = TestClient(replay.application(file))
+    assert client.get("/health").json() == {"status": "replay", "trace": "one.jsonl"}
+    assert client.get("/replay.jsonl").text == file.read_text()
+    assert "<title>SwiftSpec</title>" in client.get("/").text
+    missing = client.get("/v1/models")
+    assert missing.status_code == 404 and "has no model" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is empty"), ("{}\n", "no trace: its first line"), ("x\n", "line 1: no JSON;"),
+        ('{"swiftspec_trace": 2}\n', "no trace"), ('{"swiftspec_trace": 1}\n[]\n', "line 2: no JSON object"),
+        ('{"swiftspec_trace": 1}\n' + "[" * 10**5, "line 2: no JSON;"), ('{"swiftspec_trace": 1}\n\xff', "line 2"),
+    ],
+)  # fmt: skip
+def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text(text, encoding="latin-1")
+    with pytest.raises(UserError, match=said) as told:
+        replay.check(bad)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said", "code"),
+    [
+        (["none.jsonl"], "none.jsonl cannot be read", 1), ([], "required: FILE", 2),
+        (["x", "--port", "a"], "--port a", 2),
+        (["x", "--model", "m"], "unrecognized arguments", 2),
+    ],
+)  # fmt: skip
+def test_a_call_that_makes_no_sense(capsys: pytest.CaptureFixture[str], flags: list[str], said: str, code: int) -> None:
+    assert main(["replay", *flags]) == code
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_as_people_start_it(file: Path) -> None:
+    command = [sys.executable, "-m", "swiftspec.serve", "replay", str(file), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        url = said.strip().rpartition(" ")[2]
+        assert said == f"swiftspec: replaying one.jsonl, listening on {url}\n"
+        assert httpx.get(f"{url}/replay.jsonl").text == file.read_text()
+        assert httpx.get(url, headers={"host": "evil.example"}).status_code == 403
+        process.terminate()
+        assert process.wait(20) == 143 and process.stderr.read() == ""

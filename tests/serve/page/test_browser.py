@@ -1,0 +1,252 @@
+"""The page in a real browser: in front of the embedded pair, of players, and of recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from swiftspec.serve.http import events, replay
+from swiftspec.serve.http.events import Events
+from swiftspec.serve.http.guard import Guard
+from swiftspec.serve.template import Renderer
+from swiftspec.serve.text import TextCodec
+from tests.support import traced
+from tests.support.http import Player, application, serving
+from tests.support.served import Served
+from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
+
+pytest.importorskip("selenium", reason="selenium is not installed; the extra `test` has it")
+
+from selenium.webdriver.common.keys import Keys
+
+from tests.support.browser import Page, browser
+
+pytestmark = pytest.mark.slow
+HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>\u202etxet &amp; \x1b[31m'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the browser keeps things."""
+    return tmp_path_factory.mktemp("browser")
+
+
+@pytest.fixture(scope="module")
+def window(folder: Path) -> Iterator[Page]:
+    with browser(folder) as driver:
+        yield Page(driver)
+
+
+@pytest.fixture
+def page(window: Page) -> Iterator[Page]:
+    """The browser, which must have nothing to complain about, and whose requests stay on this machine."""
+    yield window
+    asked = window.asked()
+    assert asked and all(url.startswith(("http://127.0.0.1:", "blob:http://127.0.0.1:")) for url in asked), asked
+    assert window.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The embedded pair, as people start it."""
+    with Served() as served:
+        yield served.url
+
+
+@pytest.fixture(scope="module")
+def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A recorded race, replayed."""
+    file = traced.write(tmp_path_factory.mktemp("trace") / "race.jsonl", [traced.head(), *traced.race()])
+    with serving(replay.application(file)) as address:
+        yield address
+
+
+def player(folder: Path, **plays: Any) -> FastAPI:
+    """A server that plays what a test wrote, and has no template."""
+    made = Player(TextCodec(write_tokenizer(folder, byte_level_tokenizer(), None)), **plays)
+    app = application(made)
+    app.include_router(events.router(Events(lambda on: None), lambda: made.codec))
+    return app
+
+
+def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
+    page.open(url)
+    page.says("caption", "Round 1.")
+    page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
+    page.says("caption", "Round 3.")
+    assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
+    painted = page.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    assert painted > 0  # how fast that is, is measured elsewhere
+    assert page.run("return document.documentElement.scrollWidth") <= 1280
+
+
+def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> None:
+    page.open(url)
+    page.says("hint", "Python")
+    page.keys("composer-text", "def read_lines(path):", Keys.ENTER)
+    page.wait(lambda: "tokens a second" in page.text("messages") and page.data("nodes") > 20)
+    assert "def read_lines(path):" in page.text("messages") and page.text("talk-title") == ""
+    assert page.run("return document.querySelectorAll('.message .guessed').length") > 5
+    page.run("const s = document.getElementById('scrub'); s.value = 1000; s.dispatchEvent(new Event('input'))")
+    page.wait(lambda: page.text("tokens-now") == "128")
+    before = page.text("round")
+    page.click("back", "back")
+    page.wait(lambda: page.text("round") != before)
+
+
+def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -> None:
+    renderer = Renderer(Path("model"))
+    made = Player(TextCodec(write_tokenizer(tmp_path, byte_level_tokenizer(), TEMPLATE), renderer))
+    app = application(made)
+    app.include_router(events.router(Events(lambda on: None), lambda: made.codec))
+    try:
+        with serving(app) as address:
+            page.open(address)
+            page.wait(lambda: page.run("return document.querySelectorAll('#examples button').length"))
+            page.keys("composer-text", "one", Keys.ENTER)
+            page.says("messages", "return a + b")
+            page.wait(lambda: page.at("send").is_displayed())
+            made.hold = 1
+            page.keys("composer-text", "two", Keys.SHIFT, Keys.ENTER, Keys.NULL, "lines", Keys.ENTER)
+            page.wait(made.holding.is_set)
+            page.click("stop")
+            page.wait(lambda: made.cancelled.is_set() and page.at("send").is_displayed())
+    finally:
+        renderer.close()
+    said = made.codec.spell(made.asks[1].prompt)
+    assert said.index("one") < said.index("return a + b") < said.index("two\nlines")
+
+
+def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> None:
+    page.open(url)
+    page.says("hint", "Python")
+    page.keys("composer-text", "class Stack:")
+    page.click("race-this")
+    page.says("race-result", "The text is the same: all 128 tokens compared, one by one.")
+    assert page.at("race-result").get_attribute("data-equal") == "true"
+    assert page.text("plain-text") == page.text("fast-text") != ""
+
+
+def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: str) -> None:
+    page.open(url)
+    page.says("hint", "Python")
+    page.driver.find_element("css selector", "#settings summary").click()
+    page.run("document.getElementById('max_tokens').value = '12'; document.getElementById('verify_batch').value = '1'")
+    page.keys("composer-text", "def f", Keys.ENTER)
+    page.says("messages", "12 tokens in")
+    page.says("caption", "Without a draft")
+    page.run("document.getElementById('temperature').value = 'hot'")
+    page.keys("composer-text", "def f", Keys.ENTER)
+    page.says("hint", "“hot” is no number")
+    page.run("document.getElementById('temperature').value = '-1'")
+    page.keys("composer-text", Keys.ENTER)
+    page.says("messages", "temperature:")
+
+
+def test_a_recording_is_played_without_a_model(page: Page, race: str) -> None:
+    page.open(race, still=True)
+    page.says("connection", "a recording")
+    page.wait(lambda: page.data("nodes") > 20)
+    assert not page.at("composer").is_displayed() and page.at("play").get_attribute("aria-label") == "Play"
+    page.click("on")
+    page.says("caption", "from one pass.")
+    page.click("tab-race", "race-again")
+    page.says("race-result", "times as fast")
+    assert "The text is the same" in page.text("race-result")
+
+
+def test_the_keyboard_is_enough(page: Page, race: str) -> None:
+    page.open(race, still=True)
+    page.wait(lambda: page.data("nodes") > 20)
+    page.keys("tree", ".")
+    page.says("caption", "Round 1.")
+    page.keys("tree", Keys.ARROW_LEFT, Keys.ARROW_RIGHT)
+    page.says("tip", "q, how likely the draft finds it:")
+    said = page.text("tip")
+    page.keys("tree", Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP)
+    page.wait(lambda: page.text("tip") != said)
+    page.keys("tree", " ")
+    page.wait(lambda: page.at("play").get_attribute("aria-label") == "Pause")
+    page.keys("tab-tree", Keys.ARROW_RIGHT)
+    assert page.at("panel-race").is_displayed() and page.run("return document.activeElement.id") == "tab-race"
+    names = page.run(
+        "return [...document.querySelectorAll('button, input, select, textarea, canvas')]"
+        ".filter(e => e.checkVisibility())"
+        ".filter(e => !(e.ariaLabel || e.textContent.trim() || e.labels?.length)).map(e => e.id)"
+    )
+    assert names == []
+
+
+def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
+    with serving(player(tmp_path, text=HOSTILE)) as address:
+        page.open(address)
+        page.says("hint", "no chat template")
+        page.keys("composer-text", "<b>bold</b>", Keys.ENTER)
+        page.says("messages", "<script>window.hurt=1</script>")
+        assert "<b>bold</b>" in page.text("messages") and "⟨202E⟩txet &amp; ⟨1B⟩[31m" in page.text("messages")
+    lines = [traced.head(texts={str(at): HOSTILE for at in range(len(traced.WORDS))}), *traced.race(4)]
+    with serving(replay.application(traced.write(tmp_path / "h.jsonl", lines))) as address:
+        page.open(address, still=True)
+        page.wait(lambda: page.data("nodes") > 20)
+        page.keys("tree", ".", Keys.ARROW_LEFT)
+        page.says("tip", "<img")
+        assert page.run("return [window.hurt, document.querySelectorAll('main img, main script').length]") == [None, 0]
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab_only(page: Page, tmp_path: Path) -> None:
+    with serving(Guard(player(tmp_path), ["secret"])) as address:
+        page.open(address)
+        page.wait(lambda: page.at("key-dialog").is_displayed())
+        page.keys("key", "wrong", Keys.ENTER)
+        page.says("key-why", "not one of this server")
+        page.keys("key", "secret", Keys.ENTER)
+        page.says("hint", "no chat template")
+        page.keys("composer-text", "def", Keys.ENTER)
+        page.says("messages", "return a + b")
+        assert page.run("return [localStorage.length, document.cookie, location.href]") == [0, "", f"{address}/"]
+
+
+def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
+    app = player(tmp_path)
+    with serving(app) as address:
+        page.open(address)
+        page.says("connection", "connected")
+    page.says("connection", "server lost")
+    page.keys("composer-text", "def", Keys.ENTER)
+    page.says("messages", "The server does not answer.")
+    with serving(player(tmp_path), int(address.rpartition(":")[2])):
+        page.says("connection", "connected")
+        page.keys("composer-text", "def", Keys.ENTER)
+        page.says("messages", "return a + b")
+
+
+def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_path: Path) -> None:
+    page.open(url)
+    page.wait(lambda: page.data("nodes") > 20)
+    file = traced.write(tmp_path / "mine.jsonl", [traced.head(), *traced.race(6)])
+    page.keys("file", str(file))
+    page.says("talk-title", "mine.jsonl")
+    page.driver.find_element("css selector", "#files summary").click()
+    page.click("save")
+    saved = folder / "swiftspec-trace.jsonl"
+    page.wait(saved.exists)
+    replay.check(saved)
+    assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
+    page.keys("file", str(traced.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
+    page.says("note", "bad.jsonl cannot be shown: line 1: this is no trace")
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 844)])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_both_screens_in_both_lights(page: Page, race: str, width: int, height: int, dark: bool) -> None:
+    page.open(race, width, height, dark=dark, still=True)
+    page.wait(lambda: page.data("nodes") > 20)
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    page.click("tab-race")
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    colour = page.run("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+    assert (sum(colour) < 200) is dark

@@ -1,0 +1,63 @@
+"""The page's files: what they are made of, and what their modules work out."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from swiftspec.serve.http import replay
+from swiftspec.serve.http.page import FILES
+
+HERE = Path(__file__).resolve().parent
+MODULES = sorted(FILES.glob("*.js"))
+MARKUP = re.compile(
+    r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setAttribute\([\"']on"
+)
+
+
+@pytest.fixture
+def node() -> str:
+    found = shutil.which("node")
+    if found is None:
+        pytest.skip("no node: the modules are only read")
+    return found
+
+
+def test_modules_work_out_what_they_should(node: str) -> None:
+    done = subprocess.run([node, "--test", HERE / "modules.test.mjs"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: file.name)
+def test_a_module_is_javascript(node: str, file: Path) -> None:
+    subprocess.run([node, "--check", file], check=True)
+
+
+@pytest.mark.parametrize("file", MODULES, ids=lambda file: file.name)
+def test_a_module_is_short_says_what_it_is_and_writes_no_markup(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith("// ") and len(text.splitlines()) < 300
+    assert MARKUP.findall(text) == []
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_every_file_is_here_and_nothing_comes_from_elsewhere() -> None:
+    texts = {file.name: file.read_text(encoding="utf-8") for file in FILES.glob("*.*")}
+    named = set(re.findall(r'"/page/([\w./]+)"', "".join(texts.values())))
+    named |= set(re.findall(r'from "\./([\w.]+)"', "".join(texts.values())))
+    assert named | {"index.html"} == {file.relative_to(FILES).as_posix() for file in FILES.rglob("*.*")}
+    for name, text in texts.items():
+        assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}, name
+    assert not re.search(r"<[^>]*\s(style|on\w+)=", texts["index.html"])
+
+
+@pytest.mark.parametrize("name", ["pair", "large"])
+def test_a_recorded_trace_is_small_and_whole(name: str) -> None:
+    file = FILES / "traces" / f"{name}.jsonl"
+    replay.check(file)
+    assert file.stat().st_size <= 300_000
