@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swiftspec.serve.keeping import keeper, restarts
@@ -18,11 +18,11 @@ LIVE = [sys.executable, "-c", "import tests.support.keep; tests.support.keep.liv
 FOR_EVER = "import threading; threading.Event().wait()"
 
 
-def program(report: int, name: str, does: str, **more: Any) -> Program:
-    """A process that tells that it lives, and does what that line says."""
+def program(report: int, name: str, does: str, nowhere: Sequence[int] = (), **more: Any) -> Program:
+    """A process that tells that it lives, and does what that line says. The lives `nowhere` cannot be started."""
 
     def command(control: int, life: int) -> list[str]:
-        return [*LIVE, str(control), str(life), str(report), name, does]
+        return [*(["/no/such/program"] if life in nowhere else LIVE), str(control), str(life), str(report), name, does]
 
     return Program(name, command, files=(report,), **more)
 

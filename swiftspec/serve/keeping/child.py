@@ -60,18 +60,22 @@ class Child:
         self._ready_at: float | None = None
 
     def start(self, now: float) -> None:
-        """Its next life."""
+        """Its next life. Raises OSError where the machine has no room for a process."""
         program = self.program
         self.life, self.due, self.why, self._data = self.life + 1, None, "", b""
         self._heard = self._excused = now
         self._since = self._ready_at = None
         self.control, there = socket.socketpair()
         with there:
-            self.process = subprocess.Popen(
-                program.command(there.fileno(), self.life), env={**os.environ, **program.variables},
-                pass_fds=(there.fileno(), *program.files), start_new_session=program.session,
-                stdin=None if program.reads else subprocess.DEVNULL,
-            )  # fmt: skip
+            try:
+                self.process = subprocess.Popen(
+                    program.command(there.fileno(), self.life), env={**os.environ, **program.variables},
+                    pass_fds=(there.fileno(), *program.files), start_new_session=program.session,
+                    stdin=None if program.reads else subprocess.DEVNULL,
+                )  # fmt: skip
+            except OSError:
+                self._hang_up()
+                raise
         with suppress(OSError):  # it may have ended by now
             self.control.sendall(control.first_message(program.first))
         self.control.setblocking(False)

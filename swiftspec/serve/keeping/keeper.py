@@ -103,7 +103,14 @@ class Keeper:
 
     def _start(self, child: Child, now: float) -> None:
         """Its next life; and a wire between the front end and rank 0 whenever one of them is new."""
-        child.start(now)
+        try:
+            child.start(now)
+        except OSError as error:
+            child.why = f"could not be started ({error.strerror})"
+            if child.life == 0:
+                self._say(f"{child.program.name} {child.why}")
+            self._ended(child, 1, now)
+            return
         front = self._front
         if front is not None and child in (front, self._lead) and front.control and self._lead.control:
             here, there = socket.socketpair()

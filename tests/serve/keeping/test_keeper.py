@@ -44,7 +44,7 @@ class Kept:
             self.told.append(json.loads(line))
             if facts.items() <= self.told[-1].items():
                 return self.told[-1]
-        raise AssertionError(f"all have ended: {self.told}")
+        raise AssertionError(f"all have ended: {self.told}, {self.end()}")
 
     def end(self) -> tuple[int, str]:
         """Exit code and lines, once all that it kept have ended."""
@@ -97,6 +97,18 @@ def test_who_dies_lives_again(kept: list[Kept], dies: str, line: str) -> None:
     code, lines = keeper.end()
     assert (code, [told["life"] for told in keeper.told]) == (0, [0, 1])
     assert lines.splitlines()[-1] == f"rank 0 {line}: it is started again"
+
+
+def test_who_cannot_be_started_is_tried_again(kept: list[Kept]) -> None:
+    """The machine may have no room for a process just now. At the very start that is the end."""
+    does = "exec('kept.ready(); raise SystemExit(1)') if life == 0 else exec('raise SystemExit(0)')"
+    keeper = keep(kept, {"rank 0": {"does": does, "nowhere": [1]}})
+    code, lines = keeper.end()
+    assert (code, [told["life"] for told in keeper.told]) == (0, [0, 2])
+    why = "rank 0 could not be started (No such file or directory)"
+    assert lines.splitlines()[-1] == f"{why}: it is started again"
+    code, lines = keep(kept, {"rank 0": {"does": does, "nowhere": [0]}}).end()
+    assert (code, lines.splitlines()) == (1, [why])
 
 
 def test_who_is_killed_before_it_was_ready_ends_the_job(kept: list[Kept]) -> None:
