@@ -198,7 +198,8 @@ class Service:
             self._left = True
 
     def _watch(self, on: bool) -> None:
-        self._session.llm.listen(Lines(self._say) if on else None)
+        lines = Lines(self._say) if on else None
+        self._session.llm.listen(lines, None if lines is None else lines.beside)
 
     def _say(self, make: Callable[[], frames.Frame]) -> None:
         """For whoever listens; nobody is lost where that is nobody any more."""
