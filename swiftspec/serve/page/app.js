@@ -129,7 +129,7 @@ class App {
     document.body.dataset.shown = "live";
     $("talk-title").textContent = "";
     $("messages").replaceChildren(...this.mine);
-    this.messages = new Map();
+    this.messages = this.asker.told;
     this.race.show(this.live, true);
     this.showRequest(this.live.requests.at(-1) ?? null, this.live);
   }

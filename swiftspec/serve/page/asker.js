@@ -16,6 +16,7 @@ export class Asker {
     this.chat = new Chat();
     this.claims = new Claims();
     this.talk = []; // the conversation's messages
+    this.told = new Map(); // those whose rounds are known, by request
     this.asked = new WeakMap(); // what requests of this page were asked
     this.busy = false;
   }
@@ -45,7 +46,7 @@ export class Asker {
       const request = await this.claims.done(claim, this.app.host.connected);
       if (request !== null) {
         message.tell(this.app.live, request);
-        this.app.messages.set(request, message);
+        this.told.set(request, message);
       }
       message.sum(request, ended);
       this.keep(message);
@@ -115,6 +116,7 @@ export class Asker {
       if (error.status === 401) this.app.host.wantKey();
     } finally {
       this.busy = false;
+      this.claims.open = []; // of what failed
       for (const id of ["send", "race-this"]) $(id).hidden = false;
       $("race-run").disabled = false;
       $("stop").hidden = true;

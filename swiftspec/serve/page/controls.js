@@ -73,7 +73,17 @@ function wireComposer(app) {
     keepWritten($("composer-text").value);
     if (!app.gone) app.trouble("");
   });
+  stayAtEnd($("talk"));
   $("stop").addEventListener("click", () => app.asker.chat.stop());
+}
+
+/** Who reads the end of the text still does when the box below it grows. */
+function stayAtEnd(area) {
+  let atEnd = false;
+  area.addEventListener("scroll", () => (atEnd = area.scrollHeight - area.scrollTop - area.clientHeight < 30));
+  new ResizeObserver(() => {
+    if (atEnd) area.scrollTop = area.scrollHeight;
+  }).observe(area);
 }
 
 function wireFiles(app) {

@@ -45,6 +45,8 @@ export class Host {
       : `${model.id} has no chat template: it continues your text; it is not a chat.`;
     this.app.hint(talks ? "" : why);
     this.app.race.small = embedded;
+    const often = embedded ? "; with models as small as these it is often slower" : "";
+    $("race-this").title = `The same text plainly, then with speculation${often}`;
     if (this.app.shown === this.app.live) this.app.race.show(this.app.live, true);
     if (!talks) $("temperature").value ||= "0.6";
     const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {

@@ -111,7 +111,7 @@ export class Stage {
     const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
     $("empty").hidden = tree.nodes.length > 0;
     if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles in place of a tree.";
-    const moves = this.still.matches ? 0 : beat;
+    const moves = this.still.matches || !player.playing ? 0 : beat;
     this.canvas.draw({ tree, answered, from, share, beat: moves, chosen: this.chosen });
     this.lanes.draw(this.request, player);
     this.now = { index, answered, tree };

@@ -79,6 +79,10 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
     page.says("caption", "Round 3.")
     assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
+    page.click("play")
+    paused = page.picture()
+    page.click("back", "on")
+    assert page.picture() == paused  # whole at once, not on its way
     painted = page.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
     assert painted > 0  # how fast that is, is measured elsewhere
     assert page.run("return document.documentElement.scrollWidth") <= 1280
