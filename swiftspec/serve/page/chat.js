@@ -22,17 +22,20 @@ export class Chat {
     this.abort = new AbortController();
     let whole = "";
     let ended = null;
+    let done = false;
     try {
       const path = this.talks ? "/v1/chat/completions" : "/v1/completions";
       const answer = await ask(path, { body, signal: this.abort.signal });
       for await (const { data } of events(answer)) {
-        if (data === "[DONE]") break;
+        done = data === "[DONE]";
+        if (done) break;
         const chunk = JSON.parse(data);
         const piece = pieceOf(chunk);
         ended = chunk.choices?.[0]?.finish_reason ?? ended;
         whole += piece;
         if (piece !== "") said(piece);
       }
+      if (!done) throw new ServerError("The server ended in the middle of its answer.", 0, true);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
       ended = "stopped";
