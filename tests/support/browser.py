@@ -64,6 +64,12 @@ class Page:
         """What a script returns."""
         return self.driver.execute_script(script)
 
+    def picture(self) -> str:
+        """The tree as it is painted two frames from now."""
+        drawn = "done(document.getElementById('tree').toDataURL())"
+        frames = f"requestAnimationFrame(() => requestAnimationFrame(() => {drawn}))"
+        return self.driver.execute_async_script(f"const done = arguments[0]; {frames}")
+
     def wait(self, true: Callable[[], Any], seconds: float = 30.0) -> None:
         end = time.monotonic() + seconds
         while not true():

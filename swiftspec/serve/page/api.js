@@ -3,13 +3,14 @@
 const KEY = "swiftspec key"; // of the storage that ends with the tab
 
 export class ServerError extends Error {
-  constructor(message, status = 0) {
+  constructor(message, status = 0, gone = false) {
     super(message);
     this.status = status;
+    this.gone = gone; // there was no server, or not to the end
   }
 }
 
-const GONE = "The server does not answer. Is it still running?";
+const GONE = "The server does not answer. Is it still running? The page goes on asking for it.";
 
 export function key() {
   return sessionStorage.getItem(KEY) ?? "";
@@ -32,7 +33,7 @@ export async function ask(path, { body = null, signal = null } = {}) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(GONE);
+    throw new ServerError(GONE, 0, true);
   }
   if (answer.ok) return answer;
   let said = `The server answered ${answer.status}.`;
@@ -61,7 +62,7 @@ export async function* events(answer) {
     }
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server was lost in the middle of its answer.");
+    throw new ServerError("The server was lost in the middle of its answer.", 0, true);
   } finally {
     reader.cancel().catch(() => {});
   }

@@ -1,18 +1,18 @@
 // Puts the page together: which recording is shown, what a person asks for, and what the server says.
 
 import { ServerError } from "./api.js";
-import { Chat } from "./chat.js";
-import { Claims } from "./claims.js";
+import { Asker } from "./asker.js";
 import { LARGE, wireControls } from "./controls.js";
 import { Host } from "./host.js";
-import { isPlain, parse, Recording } from "./recording.js";
+import { keepWritten, recall, written } from "./memory.js";
 import { Race } from "./race.js";
+import { isEmulated, isPlain, parse, Recording } from "./recording.js";
 import { Stage } from "./stage.js";
-import { safe, visible } from "./tokens.js";
-import { Message, transcribe } from "./transcript.js";
+import { cut, safe } from "./tokens.js";
+import { transcribe } from "./transcript.js";
 
 const $ = (id) => document.getElementById(id);
-const MUTE = "The events of the race did not come; try it again.";
+const NAMED = 34; // letters of a request in the list
 
 class App {
   constructor() {
@@ -20,11 +20,10 @@ class App {
     this.shown = null;
     this.messages = new Map(); // of the recording that is shown
     this.mine = []; // the conversation's elements, while a recording is shown
-    this.chat = new Chat();
-    this.claims = new Claims();
     this.stage = new Stage();
     this.race = new Race();
     this.race.told = (text) => this.announce(text);
+    this.asker = new Asker(this);
     this.host = new Host(this);
     this.stage.listeners.add((request, round) => this.messages.get(request)?.until(round, this.shown !== this.live));
     wireControls(this);
@@ -38,7 +37,10 @@ class App {
       this.host.connection("gone", "no server");
     }
     if (health?.status === "replay") return this.replay(health.trace);
-    this.load("/page/traces/large.jsonl", LARGE);
+    this.write(written());
+    const kept = recall();
+    if (kept) this.asker.restore(kept);
+    else this.load("/page/traces/large.jsonl", LARGE);
     this.host.start();
   }
 
@@ -48,7 +50,7 @@ class App {
     document.body.dataset.mode = "replay";
     $("composer").hidden = true;
     document.querySelector(".skip").hidden = true;
-    $("race-run").hidden = true;
+    $("race-run").hidden = $("race-large").hidden = true;
     await this.load("/replay.jsonl", name);
   }
 
@@ -58,13 +60,13 @@ class App {
     if (line.swiftspec_trace) this.host.named();
     if (request === null) return;
     if (line.begin) {
-      const own = this.claims.begun(request);
+      const own = this.asker.begun(request);
       const follows = this.shown === this.live && (!this.stage.request || $("live").dataset.wanted === "true");
       if (own || follows) this.showRequest(request, this.live);
       else this.list();
     }
     if (line.end) {
-      this.claims.ended(request);
+      this.asker.claims.ended(request);
       this.list();
     }
     if (request === this.stage.request) this.stage.changed();
@@ -74,9 +76,20 @@ class App {
     $("announce").textContent = text;
   }
 
-  hint(text, wrong = false) {
+  /** What the model is good for; it stays. */
+  hint(text) {
     $("hint").textContent = safe(text);
-    $("hint").classList.toggle("error", wrong);
+  }
+
+  /** What went wrong, or what to do. `gone`: for as long as the server does not answer. */
+  trouble(text, gone = false) {
+    $("trouble").textContent = safe(text);
+    this.gone = gone;
+  }
+
+  /** The server does. */
+  answers() {
+    if (this.gone) this.trouble("");
   }
 
   /** Shows a trace that is at an address of this server. */
@@ -86,7 +99,7 @@ class App {
       if (!answer.ok) throw new ServerError("it is not there");
       this.showRecording(parse(await answer.text()), name);
     } catch (error) {
-      this.hint(`${name}: ${error.message}`, true);
+      this.trouble(`${name}: ${error.message}`);
       $("note").textContent = `${name} cannot be shown: ${error.message}`;
     }
   }
@@ -98,6 +111,9 @@ class App {
     const replays = document.body.dataset.mode === "replay";
     $("back-live").hidden = replays;
     $("talk-title").textContent = `A recording: ${name}.${replays ? "" : " Ask below, and you see your own."}`;
+    $("strip").hidden = false;
+    $("strip-text").textContent = `Recording: ${safe(name)}${isEmulated(recording) ? ", step times emulated" : ""}`;
+    document.body.dataset.shown = "recording";
     this.messages = transcribe($("messages"), recording);
     const best = recording.requests.findLast((request) => request.rounds.length > 0 && !isPlain(request));
     this.showRequest(best ?? recording.requests[0] ?? null, recording);
@@ -109,10 +125,11 @@ class App {
     if (this.shown === this.live) return;
     this.shown = this.live;
     this.name = "";
-    $("back-live").hidden = true;
+    $("back-live").hidden = $("strip").hidden = true;
+    document.body.dataset.shown = "live";
     $("talk-title").textContent = "";
     $("messages").replaceChildren(...this.mine);
-    this.messages = new Map();
+    this.messages = this.asker.told;
     this.race.show(this.live, true);
     this.showRequest(this.live.requests.at(-1) ?? null, this.live);
   }
@@ -129,87 +146,44 @@ class App {
   list() {
     const options = (this.shown?.requests ?? []).map((request, at) => {
       const option = document.createElement("option");
-      const prompt = (request.begin.prompt ?? []).slice(-12).map((token) => this.shown.text(token)).join("");
-      const kind = isPlain(request) ? " (plain)" : "";
       option.value = String(at);
-      option.textContent = `${at + 1}${kind}: ${visible(prompt)}`;
+      option.textContent = `${at + 1}${this.kind(request)}: ${this.nameOf(request)}`;
       option.selected = request === this.stage.request;
       return option;
     });
     $("request").replaceChildren(...options);
     $("request").disabled = options.length === 0;
+    $("strip-back").hidden = document.body.dataset.mode === "replay"
+      || this.live.requests.length + this.asker.talk.length === 0;
+    const own = this.asker.talk.length > 0 || this.live.requests.some((one) => this.asker.asked.has(one));
+    $("strip-back").textContent = own ? "Back to yours" : "To this server’s";
   }
 
-  /** Asks for an answer to what is written. */
-  async send() {
-    const text = $("composer-text").value;
-    if (text.trim() === "" || this.busy) return;
-    let message = null;
-    await this.working(async () => {
-      const settings = this.chat.settings();
-      this.showLive();
-      message = new Message($("messages"), text);
-      $("composer-text").value = "";
-      const claim = this.claims.expect(settings.seed);
-      await this.chat.answer(text, settings, (piece) => message.add(piece));
-      const request = await this.claims.done(claim, this.host.connected);
-      if (request === null) return;
-      message.tell(this.live, request);
-      message.sum(request);
-      this.messages.set(request, message);
-      this.announce(`The answer is complete. ${message.cost.textContent}`);
-    }, (why) => (message ? message.fail(why) : this.hint(why, true)));
+  /** What is to be known of a request before it is chosen. */
+  kind(request) {
+    const others = this.shown === this.live && !this.asker.asked.has(request) ? ", another client’s" : "";
+    return `${isPlain(request) ? ", plain" : ""}${others}`;
   }
 
-  /** The race on this server: plainly, with speculation, then both side by side. */
-  async runRace() {
-    const text = $("composer-text").value || this.lastAsked();
-    if (this.busy) return;
-    if (text === "") return this.hint("Write a prompt first: the race runs it twice.", true);
-    this.tab("race");
-    await this.working(async () => {
-      const settings = this.chat.settings();
-      this.showLive();
-      const run = async (said, more) => {
-        this.race.waiting(said);
-        const claim = this.claims.expect(settings.seed);
-        await this.chat.answer(text, settings, () => {}, { more, alone: true });
-        return this.claims.done(claim, this.host.connected);
-      };
-      const plain = await run("1 of 2: plain decoding runs, one token a pass …", { verify_batch: 1 });
-      const fast = await run("2 of 2: the same with speculation …", {});
-      if (!plain?.rounds.length || !fast?.rounds.length) throw new ServerError(MUTE);
-      this.race.play(this.live, { plain, fast });
-    }, (why) => this.race.waiting(why));
+  /** The beginning of what it was asked. */
+  nameOf(request) {
+    const prompt = (request.begin.prompt ?? []).slice(0, NAMED).map((token) => this.shown.text(token)).join("");
+    return cut(safe(this.asker.asked.get(request) ?? prompt).replace(/\s+/g, " "), NAMED);
   }
 
-  lastAsked() {
-    return this.mineLast ?? "";
+  write(text) {
+    $("composer-text").value = text;
+    keepWritten(text);
   }
 
-  /** Does some work, with the buttons as they are meanwhile. */
-  async working(work, failed) {
-    this.busy = true;
-    this.mineLast = $("composer-text").value || this.mineLast;
-    this.hint("");
-    for (const id of ["send", "race-this"]) $(id).hidden = true;
-    $("race-run").disabled = true;
-    $("stop").hidden = false;
-    try {
-      await work();
-    } catch (error) {
-      failed(error.message);
-      this.announce(error.message);
-      if (error.status === 401) this.host.wantKey();
-    } finally {
-      this.busy = false;
-      for (const id of ["send", "race-this"]) $(id).hidden = false;
-      $("race-run").disabled = false;
-      $("stop").hidden = true;
-    }
+  /** The race at a large target's pace. */
+  async raceLarge() {
+    await this.load("/page/traces/large.jsonl", LARGE);
+    if (this.race.pair) this.race.play(this.race.recording, this.race.pair);
   }
 
   tab(name) {
+    document.body.dataset.tab = name;
     for (const one of ["tree", "race"]) {
       const chosen = one === name;
       $(`tab-${one}`).setAttribute("aria-selected", String(chosen));

@@ -2,8 +2,6 @@
 
 import { ask, events, ServerError } from "./api.js";
 
-const FIELDS = ["temperature", "top_p", "top_k", "seed", "max_tokens", "verify_batch", "draft_steps"]; // of a request
-
 export class Chat {
   constructor() {
     this.talks = null; // whether the model has a chat template; null: not known yet
@@ -11,25 +9,10 @@ export class Chat {
     this.abort = null;
   }
 
-  /** What the settings say. Throws ServerError on what is no number. */
-  settings() {
-    const asked = {};
-    for (const name of FIELDS) {
-      const field = document.getElementById(name);
-      const text = field.value.trim().replace(",", ".");
-      const value = Number(text);
-      field.classList.toggle("wrong", !Number.isFinite(value));
-      if (text === "") continue;
-      if (!Number.isFinite(value)) throw new ServerError(`Settings: “${field.value}” is no number.`);
-      asked[name] = value;
-    }
-    asked.seed ??= Math.floor(Math.random() * 2 ** 48);
-    return asked;
-  }
-
   /**
-   * Streams an answer to `text`; `said` gets each piece of it. Returns the whole. `more`: fields of the request beside
-   * the settings. `alone`: the conversation so far is left out, and this turn too is not kept.
+   * Streams an answer to `text`; `said` gets each piece of it. Returns why it ended: "stop", "length", or "stopped" by
+   * the person. `more`: fields of the request beside the settings. `alone`: the conversation so far is left out, and
+   * this turn too is not kept.
    */
   async answer(text, settings, said, { more = {}, alone = false } = {}) {
     const turn = { role: "user", content: text };
@@ -38,22 +21,29 @@ export class Chat {
     else body.prompt = text;
     this.abort = new AbortController();
     let whole = "";
+    let ended = null;
+    let done = false;
     try {
       const path = this.talks ? "/v1/chat/completions" : "/v1/completions";
       const answer = await ask(path, { body, signal: this.abort.signal });
       for await (const { data } of events(answer)) {
-        if (data === "[DONE]") break;
-        const piece = pieceOf(JSON.parse(data));
+        done = data === "[DONE]";
+        if (done) break;
+        const chunk = JSON.parse(data);
+        const piece = pieceOf(chunk);
+        ended = chunk.choices?.[0]?.finish_reason ?? ended;
         whole += piece;
         if (piece !== "") said(piece);
       }
+      if (!done) throw new ServerError("The server ended in the middle of its answer.", 0, true);
     } catch (error) {
       if (error.name !== "AbortError") throw error;
+      ended = "stopped";
     } finally {
       this.abort = null;
     }
     if (this.talks && !alone) this.turns.push(turn, { role: "assistant", content: whole });
-    return whole;
+    return ended;
   }
 
   stop() {

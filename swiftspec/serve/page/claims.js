@@ -7,9 +7,9 @@ export class Claims {
     this.open = [];
   }
 
-  /** The next request with this seed will be ours. */
-  expect(seed) {
-    const claim = { seed, request: null, over: null };
+  /** The next request with this seed will be ours, an answer to `text`. */
+  expect(seed, text = "") {
+    const claim = { seed, text, request: null, over: null };
     claim.ended = new Promise((resolve) => (claim.over = resolve));
     this.open.push(claim);
     return claim;
@@ -21,6 +21,11 @@ export class Claims {
     const claim = this.open.find((one) => one.request === null && one.seed === seed);
     if (claim) claim.request = request;
     return claim !== undefined;
+  }
+
+  /** What a request of ours was asked, while it runs. */
+  textOf(request) {
+    return this.open.find((one) => one.request === request)?.text ?? "";
   }
 
   ended(request) {

@@ -1,9 +1,10 @@
 // Buttons, keys and files: what a person does, told to the app.
 
+import { keepWritten } from "./memory.js";
 import { parse } from "./recording.js";
 
 const $ = (id) => document.getElementById(id);
-export const LARGE = "a target of 70B parameters, its step times emulated";
+export const LARGE = "70B target";
 const MOST = 256 * 2 ** 20; // bytes of a trace file
 
 export function wireControls(app) {
@@ -53,21 +54,36 @@ function wireTabs(app) {
       $(`tab-${other}`).focus();
     });
   }
-  $("race-run").addEventListener("click", () => app.runRace());
-  $("race-this").addEventListener("click", () => app.runRace());
+  $("race-run").addEventListener("click", () => app.asker.runRace());
+  $("race-this").addEventListener("click", () => app.asker.runRace());
+  $("race-large").addEventListener("click", () => app.raceLarge());
 }
 
 function wireComposer(app) {
   $("composer").addEventListener("submit", (event) => {
     event.preventDefault();
-    app.send();
+    app.asker.send();
   });
   $("composer-text").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    app.send();
+    app.asker.send();
   });
-  $("stop").addEventListener("click", () => app.chat.stop());
+  $("composer-text").addEventListener("input", () => {
+    keepWritten($("composer-text").value);
+    if (!app.gone) app.trouble("");
+  });
+  stayAtEnd($("talk"));
+  $("stop").addEventListener("click", () => app.asker.chat.stop());
+}
+
+/** Who reads the end of the text still does when the box below it grows. */
+function stayAtEnd(area) {
+  let atEnd = false;
+  area.addEventListener("scroll", () => (atEnd = area.scrollHeight - area.scrollTop - area.clientHeight < 30));
+  new ResizeObserver(() => {
+    if (atEnd) area.scrollTop = area.scrollHeight;
+  }).observe(area);
 }
 
 function wireFiles(app) {
@@ -79,6 +95,7 @@ function wireFiles(app) {
   click("open-large", () => app.load("/page/traces/large.jsonl", LARGE));
   click("open-file", () => $("file").click());
   click("back-live", () => app.showLive());
+  $("strip-back").addEventListener("click", () => app.showLive());
   click("save", () => save(app.shown ?? app.live));
   $("file").addEventListener("change", async () => {
     const [file] = $("file").files;
@@ -101,7 +118,7 @@ async function open(app, file) {
   try {
     if (file.size > MOST) throw new Error("it is too large for a browser");
     app.showRecording(parse(await file.text()), file.name);
-    app.hint("");
+    app.trouble("");
   } catch (error) {
     const said = `${file.name} cannot be shown: ${error.message}`;
     app.announce(said);

@@ -36,21 +36,24 @@ export class Host {
   }
 
   met(model) {
-    this.app.chat.talks = model.chat_template && model.id !== EMBEDDED;
-    const { talks } = this.app.chat;
-    $("composer-text").placeholder = talks ? "Ask the model something" : "Begin a text; the model goes on with it";
-    const why = model.id !== EMBEDDED ? `${model.id} has no chat template: it goes on with your text.`
-      : "The small models that come along know Python only, and not well: they go on with your code.";
+    this.app.asker.chat.talks = model.chat_template && model.id !== EMBEDDED;
+    const { talks } = this.app.asker.chat;
+    const embedded = model.id === EMBEDDED;
+    $("composer-text").placeholder = talks ? "Ask the model something"
+      : `Begin a text, for example: ${embedded ? "def area(r):" : "Once upon a time"}`;
+    const why = embedded ? "Small models: they continue Python code; it is not a chat."
+      : `${model.id} has no chat template: it continues your text; it is not a chat.`;
     this.app.hint(talks ? "" : why);
-    if (!talks) $("temperature").value = "0.6";
+    this.app.race.small = embedded;
+    const often = embedded ? "; with models as small as these it is often slower" : "";
+    $("race-this").title = `The same text plainly, then with speculation${often}`;
+    if (this.app.shown === this.app.live) this.app.race.show(this.app.live, true);
+    if (!talks) $("temperature").value ||= "0.6";
     const examples = EXAMPLES[talks ? "talk" : "text"].map((text) => {
       const button = document.createElement("button");
       button.type = "button";
       button.textContent = text.split("\n")[0];
-      button.addEventListener("click", () => {
-        $("composer-text").value = text;
-        this.app.send();
-      });
+      button.addEventListener("click", () => this.app.asker.send(text));
       return button;
     });
     $("examples").replaceChildren(...examples);
@@ -66,6 +69,7 @@ export class Host {
       if (state === "key") return this.wantKey();
       this.connected = state === "live";
       this.connection(...states[state]);
+      if (state === "live") this.app.answers();
       if (state === "live" && this.wasGone) this.meet();
       this.wasGone = state === "gone";
     });

@@ -4,7 +4,6 @@ import { spanOf } from "./recording.js";
 
 export const SLOW = 1.5; // seconds of a round in slow motion
 const VERDICT = 0.4; // share of a round in which the answer to the one before is looked at
-const MOVED = 0.66; // and then the tree has moved on
 
 export class Player {
   constructor() {
@@ -96,17 +95,15 @@ export class Player {
   }
 
   /**
-   * What is to be seen now: round `index`, whether the target has `answered`, and `share`, how far the tree has come
-   * from the round before. When a round ends, its answer stays for a while: the time in which the draft goes on.
+   * What is to be seen now: round `index`, and whether the target has `answered`. When a round ends, its answer stays
+   * for a while: the time in which the draft goes on.
    */
   moment() {
     const index = this.find();
     const span = spanOf(this.request, index);
-    if (this.time >= span.end) return { index, answered: true, share: 1 };
+    if (this.time >= span.end) return { index, answered: true };
     const inside = (this.time - span.begin) / Math.max(span.end - span.begin, 1e-9);
-    if (index === 0) return { index, answered: false, share: Math.min(inside / MOVED, 1) };
-    if (inside < VERDICT) return { index: index - 1, answered: true, share: 1 };
-    return { index, answered: false, share: Math.min((inside - VERDICT) / (MOVED - VERDICT), 1) };
+    return index > 0 && inside < VERDICT ? { index: index - 1, answered: true } : { index, answered: false };
   }
 
   /** The first round that has not ended, or the last one. */

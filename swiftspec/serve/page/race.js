@@ -1,13 +1,17 @@
 // The race: the same prompt plainly and with speculation, one after the other on the one engine, then side by side.
 
-import { answerOf, isPlain, spanOf } from "./recording.js";
+import { answerOf, isEmulated, isPlain, spanOf } from "./recording.js";
 import { number, safe, seconds } from "./tokens.js";
 
 const CLOCKS = "The clocks begin when the prompt is read.";
 const WHY_SLOWER = "With models this small a pass over a tree costs more than one over a token;"
-  + " with large ones it hardly does, as the recording of the 70B target shows.";
-const NO_RACE = "Write a prompt and press Race: the engine answers it plainly, then with speculation;"
+  + " with large ones it hardly does, as the recording of the 70B target shows. ";
+const NO_RACE = "Write a text and press Race: the engine answers it plainly, then with speculation;"
   + " both are played side by side.";
+const SMALL = " Models as small as those that come along often lose it: for them a pass over a tree costs more than one"
+  + " over a token. The 70B recording has the other case.";
+const SHORT = 1; // seconds; what took less is played so that it takes
+const WATCHED = 3; // seconds
 const $ = (id) => document.getElementById(id);
 
 /** The last two requests of the same prompt of which one went plainly; null: there are none. */
@@ -43,6 +47,7 @@ export function difference(one, other) {
 export class Race {
   constructor() {
     this.timer = 0;
+    this.small = false; // whether this server has the models that come along
     this.told = () => {};
     $("race-again").addEventListener("click", () => this.pair && this.play(this.recording, this.pair));
     $("race-speed").addEventListener("change", () => this.pair && this.play(this.recording, this.pair));
@@ -54,7 +59,7 @@ export class Race {
     this.recording = recording;
     this.pair = recording && findRace(recording);
     $("race-again").disabled = !this.pair;
-    $("race-result").textContent = "";
+    this.judge("", "");
     if (this.pair) {
       $("race-caption").textContent = `The same prompt twice on one engine, here side by side. ${CLOCKS}`;
       this.draw(Infinity);
@@ -62,7 +67,8 @@ export class Race {
       return;
     }
     $("race-caption").textContent = live
-      ? NO_RACE : "There is no race in this recording: it needs the same prompt twice, once without a draft.";
+      ? NO_RACE + (this.small ? SMALL : "")
+      : "There is no race in this recording: it needs the same prompt twice, once without a draft.";
     for (const side of ["plain", "fast"]) {
       $(`${side}-clock`).textContent = "–";
       $(`${side}-text`).textContent = "";
@@ -74,7 +80,7 @@ export class Race {
     cancelAnimationFrame(this.timer);
     this.pair = null;
     $("race-again").disabled = true;
-    $("race-result").textContent = "";
+    this.judge("", "");
     $("race-caption").textContent = text;
   }
 
@@ -83,11 +89,12 @@ export class Race {
     this.recording = recording;
     this.pair = pair;
     $("race-again").disabled = false;
-    $("race-result").textContent = "";
-    const rate = Number($("race-speed").value);
+    this.judge("", "");
     const slowest = Math.max(runOf(pair.plain).took, runOf(pair.fast).took);
-    $("race-caption").textContent = rate === 1
-      ? `At true speed, as it was measured. ${CLOCKS}` : `${number(1 / rate)} times slower than it was. ${CLOCKS}`;
+    const rate = rateOf($("race-speed").value, slowest);
+    const pace = isEmulated(recording) ? "At the emulated pace." : "At true speed, as it was measured.";
+    const slowed = `Played ${number(1 / rate)} times slower than it ran; the clocks show its own time.`;
+    $("race-caption").textContent = `${rate === 1 ? pace : slowed} ${CLOCKS}`;
     const began = performance.now();
     const frame = () => {
       const time = ((performance.now() - began) / 1000) * rate;
@@ -116,18 +123,34 @@ export class Race {
   finish() {
     const [plain, fast] = [runOf(this.pair.plain), runOf(this.pair.fast)];
     const gain = plain.took / fast.took;
-    const times = `${seconds(fast.took)} against ${seconds(plain.took)}`;
-    let speed = `Both took as long: ${times}. `;
-    if (gain >= 1.02) speed = `Speculation was ${number(gain)} times as fast: ${times}. `;
-    else if (gain <= 0.98) speed = `Speculation was slower here: ${times}. ${WHY_SLOWER} `;
+    const emulated = isEmulated(this.recording) ? " (emulated)" : "";
+    const times = `${seconds(fast.took)} against ${seconds(plain.took)}${emulated}.`;
+    const winner = gain >= 1.02 ? "fast" : gain <= 0.98 ? "plain" : "";
+    const how = { fast: `Speculation was ${number(gain)} times as fast`, plain: "Speculation was slower here" };
+    const speed = `${how[winner] ?? "Both took as long"}: ${times}`;
+    const why = winner === "plain" && !emulated ? WHY_SLOWER : "";
     const at = difference(plain.tokens, fast.tokens);
     let same = `The text is the same: all ${plain.tokens.length} tokens compared, one by one.`;
     if (this.pair.fast.missed || this.pair.plain.missed) same = "Some events were missed: nothing can be compared.";
     else if (at >= 0) same = `The texts differ from token ${at + 1} on.`;
-    $("race-result").textContent = speed + same;
+    this.judge(speed, why + same, winner);
     $("race-result").dataset.equal = String(at < 0);
-    this.told(speed + same);
+    this.told(`${speed} ${why}${same}`);
   }
+
+  /** The verdict: its first line, the rest of it, and which side is coloured as the winner. */
+  judge(first, rest, winner = "") {
+    const strong = document.createElement("b");
+    strong.textContent = first;
+    $("race-result").replaceChildren(...(first === "" ? [] : [strong, document.createElement("br"), rest]));
+    $("panel-race").dataset.winner = winner;
+  }
+}
+
+/** Seconds of the race in a second of the person's. */
+function rateOf(chosen, slowest) {
+  if (chosen !== "auto") return Number(chosen);
+  return slowest > 0 && slowest < SHORT ? slowest / WATCHED : 1;
 }
 
 /** How many of the times have come. */

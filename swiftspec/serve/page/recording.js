@@ -118,6 +118,12 @@ export function isPlain(request) {
   return request.rounds.length > 0 && request.rounds.every((round) => (round.proposal?.tokens.length ?? 2) === 1);
 }
 
+/** Whether the step times were given, and not measured. */
+export function isEmulated(recording) {
+  const { target, draft } = recording.head?.emulate ?? {};
+  return Boolean(target || draft);
+}
+
 /** All tokens of a request's answer; the last rounds' may be cut at a stop token or the limit, as `end` says. */
 export function answerOf(request) {
   const tokens = request.rounds.flatMap((round) => round.tokens);

@@ -9,7 +9,8 @@ import { Trees } from "./tree.js";
 import { about, caption } from "./words.js";
 
 const CONTEXT = 48; // tokens of the text so far
-const HURRY = 0.08; // seconds that words and numbers stay, where rounds go by faster
+const HURRY = 0.08; // seconds that a picture and its words stay, where rounds go by faster
+const MOVE = 0.3; // seconds in which a tree becomes the next one, whatever the speed
 const $ = (id) => document.getElementById(id);
 
 export class Stage {
@@ -25,7 +26,9 @@ export class Stage {
     this.dirty = true;
     this.said = -1; // the last half round that words and numbers were set for
     this.saidAt = 0;
+    this.movedAt = -1; // when the tree began to become the next one
     this.now = null;
+    this.nothing = "Nothing has been asked yet.";
     this.frames = { count: 0, spent: 0 };
     this.listeners = new Set(); // told of a moment when it is another one
     this.wire();
@@ -61,6 +64,7 @@ export class Stage {
     this.recording = recording;
     this.request = request;
     this.trees = request && new Trees(request);
+    this.now = null;
     this.player.show(request, { following: Boolean(how.following), playing: !this.still.matches });
     this.point(null);
     this.changed();
@@ -91,32 +95,40 @@ export class Stage {
     if (nothing) {
       $("tree").dataset.nodes = "0";
       const missed = Boolean(this.request?.missed);
-      $("empty").textContent = missed ? "The rounds of this request were missed." : "Nothing has been asked yet.";
+      $("empty").textContent = missed ? "The rounds of this request were missed." : this.nothing;
       this.canvas.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
       this.lanes.context.clearRect(0, 0, this.lanes.width, this.lanes.height);
       this.now = null;
       return;
     }
     const fast = player.roundsPerFrame > 0.08; // too fast for movements
-    let { index, answered, share } = player.moment();
+    let { index, answered } = player.moment();
     if (fast && !answered && index > 0) [index, answered] = [index - 1, true];
-    if (fast || this.still.matches) share = 1;
+    const hurried = fast && this.said >= 0 && player.playing && beat - this.saidAt < HURRY;
+    if (hurried && this.now) ({ index, answered } = this.now); // the picture waits for its words
+    const share = fast ? 1 : this.share(index, answered, beat);
     const tree = this.trees.at(index);
     const from = share < 1 && index > 0 ? this.trees.at(index - 1) : null;
-    const grows = share < 1 && index === 0;
     $("empty").hidden = tree.nodes.length > 0;
     if (tree.nodes.length === 0) $("empty").textContent = "Mode smc has particles in place of a tree.";
-    const moves = this.still.matches ? 0 : beat;
-    this.canvas.draw({ tree, answered, from, share: grows ? 1 : share, beat: moves, chosen: this.chosen });
+    const moves = this.still.matches || !player.playing ? 0 : beat;
+    this.canvas.draw({ tree, answered, from, share, beat: moves, chosen: this.chosen });
     this.lanes.draw(this.request, player);
     this.now = { index, answered, tree };
     $("scrub").value = String(Math.round(player.share * 1000));
     const half = 2 * index + (answered ? 1 : 0);
-    const hurried = fast && this.said >= 0 && player.playing && beat - this.saidAt < HURRY;
-    if (half !== this.said && !hurried) {
+    if (half !== this.said) {
       this.saidAt = beat;
       this.say(half);
     }
+  }
+
+  /** How far the tree has come from the one before, 0 to 1. At rest it has arrived, and so it has after a jump. */
+  share(index, answered, beat) {
+    if (!this.player.playing || this.still.matches || answered) this.movedAt = -1;
+    else if (this.now?.answered && this.now.index === index - 1) this.movedAt = beat;
+    else if (this.now?.index !== index) this.movedAt = -1;
+    return this.movedAt < 0 ? 1 : Math.min((beat - this.movedAt) / MOVE, 1);
   }
 
   /** Words and numbers, which change once a half round only. */
@@ -184,7 +196,8 @@ export class Stage {
 
   pace() {
     const { player } = this;
-    const every = Math.ceil(player.roundsPerFrame);
+    const each = player.roundsPerFrame > 0.08 ? 60 * HURRY : 1; // frames of a picture
+    const every = Math.ceil(player.roundsPerFrame * each);
     const slowed = player.rate < 0.995 ? `Shown ${number(1 / player.rate)} times slower than it ran. ` : "";
     const skipped = every > 1 ? `Too fast for a screen: about every ${every}th round is shown. ` : "";
     const missed = this.request.missed ? `${this.request.missed} events were missed. ` : "";

@@ -11,9 +11,18 @@ function element(name, kind, text = "") {
   return made;
 }
 
+export const TALKS = ["Asked", "Answer"];
+export const CONTINUES = ["Your text", "Continued"]; // where the model is no chat
+const ENDS = {
+  stop: "Ended by itself.", length: "The length limit was reached.", stopped: "Stopped by you.",
+  abort: "Broken off: nobody wanted more.", error: "Broken off by an error.",
+};
+
 /** One question and its answer. */
 export class Message {
-  constructor(log, asked) {
+  constructor(log, asked, labels = TALKS) {
+    this.asked = asked;
+    this.labels = labels;
     this.request = null;
     this.text = "";
     this.pieces = []; // {element, round}
@@ -24,23 +33,29 @@ export class Message {
     this.cost = element("p", "cost");
     const question = element("pre", "asked", safe(asked));
     question.dir = "auto";
-    this.element.append(element("h2", "", "Asked"), question, element("h2", "", "Answer"), this.answer, this.cost);
+    const [above, below] = labels.map((label) => element("h2", "", label));
+    this.element.append(above, question, below, this.answer, this.cost);
     log.append(this.element);
     log.parentElement.scrollTop = log.parentElement.scrollHeight;
   }
 
-  /** More text as it comes. */
-  add(text) {
+  /** Does something that makes it longer; who read its end still does. */
+  grow(change) {
     const area = this.element.parentElement?.parentElement;
     const atEnd = area && area.scrollHeight - area.scrollTop - area.clientHeight < 60;
-    this.text += text;
-    this.answer.append(safe(text));
+    change();
     if (atEnd) area.scrollTop = area.scrollHeight;
+  }
+
+  /** More text as it comes. */
+  add(text) {
+    this.text += text;
+    this.grow(() => this.answer.append(safe(text)));
   }
 
   fail(why) {
     this.cost.className = "cost error";
-    this.cost.textContent = why;
+    this.grow(() => (this.cost.textContent = why));
   }
 
   /** The answer token by token, from what was recorded of it, unless that spells another text than was streamed. */
@@ -64,12 +79,16 @@ export class Message {
     this.now = null;
   }
 
-  /** What it cost. */
-  sum(request) {
-    if (request.rounds.length === 0) return;
+  /** What it cost, and why it ended. */
+  sum(request, ended = request?.end?.reason) {
+    this.grow(() => (this.cost.textContent = [this.spent(request), ENDS[ended]].filter(Boolean).join(" ")));
+  }
+
+  spent(request) {
+    if (!request?.rounds.length) return "";
     const { tokens, seconds: took, speed, perRound } = statsOf(request, request.rounds.length - 1);
     const each = `${number(speed)} tokens a second, ${number(perRound)} a pass of the target`;
-    this.cost.textContent = `${tokens} tokens in ${seconds(took)}: ${each}`;
+    return `${tokens} tokens in ${seconds(took)}: ${each}.`;
   }
 
   /** Comes into view. */
@@ -88,6 +107,18 @@ export class Message {
       piece.span.classList.toggle("later", dim && piece.round > round);
     }
     this.now = round;
+    if (dim) this.follow();
+  }
+
+  /** Keeps the piece pointed at in view. */
+  follow() {
+    const piece = this.pieces[this.first(this.now)];
+    const area = this.element.parentElement?.parentElement;
+    if (!piece || !area) return;
+    const [inner, outer] = [piece.span.getBoundingClientRect(), area.getBoundingClientRect()];
+    const below = inner.bottom - outer.bottom + 40;
+    const above = inner.top - outer.top - 8;
+    if (below > 0 || above < 0) area.scrollTop += below > 0 ? below : above;
   }
 
   /** The first piece of a round or one after it. */
@@ -109,7 +140,7 @@ export function transcribe(log, recording) {
   const messages = new Map();
   for (const request of recording.requests) {
     const prompt = request.begin.prompt?.map((token) => recording.text(token)).join("");
-    const message = new Message(log, prompt ?? "(this trace does not say)");
+    const message = new Message(log, prompt ?? "(this trace does not say)", ["Prompt", "Continued"]);
     message.tell(recording, request);
     message.sum(request);
     messages.set(request, message);

@@ -36,10 +36,16 @@ const MEANING = {
   flight: "with the target now",
   verified: "guess held: the target writes the same",
   rejected: "guess rejected: the target writes something else here",
+  fallen: "fell with its parent: what it follows was rejected",
   own: "the target’s own token",
   kept: "stays for the next round",
   idle: "guessed, not sent: not likely enough",
 };
+
+function likely(who, share, letter) {
+  return share === null ? `how likely ${who} found it is not in this trace (${letter})`
+    : `${who} found it ${percent(share)} likely (${letter})`;
+}
 
 /** A node in a few lines. */
 export function about(node, answered, textOf) {
@@ -49,11 +55,13 @@ export function about(node, answered, textOf) {
   else if (fate === "kept" && !answered) meaning = "kept from the round before, not sent";
   else if (fate === "own" && node.added) meaning += "; the draft had not thought of it";
   else if (fate === "own") meaning += "; the draft had it in its tree";
+  else if (fate === "rejected" && node.parent.fate === "rejected") meaning = MEANING.fallen;
   const lines = [`“${visible(textOf(node.token))}”, ${meaning}`];
   if (node.parent !== null) {
-    lines.push(`q, how likely the draft finds it: ${percent(node.q)}`);
-    lines.push(`p, how likely the target finds it: ${answered || node.p === null ? percent(node.p) : "it is looking"}`);
+    if (!node.added) lines.push(likely("the draft", node.q, "q"));
+    if (node.sent && !answered && node.p !== null) lines.push("the target is looking at it");
+    else if (node.sent) lines.push(likely("the target", node.p, "p"));
+    lines.push(plural(node.depth, "the first guess of its path", "guess # of its path"));
   }
-  lines.push(`depth ${node.depth}, token ${node.token}`);
   return lines.join("\n");
 }

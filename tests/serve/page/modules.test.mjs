@@ -15,7 +15,7 @@ const { difference, findRace, runOf } = await import(new URL("race.js", PAGE));
 const { answerOf, BadTrace, parse, Recording, spanOf } = await import(new URL("recording.js", PAGE));
 const { statsOf } = await import(new URL("stats.js", PAGE));
 const { percent, safe, visible } = await import(new URL("tokens.js", PAGE));
-const { caption } = await import(new URL("words.js", PAGE));
+const { about, caption } = await import(new URL("words.js", PAGE));
 const { fateInFlight, Trees } = await import(new URL("tree.js", PAGE));
 
 const HEAD = { swiftspec_trace: 1, texts: { 1: "a", 2: "b", 3: " c", 4: "\n" } };
@@ -68,6 +68,7 @@ test("every node has its fate, its name through the rounds, p and q", () => {
   const fates = Object.fromEntries(first.nodes.map((node, at) => [at, node.fate]));
   assert.deepEqual(fates, { 0: "verified", 1: "verified", 2: "rejected", 3: "own", 4: "idle", 5: "kept" });
   assert.equal(first.accepted, 1);
+  assert.match(about(first.nodes[1], true, String), /the draft found it 61 % likely \(q\)\nthe target found it 50 % likely \(p\)/);
   assert.equal(first.kept, 1);
   assert.deepEqual(first.nodes.map(fateInFlight), ["verified", "flight", "flight", "idle", "idle", "idle"]);
   assert.equal(first.nodes[1].p, 0.5);
@@ -182,6 +183,9 @@ test("the recorded races that come along are whole, and prove the text equal", (
       const tree = trees.at(at);
       assert.equal(tree.accepted + 1, round.tokens.length);
       assert.ok(tree.nodes.every((node) => recording.texts.has(node.token)));
+      for (const node of tree.nodes.filter(({ fate }) => fate === "rejected")) {
+        assert.equal(about(node, true, String).includes("fell with its parent"), node.parent.fate === "rejected");
+      }
     }
   }
 });

@@ -79,6 +79,10 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
     page.says("caption", "Round 3.")
     assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
+    page.click("play")
+    paused = page.picture()
+    page.click("back", "on")
+    assert page.picture() == paused  # whole at once, not on its way
     painted = page.run("return performance.getEntriesByName('first-contentful-paint')[0].startTime")
     assert painted > 0  # how fast that is, is measured elsewhere
     assert page.run("return document.documentElement.scrollWidth") <= 1280
@@ -87,7 +91,9 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
 def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> None:
     page.open(url)
     page.says("hint", "Python")
+    page.click("tab-race")
     page.keys("composer-text", "def read_lines(path):", Keys.ENTER)
+    assert page.at("panel-tree").is_displayed()
     page.wait(lambda: "tokens a second" in page.text("messages") and page.data("nodes") > 20)
     assert "def read_lines(path):" in page.text("messages") and page.text("talk-title") == ""
     assert page.run("return document.querySelectorAll('.message .guessed').length") > 5
@@ -115,6 +121,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
             page.wait(made.holding.is_set)
             page.click("stop")
             page.wait(lambda: made.cancelled.is_set() and page.at("send").is_displayed())
+            page.says("messages", "Stopped by you.")
     finally:
         renderer.close()
     said = made.codec.spell(made.asks[1].prompt)
@@ -124,11 +131,19 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
 def test_a_race_on_this_server_proves_the_text_equal(page: Page, url: str) -> None:
     page.open(url)
     page.says("hint", "Python")
+    assert page.text("strip-text") == "Recording: 70B target, step times emulated"
+    assert not page.at("strip-back").is_displayed()
+    page.click("race-this")
+    page.says("trouble", "Write a text first")
     page.keys("composer-text", "class Stack:")
     page.click("race-this")
     page.says("race-result", "The text is the same: all 128 tokens compared, one by one.")
     assert page.at("race-result").get_attribute("data-equal") == "true"
     assert page.text("plain-text") == page.text("fast-text") != ""
+    page.click("race-large")
+    page.says("race-result", "(emulated)")
+    page.click("strip-back")
+    assert not page.at("strip").is_displayed() and page.at("panel-race").is_displayed()
 
 
 def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: str) -> None:
@@ -141,10 +156,13 @@ def test_settings_are_sent_and_what_the_server_refuses_is_said(page: Page, url: 
     page.says("caption", "Without a draft")
     page.run("document.getElementById('temperature').value = 'hot'")
     page.keys("composer-text", "def f", Keys.ENTER)
-    page.says("hint", "“hot” is no number")
+    page.says("trouble", "Temperature: “hot” is no number")
+    page.says("settings-trouble", "“hot”")
+    assert page.text("messages").count("def f") == 1 and "wrong" in str(page.at("temperature").get_attribute("class"))
     page.run("document.getElementById('temperature').value = '-1'")
     page.keys("composer-text", Keys.ENTER)
-    page.says("messages", "temperature:")
+    page.says("trouble", "Temperature:")
+    assert page.at("composer-text").get_attribute("value") == "def f"
 
 
 def test_a_recording_is_played_without_a_model(page: Page, race: str) -> None:
@@ -157,6 +175,7 @@ def test_a_recording_is_played_without_a_model(page: Page, race: str) -> None:
     page.click("tab-race", "race-again")
     page.says("race-result", "times as fast")
     assert "The text is the same" in page.text("race-result")
+    assert page.at("panel-race").get_attribute("data-winner") == "fast"
 
 
 def test_the_keyboard_is_enough(page: Page, race: str) -> None:
@@ -165,7 +184,7 @@ def test_the_keyboard_is_enough(page: Page, race: str) -> None:
     page.keys("tree", ".")
     page.says("caption", "Round 1.")
     page.keys("tree", Keys.ARROW_LEFT, Keys.ARROW_RIGHT)
-    page.says("tip", "q, how likely the draft finds it:")
+    page.says("tip", "the draft found it")
     said = page.text("tip")
     page.keys("tree", Keys.ARROW_DOWN, Keys.ARROW_UP, Keys.ARROW_UP)
     page.wait(lambda: page.text("tip") != said)
@@ -217,11 +236,18 @@ def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
         page.says("connection", "connected")
     page.says("connection", "server lost")
     page.keys("composer-text", "def", Keys.ENTER)
-    page.says("messages", "The server does not answer.")
+    page.says("trouble", "The server does not answer.")
+    assert page.at("composer-text").get_attribute("value") == "def"
     with serving(player(tmp_path), int(address.rpartition(":")[2])):
         page.says("connection", "connected")
-        page.keys("composer-text", "def", Keys.ENTER)
+        page.wait(lambda: page.text("trouble") == "")
+        page.keys("composer-text", Keys.ENTER)
         page.says("messages", "return a + b")
+        page.says("messages", "Ended by itself.")
+        page.keys("composer-text", "left")
+        page.driver.refresh()
+        page.says("messages", "return a + b")
+        assert page.at("composer-text").get_attribute("value") == "left"
 
 
 def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_path: Path) -> None:
