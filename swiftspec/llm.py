@@ -23,7 +23,7 @@ from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
 from swiftspec.errors import UserError, shown
-from swiftspec.observe.recorder import Listener, Note
+from swiftspec.observe.recorder import Listener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Cancelled, Pause
 from swiftspec.setting import meant, require
@@ -186,12 +186,10 @@ class LLM:
         read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
         return self.engine.stream(prompt, sampling, cancelled)
 
-    def listen(self, listener: Listener | None, beside: Callable[[Note], None] | None = None) -> None:
-        """From the next request on this hears each line that a trace of it has; None: nobody does, and nothing is
-        recorded. `beside` is handed what makes lines, and does it in order, on another thread if it likes, so that a
-        round does not wait; else, and with a trace file, the decoding thread does. See docs/reference/trace.md; arrays
-        in a line are `observe.lines.plain`'s."""
-        self.roles.recorder.listener, self.roles.recorder.beside = listener, beside
+    def listen(self, listener: Listener | None) -> None:
+        """From the next request on this hears, on the decoding thread, each line that a trace of it has; None: nobody
+        does, and nothing is recorded. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
+        self.roles.recorder.listener = listener
 
     def close(self, *, comes_again: bool = False) -> None:
         """Sends the other ranks home and closes the trace; writes on at what is kept, for a second at most. Any later

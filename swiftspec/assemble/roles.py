@@ -101,7 +101,7 @@ def _population(
     """The population, led by rank 0 where there are several."""
     population = models.population(config, None, progress) if rank is None else rank.population
     assert population is not None
-    tell = Switch(log.begins, ParticleTrace(population.target, population.draft, log), put=log.put)
+    tell = Switch(lambda: log.wanted, ParticleTrace(population.target, population.draft, log))
     return population, ParticleDecoding(population if rank is None else rank.lead_population(), tell)
 
 
@@ -141,7 +141,7 @@ def _observers(
 ) -> Switch:
     """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
     asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
-    lanes = [] if local is None else [DraftTrace(local, log.lane)]
+    lanes = [] if local is None else [DraftTrace(local, log.draft)]
     told = parts.drafter.watch if isinstance(parts.drafter, GroupDrafter) else lambda on: None
     lane = TreeTrace(log, lambda: parts.verifier.busy, asked, target.probabilities)
-    return Switch(log.begins, *lanes, lane, put=log.put, told=told)
+    return Switch(lambda: log.wanted, *lanes, lane, told=told)

@@ -196,29 +196,20 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
 
 def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
     drafter, _, _ = bridge
-    drafter._records, heard = Recorder(), list[Any]()
-    recorder = drafter._records
-    recorder.listener = heard.append
-
-    def begin(request: int) -> None:
-        opened_now = opening([4, 5], GREEDY, request=request)
-        recorder.begins()
-        recorder.opens(opened_now)
-        recorder.put(lambda: recorder.begin(0.0, opened_now, recorder.listener))
-        drafter.open(opened_now)
-
-    begin(1)
+    drafter._records = recorder = Recorder()
+    recorder.listener = list[Any]().append
+    recorder.begin(opening([4, 5], GREEDY))
+    drafter.open(opening([4, 5], GREEDY))
     drafter.watch(True)
     drafter.propose()
-    recorder.put(lambda: recorder.add(0, tokens=(9,)))
+    recorder.add(0, tokens=(9,))
     drafter.observe(result(1, 0, 1))
     drafter.propose()
     assert recorder.lacks(0), "not in the midst of a request"
-    begin(2)
+    recorder.begin(opening([4, 5], GREEDY, request=2))
+    drafter.open(opening([4, 5], GREEDY, request=2))
     drafter.propose()
-    recorder.put(lambda: recorder.add(0, tokens=(9,)))
+    recorder.add(0, tokens=(9,))
     drafter.drain(0)
-    assert not recorder.lacks(0)
-    recorder.put(lambda: recorder.end(1.0, "stop", 1), last=True)
-    line = opened(heard[-2])
+    line = opened(recorder._rounds[0])
     assert line["draft"]["nodes"] == 1 and line["draft"]["tree"]["tokens"].tolist() == [7]

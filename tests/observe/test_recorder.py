@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
@@ -107,51 +105,14 @@ def test_what_the_draft_says_late_is_dropped() -> None:
     heard: list[dict[str, Any]] = []
     recorder = Recorder()
     recorder.listener = heard.append
-    opening = Opening(2, (1, 2), SamplingParams(), 2)
-    assert recorder.begins()
-    recorder.put(lambda: recorder.begin(0.0, opening, heard.append))
-    recorder.opens(opening)
-    recorder.put(lambda: recorder.add(0, tokens=(5,)))
-    recorder.draft(1, 0, lambda: {"nodes": 1})
+    recorder.begin(Opening(2, (1, 2), SamplingParams(), 2))
+    recorder.add(0, tokens=(5,))
+    recorder.draft(1, 0, {"nodes": 1})
     assert recorder.lacks(0)
-    recorder.draft(2, 0, lambda: {"nodes": 2})
+    recorder.draft(2, 0, {"nodes": 2})
+    recorder.add(1, wait=(0, 1))
+    recorder.release(1)
+    recorder.draft(2, 0, {"nodes": 3})
     assert not recorder.lacks(0) and recorder.lacks(1)
-    recorder.put(lambda: recorder.release(1))
-    recorder.draft(2, 0, lambda: {"nodes": 3})
-    recorder.put(lambda: recorder.end(1.0, "stop", 1), last=True)
-    (line,) = heard[1:-1]
-    assert opened(line) == {"request": 2, "round": 0, "tokens": (5,), "draft": {"nodes": 2}}
-
-
-def test_lines_are_made_beside_the_decode_loop() -> None:
-    """In order and by a thread; the same ones as without."""
-    llm, notes = engine("serial", torch.float32), Queue[Callable[[], None] | None]()
-    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    found: list[list[dict[str, Any]]] = []
-
-    def beside() -> None:
-        while (note := notes.get()) is not None:
-            note()
-
-    for hand in (None, notes.put):
-        heard = list[dict[str, Any]]()
-        thread = Thread(target=beside)
-        thread.start()
-        llm.listen(heard.append, hand)
-        llm.generate(PROMPT, sampling)
-        notes.put(None)
-        thread.join()
-        found.append([untimed(line) for line in heard])
-    assert found[0] == found[1] and len(found[0]) > 5
-    llm.close()
-
-
-def untimed(line: dict[str, Any]) -> dict[str, Any]:
-    """What of a line is the same in every run."""
-    known = opened(line)
-    tree = known.get("draft", {}).get("tree", {})
-    return {
-        "kind": sorted(line), "tree": {name: array.tolist() for name, array in tree.items()},
-        **{name: line.get(name) for name in ("round", "tokens", "path", "proposal")},
-        "rows": [rows for _, _, rows in line.get("draft", {}).get("forwards", ())],
-    }  # fmt: skip
+    recorder.end(Stats())
+    assert heard[1:-1] == [{"request": 2, "round": 0, "tokens": (5,), "draft": {"nodes": 2}}]

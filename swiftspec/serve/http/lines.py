@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
 
 from swiftspec.observe.lines import Record, opened, plain, tokens_in
-from swiftspec.observe.recorder import Note
 from swiftspec.serve.http import frames
+
+TOGETHER = 0.015  # seconds of rounds that go at once: waking whoever writes and reads them is most of what they cost
 
 
 class Lines:
-    """Listens, and has lines made where they are sent: `send` is handed what makes the frame, and calls it beside the
-    decode loop."""
+    """Hears lines. Several go together to `send`, which is handed what makes the frame: where it is sent from a thread,
+    the decode loop does not wait for that."""
 
     def __init__(self, send: Callable[[Callable[[], frames.Frame]], None]) -> None:
-        self._send, self._held = send, list[Record]()
+        self._send, self._held, self._sent = send, list[Record](), 0.0
 
     def __call__(self, line: Record) -> None:
         """The next line."""
         self._held.append(line)
-
-    def beside(self, note: Note) -> None:
-        """Has it noted there, in order; the lines that come of it are a frame."""
-        self._send(partial(self._frame, note))
-
-    def _frame(self, note: Note) -> frames.Events:
-        note()
-        held, self._held = self._held, []
-        return as_frame(held)
+        now = time.perf_counter()
+        if now - self._sent > TOGETHER or "round" not in line:
+            held, self._held, self._sent = self._held, [], now
+            self._send(partial(as_frame, held))
 
 
 def as_frame(lines: Sequence[Record]) -> frames.Events:

@@ -198,8 +198,7 @@ class Service:
             self._left = True
 
     def _watch(self, on: bool) -> None:
-        lines = Lines(self._say) if on else None
-        self._session.llm.listen(lines, None if lines is None else lines.beside)
+        self._session.llm.listen(Lines(self._say) if on else None)
 
     def _say(self, make: Callable[[], frames.Frame]) -> None:
         """For whoever listens; nobody is lost where that is nobody any more."""
