@@ -94,11 +94,12 @@ class Child:
                 return
             self._data += data
             whole = len(self._data) // control.BEAT.size * control.BEAT.size
-            if whole:
-                ready, self._since = control.read_beat(self._data[whole - control.BEAT.size : whole])
-                self._data, self._heard = self._data[whole:], now
+            for at in range(0, whole, control.BEAT.size):  # one that was begun before it was ready may come last
+                ready, self._since = control.read_beat(self._data[at : at + control.BEAT.size])
+                self._heard = now
                 if ready and self._ready_at is None:
                     self._ready_at = now
+            self._data = self._data[whole:]
 
     def excuse(self, now: float) -> None:
         """The keeper itself did not look for a while: silence and work count from now on."""

@@ -52,6 +52,19 @@ def code(child: Child) -> int | None:
     return child.ended()
 
 
+def test_who_was_ready_once_is_so_whatever_beat_comes_last(children: list[Child]) -> None:
+    """Two threads of a process send: the one that has not seen yet that it is ready may do so behind the other."""
+    late = "kept._end.send(control.beat(True, None) + control.beat(False, None)); os.kill(os.getpid(), signal.SIGSTOP)"
+    child = started(
+        children, f"import os, signal; from swiftspec.serve.keeping import control; kept._beats = False; {late}"
+    )
+    now = time.monotonic()
+    while child.for_good(1):
+        beats(child, now)
+    child.watch(now + 3.1)
+    assert child.why == "gave no sign of life for 3 s"
+
+
 def test_who_is_silent_is_killed(children: list[Child]) -> None:
     child, now = started(children, "kept.ready()"), time.monotonic()
     beats(child, now, 2)
