@@ -22,7 +22,7 @@ from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.fallback import FallbackDrafter
 from tests.support import slow_reference
 from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of
-from tests.support.tiny import ROPES, make_checkpoint
+from tests.support.tiny import ROPES, make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 TOKENS = 200
@@ -43,14 +43,7 @@ SAMPLED = SamplingParams(
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a draft that agrees with it often: the same model with noise on its weights."""
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    model = make_checkpoint(target, family="llama", vocab=64, layers=2, dtype=torch.float64, seed=1)
-    noise = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    model.save_pretrained(draft)
-    return target, draft
+    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 def make_llm(target: Path, draft: Path | None = None, **plan: Any) -> LLM:

@@ -18,7 +18,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.serve import answer
 from tests.support.roles import drafter_of, make_drafter, put, verifier_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 LONG = [(7 * i + i // 5) % 60 for i in range(60)]
@@ -46,14 +46,7 @@ def sampling(name: str = "greedy", **more: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target, and the same model with noise on its weights."""
-    folder = tmp_path_factory.mktemp("pair")
-    model = make_checkpoint(folder / "target", vocab=64, layers=2, dtype=torch.float64, seed=1)
-    noise = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    model.save_pretrained(folder / "draft")
-    return folder / "target", folder / "draft"
+    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 def made(pair: Pair, config: EngineConfig, **options: Any) -> LLM:

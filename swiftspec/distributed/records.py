@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from swiftspec.distributed.wire import Words
+from swiftspec.observe.lines import Record
 
 SPANS = ("open", "observe", "propose", "grow")
 COUNTS = ("nodes", "expanded", "reused", "wasted")
 HEAD = 2 + len(COUNTS) + 2  # request and round; these; then which spans there are, a bit each, and how many forwards
-Record = dict[str, Any]
 
 
 def pack_record(request: int, round_: int, record: Record) -> Words:

@@ -10,9 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from swiftspec import files
-from swiftspec.errors import UserError
-from swiftspec.observe.lines import VERSION
+from swiftspec.observe import trace_file
 from swiftspec.profiles import layout
 
 Json = dict[str, Any]
@@ -31,26 +29,16 @@ class Trace:
     def read(file: Path) -> Trace:
         """Raises UserError on a file that is no trace, and on a line that is damaged. A last line that was cut off is
         dropped."""
-        parsed: list[Json] = []
-        bad: UserError | None = None
-        for number, line in enumerate(files.lines(file, most=LARGEST), 1):
-            if bad is not None:
-                raise bad
-            name = f"{file}, line {number},"
-            try:
-                data = files.parse_json(files.decoded(line, name), name)
-            except UserError as error:
-                bad = UserError(f"{error}: was it made with --trace?")
-                continue
-            if not parsed and (not isinstance(data, dict) or data.get("swiftspec_trace") != VERSION):
-                break
-            if parsed and isinstance(data, dict) and "round" not in data and data.keys() & {"begin", "end"}:
-                continue
-            layout.check(layout.Round if parsed else layout.Head, data, name)
-            parsed.append(data)
-        if not parsed:
-            raise UserError(f"{file} is no trace of this version: make one with `serve --trace {file.name}`")
-        return Trace(parsed[0], parsed[1:])
+        head: Json = {}
+        rounds: list[Json] = []
+        for name, data in trace_file.read(file, LARGEST):
+            if not head:
+                layout.check(layout.Head, data, name)
+                head = data
+            elif "round" in data or not data.keys() & {"begin", "end"}:
+                layout.check(layout.Round, data, name)
+                rounds.append(data)
+        return Trace(head, rounds)
 
     def successive(self) -> Iterator[tuple[Json, Json]]:
         """Rounds that follow each other in one request, the first of a request left out: it has the prompt in it."""

@@ -1,17 +1,20 @@
-"""The file of `--trace`: a line of JSON for each thing on record."""
+"""The file of `--trace`: a line of JSON for each thing on record. It is written here, and read again."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from swiftspec import files
 from swiftspec.errors import UserError
-from swiftspec.observe.lines import Record, Texts, opened, plain
+from swiftspec.observe.lines import VERSION, Record, Texts, opened, plain
+
+LONGEST = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
 
 
 class TraceFile:
@@ -53,6 +56,29 @@ class TraceFile:
             self.lost = error.strerror or str(error)
             with suppress(OSError):  # it tries to write the rest once more
                 self._file.close()
+
+
+def read(path: Path, most: int) -> Iterator[tuple[str, Record]]:
+    """The lines of a trace of at most `most` bytes, the head first, each with its name for an error. A last line that
+    was cut off is left out. Raises UserError on a file that is no trace, and on a line that is none."""
+    no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
+    number, bad = 0, None
+    for number, line in enumerate(files.lines(path, most=most, longest=LONGEST), 1):
+        if bad is not None:
+            raise bad
+        name = f"{path}, line {number},"
+        try:
+            data = files.parse_json(files.decoded(line, name), name)
+        except UserError as error:
+            bad = UserError(f"{error}: was it made with --trace?")
+            continue
+        if number == 1 and (not isinstance(data, dict) or data.get("swiftspec_trace") != VERSION):
+            raise no_trace
+        if not isinstance(data, dict):
+            raise UserError(f"{name} is damaged: it is no JSON object")
+        yield name, data
+    if number == 0 or (number == 1 and bad is not None):
+        raise no_trace
 
 
 def _opened(path: Path) -> int:

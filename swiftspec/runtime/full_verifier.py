@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -18,13 +17,6 @@ from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.walk import Accept, Accepted
 
 
-@runtime_checkable
-class Knowing(Protocol):
-    """Steps that keep the logits of a verification to themselves, but tell of them."""
-
-    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], /) -> Sequence[float] | None: ...
-
-
 class FullVerifier(LocalVerifier):
     """A `LocalVerifier` of any request."""
 
@@ -34,7 +26,6 @@ class FullVerifier(LocalVerifier):
         """`rejection`: what verifies sampled requests, in place of Match."""
         super().__init__(runner, steps)
         self._rejection = rejection
-        self._knowing: Knowing | None = None  # the steps, if they are
         self._logits: Tensor | None = None  # of the proposal verified last, where the host has seen them
         self._prompt: tuple[Likelihood, ...] | None = None  # for the next result
         self._likelihoods: tuple[Likelihood, ...] | None = None  # of the tokens last accepted
@@ -77,12 +68,12 @@ class FullVerifier(LocalVerifier):
         self._prompt = self._likelihoods = None
         k = opening.sampling.prompt_logprobs
         if k is None:
-            return self._start(opening)
+            return super().open(opening)
         plain = self.runner.sampler(SamplingParams(), ())  # the rows are the model's own, whatever the request
         prompt = PromptLikelihoods(plain, opening.tokens, k)
         self.runner.reading = prompt.read
         try:
-            kept = self._start(opening)
+            kept = super().open(opening)
         finally:
             self.runner.reading = None
         self._prompt = tuple(prompt.known)
@@ -94,15 +85,10 @@ class FullVerifier(LocalVerifier):
         if self.runner.shard is not None:
             return None
         if self._logits is None:  # the host has not seen them
-            return None if self._knowing is None else self._knowing.probabilities(tokens, parents)
+            return self.steps.probabilities(tokens, parents)
         logits = self._logits[:, : self.runner.vocab].float()
         above = list(parents[1:])
         return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
-
-    def _start(self, opening: Opening) -> int:
-        kept = super().open(opening)
-        self._knowing = self.steps if isinstance(self.steps, Knowing) else None
-        return kept
 
     def verify(self, proposal: Proposal) -> VerifyResult:
         self._logits = None

@@ -20,7 +20,7 @@ from tests.support import slow_reference
 from tests.support.jobs import sampling_from
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, make_drafter, put
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny import make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
@@ -49,16 +49,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
     pairs["awq"] = make_pair(folder / "awq", **SHAPES["llama"], intermediate_size=64)
     quantise(pairs["awq"][0], "awq")
     return pairs
-
-
-def make_pair(folder: Path, **shape: Any) -> tuple[Path, Path]:
-    model = make_checkpoint(folder / "target", vocab=64, layers=2, dtype=torch.float64, seed=1, **shape)
-    noise = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    model.save_pretrained(folder / "draft")
-    return folder / "target", folder / "draft"
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def test_sound_lines(tmp_path: Path) -> None:
         ("{", "line 2, is not readable as JSON"),
         ("", "line 2, is not readable as JSON"),
         ("[" * 100_000 + "]" * 100_000, "line 2, is not usable as JSON"),
-        ("[]", "line 2, is damaged (it:"),
+        ("[]", "line 2, is damaged: it is no JSON object"),
         ({}, "line 2, is damaged (request:"),
         (LANE | {"wait": None}, "line 2, is damaged (wait:"),
         (LANE | {"wait": [1]}, "line 2, is damaged (wait.1:"),
@@ -41,7 +41,7 @@ def test_sound_lines(tmp_path: Path) -> None:
         (LANE | {"target": {"verify": [0, 1]}}, "forward, proposal and path"),
         (LANE | {"tokens": 5}, "line 2, is damaged (tokens:"),
         (LANE | {"round": "1"}, "line 2, is damaged (round:"),
-        ("x" * (2 << 20), "line 2, is longer than 1 MiB"),
+        ("x" * (33 << 20), "line 2, is longer than 32 MiB"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: object, reason: str) -> None:

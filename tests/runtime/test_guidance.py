@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
@@ -22,7 +22,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.smc.population import check_sampling
 from tests.support.roles import verifier_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 LONG = [1 + (11 * i) % 62 for i in range(300)]  # without 0, which pads in transformers
@@ -41,18 +41,9 @@ Pair = tuple[Path, Path, Any]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A target, the same with noise on its weights, and the target in transformers."""
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    model = make_checkpoint(target, vocab=64, layers=2, dtype=torch.float64, seed=1)
-    kept = [weight.detach().clone() for weight in model.parameters()]
-    noise = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-        model.save_pretrained(draft)
-        for weight, before in zip(model.parameters(), kept, strict=True):
-            weight.copy_(before)
-    return target, draft, model
+    """A target, a draft, and the target in transformers."""
+    target, draft = make_pair(tmp_path_factory.mktemp("pair"))
+    return target, draft, LlamaForCausalLM.from_pretrained(target, dtype=torch.float64)
 
 
 def guided(scale: float, negative: Sequence[int] = NEGATIVE, **values: Any) -> SamplingParams:

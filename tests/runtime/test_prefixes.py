@@ -21,7 +21,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.prefixes import KeepingRunner, told
 from swiftspec.runtime.runner import PREFILL_CHUNK
 from tests.support.roles import drafter_of, opening, population_of, verifier_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny import make_checkpoint, make_pair
 
 VOCAB, CONTEXT = 40, 160
 LEAST = 4
@@ -37,14 +37,7 @@ Pair = tuple[Path, Path]
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target and a draft that is often right."""
-    folder = tmp_path_factory.mktemp("pair")
-    model = make_checkpoint(folder / "target", vocab=VOCAB, layers=2, dtype=torch.float64, seed=3)
-    noise = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
-    model.save_pretrained(folder / "draft")
-    return folder / "target", folder / "draft"
+    return make_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3)
 
 
 def make(pair: Pair, mode: str = "serial", kept: int = 1, **config: Any) -> LLM:

@@ -92,3 +92,14 @@ def chain(tokens: list[int], start: int = 0, sequence: int = 0, sequences: int =
         sequence=torch.full((count,), sequence),
         kv_len=lengths,
     )
+
+
+def make_pair(folder: Path, *, vocab: int = 64, seed: int = 1, **shape: Any) -> tuple[Path, Path]:
+    """Checkpoints of a target and of a draft that agrees with it often: the same model with noise on its weights."""
+    model = make_checkpoint(folder / "target", vocab=vocab, layers=2, dtype=torch.float64, seed=seed, **shape)
+    noise = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=noise, dtype=weight.dtype)
+    model.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"

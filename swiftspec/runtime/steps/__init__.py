@@ -88,25 +88,24 @@ class Steps(Kind, Protocol):
 
     def open(self, request: Request) -> None:
         """Begins a request that they take."""
-        ...
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         """Expands the tree `count` times, or fewer where it has no room or no leaves. `pending`: verified tokens before
         the root that have no KV yet; they go before an unexpanded root, and the list is empty then."""
-        ...
 
     def verify(self, proposal: Proposal) -> Accepted:
         """Runs the target over a proposal's nodes and decides what stands."""
         ...
 
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
+        """Those of the tokens verified last, the root left out, where `accept` was not handed the logits; else None."""
+
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, if `verify` has not done so already."""
-        ...
 
     def reply(self, tree: DraftTree, *where: Any) -> Any:
         """What can answer the next result without Python, at its arrival; None where nothing can. `where`: request,
         position of the root, bs, w, d, and what an expansion is worth (`AheadDrafter.YIELD`)."""
-        ...
 
 
 T = TypeVar("T", bound=Kind)

@@ -81,6 +81,9 @@ class EagerSteps:
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         return request.accept(proposal, logits, paths, positions)
 
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
+        return None
+
     def settle(self, path: Sequence[int]) -> None:
         self.runner.cache.commit(path)
 

@@ -27,12 +27,17 @@ from swiftspec.serve.text import TextCodec
 
 KEY = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
+EVENT = {  # one of a stream, as OpenAPI before 3.2 has it
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
 BOTH_WAYS: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
     200: {
         "description": "The answer: one object, or with `stream` its parts as server-sent events.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": {"type": "string"}},
+            "text/event-stream": {"schema": EVENT},
         },
     }
 }

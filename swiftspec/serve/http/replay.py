@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from swiftspec.errors import UserError
+from swiftspec.observe import trace_file
 from swiftspec.serve.cli import Parser
 from swiftspec.serve.http import front, page
 from swiftspec.serve.http.address import names_of
@@ -24,7 +23,6 @@ from swiftspec.serve.settings import UsageError
 
 ABOUT = "Serve the page that shows the draft tree, without a model: it plays a trace, as --trace or the page writes it."
 MOST = 256 << 20  # bytes of a trace that a browser still takes
-LONGEST = 64 << 20  # bytes of a line
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,28 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def check(file: Path) -> None:
     """Raises UserError on what is no trace, with the line that is wrong."""
-    try:
-        size = file.stat().st_size
-        if size > MOST:
-            raise UserError(f"{file} has {size >> 20} MiB: a browser takes traces of up to {MOST >> 20} MiB")
-        with file.open("rb") as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(LONGEST), b""), 1):
-                _check_line(file, number, line)
-            if size == 0:
-                raise UserError(f"{file} is empty: a trace begins with a line that says what ran")
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from None
-
-
-def _check_line(file: Path, number: int, line: bytes) -> None:
-    try:
-        said = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{file}, line {number}: no JSON; a trace is what --trace FILE writes") from None
-    if not isinstance(said, dict):
-        raise UserError(f"{file}, line {number}: no JSON object; a trace is what --trace FILE writes")
-    if number == 1 and said.get("swiftspec_trace") != 1:
-        raise UserError(f"{file} is no trace: its first line has no 'swiftspec_trace': 1")
+    for _ in trace_file.read(file, MOST):
+        pass
 
 
 def application(file: Path) -> Starlette:

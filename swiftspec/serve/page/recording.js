@@ -74,12 +74,14 @@ export class Recording {
   }
 }
 
-/** A recording of the text of a trace file. Throws BadTrace with the line that is wrong. */
+/** A recording of the text of a trace file; a last line that was cut off is left out. Throws BadTrace with the line
+ * that is wrong. */
 export function parse(text) {
   const recording = new Recording();
   const lines = text.split("\n");
   for (const [at, line] of lines.entries()) {
     if (line.trim() === "") continue;
+    const cutOff = at > 0 && at === lines.length - 1;
     try {
       const read = JSON.parse(line);
       if (recording.head === null && read?.swiftspec_trace === undefined) {
@@ -87,6 +89,7 @@ export function parse(text) {
       }
       recording.add(read);
     } catch (error) {
+      if (cutOff && error instanceof SyntaxError) continue;
       const why = error instanceof BadTrace ? error.message : "no JSON";
       throw new BadTrace(`line ${at + 1}: ${why}`);
     }

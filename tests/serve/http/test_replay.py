@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -34,9 +35,11 @@ def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is empty"), ("{}\n", "no trace: its first line"), ("x\n", "line 1: no JSON;"),
-        ('{"swiftspec_trace": 2}\n', "no trace"), ('{"swiftspec_trace": 1}\n[]\n', "line 2: no JSON object"),
-        ('{"swiftspec_trace": 1}\n' + "[" * 10**5, "line 2: no JSON;"), ('{"swiftspec_trace": 1}\n\xff', "line 2"),
+        ("", "is no trace"), ("{}\n", "is no trace"), ("x\n", "is no trace"), ('{"swiftspec_trace": 2}\n', "no trace"),
+        ('{"swiftspec_trace": 1}\n[]\n', "line 2, is damaged: it is no JSON object"),
+        ('{"swiftspec_trace": 1}\nx\n{}\n', "line 2, is not readable as JSON"),
+        ('{"swiftspec_trace": 1}\n' + "[" * 10**5 + "\n{}\n", "line 2, is not usable as JSON"),
+        ('{"swiftspec_trace": 1}\n\xff\n{}\n', "line 2,"),
     ],
 )  # fmt: skip
 def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -45,6 +48,17 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: s
     with pytest.raises(UserError, match=said) as told:
         replay.check(bad)
     assert "\n" not in str(told.value)
+
+
+def test_a_last_line_that_was_cut_off_is_no_harm(file: Path) -> None:
+    file.write_text(file.read_text() + '{"request": 1, "rou')
+    replay.check(file)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe cannot be read"):
+        replay.check(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,14 @@ test("a trace is read, and written as it was", () => {
   assert.deepEqual(answerOf(again.requests[0]), [2, 3, 1]);
 });
 
+test("a last line that was cut off is left out", () => {
+  const whole = '{"swiftspec_trace":1}\n{"request":1,"begin":{"at":0,"prompt":[1],"sampling":{}}}\n';
+  assert.equal(parse(`${whole}{"request":1,"rou`).requests.length, 1);
+});
+
 test("what is no trace is refused with its line", () => {
   for (const [text, said] of [["{}", "line 1: this is no trace"], ["", "the file is empty"], ['{"swiftspec_trace":2}', "version 2"],
-    ['{"swiftspec_trace":1}\nx', "line 2: no JSON"], ['{"swiftspec_trace":1}\n[]', "line 2: a line is no JSON object"]]) {
+    ['{"swiftspec_trace":1}\nx\n', "line 2: no JSON"], ['{"swiftspec_trace":1}\n[]', "line 2: a line is no JSON object"]]) {
     assert.throws(() => parse(text), (error) => error instanceof BadTrace && error.message.includes(said), text);
   }
 });
