@@ -48,6 +48,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.runtime.steps.kinds import Tools
+from swiftspec.runtime.threaded import FIRST, BesideDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import Grammars
 from swiftspec.sampling.vocab import VocabShard
@@ -106,7 +107,7 @@ class Models:
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
         share = options.get("share_device", False)
         device = own_device(torch.device(options.get("device", "cpu")), ranks, share)
-        if plan.mode == "async" and plan.ranks == 1 and device.type != "cuda":
+        if plan.beside and device.type != "cuda":
             raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
@@ -236,7 +237,8 @@ class Models:
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES
-        return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
+        priority = FIRST if side == "draft" and plan.beside else 0
+        return runner, Tools(ops, model.fused, CudaCapture(self.capturing, priority) if captures else None)
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot
@@ -290,5 +292,5 @@ def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter
     children: Children = BestChildren(plan.children, plan.proposal == "coupled")
     if plan.proposal == "sample":
         children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
-    kind = AheadDrafter if plan.mode == "async" else LocalDrafter
+    kind = BesideDrafter if plan.beside else AheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)
