@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <stdexcept>
 #include <vector>
 
 #include "bind/cuda_arguments.h"
@@ -34,7 +35,9 @@ void check_shape(int64_t k, int64_t n, int64_t group) {
 // As the current device cuts it.
 cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
   check_shape(k, n, group);
-  return cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_here());
+  const auto tiling = cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_here());
+  if (tiling.n == 0) throw std::runtime_error("this GPU has too little shared memory for the CUDA operators");
+  return tiling;
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group) {

@@ -22,7 +22,7 @@ LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
     "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
 }  # fmt: skip
-AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+AWQ: dict[str, Any] = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
 GPU = torch.device("cuda", 0)
 BF16 = torch.bfloat16
 
@@ -65,16 +65,15 @@ def test_too_little_memory_is_told_before_loading() -> None:
     )
 
 
-@pytest.mark.parametrize(("mode", "split"), [("serial", {}), ("async", {"target_tp": 1, "draft_tp": 1})])
+@pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("async")])
 def test_a_pair_is_checked_as_its_ranks_hold_it(
-    pair: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, split: dict[str, int]
+    pair: Path, monkeypatch: pytest.MonkeyPatch, plan: EngineConfig
 ) -> None:
     held: list[int] = []
     monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
-    plan = EngineConfig(mode, **split)
     stands_in: Any = type("Ranks", (), {"size": plan.ranks, "local_rank": 0, "local_size": plan.ranks})
     Models.check(pair, pair, plan, None if plan.ranks == 1 else stands_in, {"device": "cuda:0"})
-    assert held == ([2] if mode == "serial" else [1, 1])
+    assert held == ([2] if plan.mode == "serial" else [1, 1])
 
 
 def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +89,8 @@ def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
 
     def said(**options: Any) -> list[str]:
         lines: list[str] = []
-        Models.check(pair, None, EngineConfig("ar"), None, {"device": "cuda:0", "note": lines.append, **options})
+        wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
+        Models.check(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
     assert said(dtype=torch.float32) == [
