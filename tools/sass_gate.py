@@ -3,9 +3,9 @@
     python -m tools.sass_gate            compile, check, say what differs
     python -m tools.sass_gate --write    compile, check the rules, and write the figures anew
 
-Everything is compiled for Hopper, and what a GPU's architecture changes (FORMS) for the others too. The rules hold for
-every kernel and compiler: nothing spilled, no stack, no local memory; what REQUIRED names is there. The figures
-(registers, and with nvdisasm instructions too) are compared where nvcc is the release that wrote them.
+Everything is compiled for every architecture. The rules hold for every kernel and compiler: nothing spilled, no stack,
+no local memory; what `required` names is there. The figures (registers, and with nvdisasm instructions too) are
+Hopper's, and compared where nvcc is the release that wrote them.
 nvdisasm is looked for in PATH and in the package nvidia-cuda-nvdisasm.
 """
 
@@ -27,16 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "tests/data/cuda_static.json"
 WAIT = "griddepcontrol.wait"  # of a kernel that may start before the one in front of it has ended
-HOPPER, AMPERE, SMALL_BLACKWELL = 90, 80, 120
-# Files whose kernels differ from architecture to architecture in more than their instructions. Between 8.0, 8.6 and 8.9
-# they do not, nor between 9.0 and 10.0; there the products are compiled, whose registers are the scarcest.
-FORMS = {
-    AMPERE: ("linear", "attention", "sampling", "verify", "gather"),
-    86: ("linear",),
-    89: ("attention",),
-    100: ("linear", "attention"),
-    SMALL_BLACKWELL: ("linear", "attention", "sampling"),
-}
+ARCHS = (80, 86, 89, 90, 100, 120)
+HOPPER, SMALL_BLACKWELL = 90, 120
 EVERYWHERE = {
     "linear_kernel": ("mma.sync.aligned.m16n8k16", "ld.relaxed.sys.global.v2.b64"),
     "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared"),
@@ -89,6 +81,10 @@ class Kernel:
 class Report:
     release: str
     kernels: dict[str, Kernel] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> dict[str, dict[str, int]]:
+        return {name: kernel.figures() for name, kernel in sorted(self.kernels.items()) if kernel.arch == HOPPER}
 
 
 def nvcc_release(nvcc: str) -> str:
@@ -158,7 +154,7 @@ def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
             raise SystemExit(f"{source.name} does not compile for sm_{arch}:\n{run.stderr}")
         kernels = read_ptxas(run.stderr + run.stdout)
         ptx = read_ptx("".join(file.read_text() for file in sorted(Path(folder).glob("*.ptx"))))
-        nvdisasm = find_nvdisasm()
+        nvdisasm = find_nvdisasm() if arch == HOPPER else None
         counts: dict[str, dict[str, int]] = {}
         if nvdisasm is not None:
             counts = read_sass(
@@ -172,11 +168,9 @@ def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
 
 
 def compile_all(nvcc: str) -> Report:
-    """Compiles every .cu for Hopper and FORMS, two at a time."""
+    """Compiles every .cu for every architecture, two at a time."""
     report = Report(nvcc_release(nvcc))
-    sources = sorted((ROOT / "csrc/cuda").glob("*/*.cu"))
-    jobs = [(source, HOPPER) for source in sources]
-    jobs += [(source, arch) for arch, stems in FORMS.items() for source in sources if source.stem in stems]
+    jobs = [(source, arch) for source in sorted((ROOT / "csrc/cuda").glob("*/*.cu")) for arch in ARCHS]
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda job: compile_one(nvcc, *job), jobs):
             report.kernels |= kernels
@@ -201,14 +195,14 @@ def changed_figures(report: Report, written: dict) -> list[str]:
     """Empty where another nvcc wrote them. Instructions count only where both sides have them."""
     if written["nvcc"] != report.release:
         return []
-    old, complaints = written["kernels"], []
-    for name in sorted(old.keys() | report.kernels.keys()):
-        if name not in report.kernels or name not in old:
+    old, new, complaints = written["kernels"], report.figures, []
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new or name not in old:
             complaints.append(f"{name}: {'new' if name not in old else 'gone'}")
             continue
-        new = report.kernels[name].figures()
-        complaints += [f"{name}: {key} {old[name][key]} -> {new[key]}" for key in old[name].keys() & new.keys()
-                       if old[name][key] != new[key]]  # fmt: skip
+        before, now = old[name], new[name]
+        both = [key for key in before.keys() & now.keys() if before[key] != now[key]]
+        complaints += [f"{name}: {key} {before[key]} -> {now[key]}" for key in both]
     return complaints
 
 
@@ -222,8 +216,7 @@ def main() -> None:
     if arguments.write and find_nvdisasm() is None:
         raise SystemExit("the figures need nvdisasm: pip install nvidia-cuda-nvdisasm")
     if arguments.write and not complaints:
-        kernels = {name: kernel.figures() for name, kernel in sorted(report.kernels.items())}
-        FIGURES.write_text(json.dumps({"nvcc": report.release, "kernels": kernels}, indent=1) + "\n")
+        FIGURES.write_text(json.dumps({"nvcc": report.release, "kernels": report.figures}, indent=1) + "\n")
     elif not arguments.write:
         complaints += changed_figures(report, json.loads(FIGURES.read_text()))
     for line in complaints:

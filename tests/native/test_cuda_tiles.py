@@ -127,7 +127,7 @@ def test_what_follows_the_product(emulator: str, mode: str, n: int, group: int) 
     assert np.allclose(wide(got), want, rtol=2**-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("shared", [HOPPER, AMPERE, SMALL])
+@pytest.mark.parametrize("shared", [HOPPER, SMALL])
 @pytest.mark.parametrize("group", [128, 32, 0])
 def test_inputs_in_several_chunks(emulator: str, group: int, shared: int) -> None:
     """5,120 inputs do not fit the shared memory at once: x comes in chunks, more of them for more rows."""

@@ -13,7 +13,7 @@ using namespace chains;
 
 // Grid: (the blocks of a cluster, positions, requests).
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)  // the 1 lets it have registers enough not to spill any
     verify_kernel(const __grid_constant__ VerifyArgs a) {
   Found& found = shared_variable<Found>();
   const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;

@@ -11,7 +11,7 @@
 namespace swiftspec::cuda {
 namespace {
 
-constexpr int kThreads = 256;  // of the blocks that are asked about; their shared memory decides
+constexpr int kThreads = 256;    // of the blocks that are asked about; their shared memory decides
 constexpr int kReserved = 1024;  // bytes of shared memory that each block takes besides
 
 __global__ void __launch_bounds__(kThreads) empty_kernel() {}
@@ -27,9 +27,7 @@ int attribute(cudaDeviceAttr which, int ordinal) {
 int clusters_of(int blocks, int shared) {
   const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = kThreads, .cluster = blocks,
                    .shared = shared};
-  int count = 0;
-  check(cudaOccupancyMaxActiveClusters(&count, empty_kernel, Config(how, nullptr).get()), "device");
-  return count;
+  return clusters_at_a_time("device", empty_kernel, how);
 }
 
 Device ask(int ordinal) {
