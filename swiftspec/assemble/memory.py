@@ -44,6 +44,7 @@ def check_memory(needs: Iterable[Need], device: torch.device) -> None:
     held = list(needs)
     weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
     free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch holds, and is unused
     if weights + cache <= free:
         return
     raise UserError(

@@ -39,6 +39,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU of 24 GB that the CUDA operators can use."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(23.5 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
     monkeypatch.setattr(cuda, "usable", torch.device)
 
@@ -74,6 +76,16 @@ def test_a_pair_is_checked_as_its_ranks_hold_it(
     stands_in: Any = type("Ranks", (), {"size": plan.ranks, "local_rank": 0, "local_size": plan.ranks})
     Models.check(pair, pair, plan, None if plan.ranks == 1 else stands_in, {"device": "cuda:0"})
     assert held == ([2] if plan.mode == "serial" else [1, 1])
+
+
+def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an engine of this process that has gone."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * GB))
+    check_memory([need(**AWQ)], GPU)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(18 * GB))
+    with pytest.raises(UserError, match=r"has 4\.0 free"):
+        check_memory([need(**AWQ)], GPU)
 
 
 def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
