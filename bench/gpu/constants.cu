@@ -55,13 +55,17 @@ __global__ void exchange(uint64_t* lines) {
 __global__ void one_by_one(const uint8_t* from, uint64_t* took) {
   __shared__ __align__(128) uint8_t tile[kTile];
   __shared__ uint64_t barrier;
-  if (threadIdx.x != 0) return;
-  ptx::barrier_init(&barrier);
-  ptx::fence_barrier_init();
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x >= ptx::kLoaders) return;
+  if (lane == 0) {
+    ptx::barrier_init(&barrier);
+    ptx::fence_barrier_init();
+  }
+  if constexpr (ptx::kLoaders > 1) __syncwarp();
   const uint64_t policy = ptx::evict_first(), start = ptx::nanoseconds();
   for (uint32_t i = 0; i < kLoads; ++i) {
     const int64_t at = static_cast<int64_t>(i * 2654435761u % (kBuffer / 4096)) * 4096;
-    ptx::bulk_load(tile, from + at, kTile, &barrier, policy);
+    ptx::bulk_load(tile, from + at, kTile, &barrier, policy, lane);
     ptx::barrier_wait(&barrier, i & 1);
   }
   *took = ptx::nanoseconds() - start;
@@ -79,11 +83,14 @@ __global__ void __launch_bounds__(kThreads) stream(const uint8_t* from, int64_t 
   if (lane == 0) {
     for (int i = 0; i < stages; ++i) ptx::barrier_init(full + i);
     ptx::fence_barrier_init();
-    for (int64_t i = 0; i < stages && first + i * step < tiles; ++i) {
-      ptx::bulk_load(ring + i * kTile, from + (first + i * step) * kTile, kTile, full + i, policy);
-    }
   }
   __syncwarp();
+  const auto fetch = [&](int64_t i) {
+    if (lane >= ptx::kLoaders || first + i * step >= tiles) return;
+    const auto slot = static_cast<int>(i % stages);
+    ptx::bulk_load(ring + slot * kTile, from + (first + i * step) * kTile, kTile, full + slot, policy, lane);
+  };
+  for (int64_t i = 0; i < stages; ++i) fetch(i);
   uint32_t sum = 0;
   for (int64_t i = 0; first + i * step < tiles; ++i) {
     const auto slot = static_cast<int>(i % stages);
@@ -91,8 +98,7 @@ __global__ void __launch_bounds__(kThreads) stream(const uint8_t* from, int64_t 
     const auto* words = reinterpret_cast<const uint4*>(ring + slot * kTile);
     for (int at = lane; at < kTile / 16; at += 32) sum ^= words[at].x ^ words[at].y ^ words[at].z ^ words[at].w;
     __syncwarp();
-    const int64_t next = first + (i + stages) * step;
-    if (lane == 0 && next < tiles) ptx::bulk_load(ring + slot * kTile, from + next * kTile, kTile, full + slot, policy);
+    fetch(i + stages);
   }
   sums[blockIdx.x * kThreads + threadIdx.x] = sum;
 }
@@ -100,8 +106,8 @@ __global__ void __launch_bounds__(kThreads) stream(const uint8_t* from, int64_t 
 // Asks for memory, or does not, and stays until it must be there.
 __global__ void ask(const uint8_t* from, int64_t bytes, uint64_t stay) {
   const uint64_t start = ptx::nanoseconds();
-  for (int64_t at = 4096ll * blockIdx.x; threadIdx.x == 0 && at < bytes; at += 4096ll * gridDim.x) {
-    ptx::prefetch(from + at, 4096);
+  for (int64_t at = 4096ll * blockIdx.x; threadIdx.x < ptx::kLoaders && at < bytes; at += 4096ll * gridDim.x) {
+    ptx::prefetch(from + at, 4096, static_cast<int>(threadIdx.x));
   }
   while (ptx::nanoseconds() - start < stay) {}
 }

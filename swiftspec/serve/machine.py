@@ -18,7 +18,11 @@ def device_of(name: str) -> str:
 
     found = torch.cuda.is_available()
     if name == "cuda" and not found:
-        raise UserError("--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or a CUDA build of torch")
+        from swiftspec.backends.cuda.devices import missing
+
+        raise UserError(
+            f"--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or mend this: {missing()}"
+        )
     return ("cuda" if found else "cpu") if name == "auto" else name
 
 

@@ -129,7 +129,7 @@ def open_session(
     from swiftspec.llm import LLM
 
     options, dtype, threads = load_options(settings, found.target, world)
-    options |= {"vocab_size": codec.size, "progress": _Weights(phases)}
+    options |= {"vocab_size": codec.size, "progress": _Weights(phases), "note": phases.note}
     try:
         llm = LLM(found.target, found.draft, found.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:
