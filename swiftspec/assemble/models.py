@@ -12,6 +12,7 @@ import torch
 from swiftspec import __version__
 from swiftspec.assemble.options import (
     KEPT_MEMORY,
+    HeadName,
     Load,
     OpsName,
     Options,
@@ -70,7 +71,7 @@ class Models:
     vocab_size: int
     ops: OpsName
     activations: RoundingName
-    head: RoundingName
+    head: HeadName
     load: Load
     emulate: Emulation
     trace: Path | None
@@ -203,7 +204,7 @@ class Models:
         positions = context + tree_slots
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
-            rounding=self._rounding(side, ops is cpu and dtype == torch.bfloat16),
+            rounding=self._rounding(side, ops, dtype),
             kept=self.cache if ops is cpu else None,
         )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
@@ -218,10 +219,14 @@ class Models:
         captures = self.device.type == "cuda" and ops.CAPTURES
         return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
 
-    def _rounding(self, side: Side, usual: bool) -> Rounding:
-        """What of a model is rounded to int8. `usual`: whether rows are where nothing else is said."""
+    def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
+        """What of a model is rounded at load."""
+        usual = ops is cpu and dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
-        head = activations and side == "draft" if self.head == "auto" else self.head == "int8"
+        if self.head != "auto":
+            return Rounding(activations, None if self.head == "native" else self.head)
+        # the draft's alone, since only the target's answers must be its own
+        head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
         return Rounding(activations, head)
 
     def _kept_tokens(self, plan: EngineConfig) -> int:
