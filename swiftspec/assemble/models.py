@@ -214,6 +214,8 @@ class Models:
         else:
             runner = Runner(model, ops, self.vocab_size, **sizes)
         runner.rules, runner.pause = self.grammars.rules, self.pause
+        if ops is cuda:
+            runner.prompt_rows = cuda.PROMPT_ROWS
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES

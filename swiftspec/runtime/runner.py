@@ -54,6 +54,7 @@ class Runner:
         self.pause: Callable[[], None] = lambda: None  # called before each chunk of a prompt; may raise RequestEnds
         self.rules: Callable[[str], Rules] | None = None  # what makes a grammar's
         self._guidance: Guidance | None = None
+        self.prompt_rows = PREFILL_CHUNK  # at a time, where nobody reads their logits
         self.reading: Callable[[Tensor], None] | None = None  # takes the logits of a prompt's tokens, a chunk at a time
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
@@ -84,9 +85,10 @@ class Runner:
             self._append(tokens, sequence)
 
     def _append(self, tokens: Sequence[int], sequence: int) -> None:
-        for start in range(0, len(tokens), PREFILL_CHUNK):
+        rows = self.prompt_rows if self.reading is None else PREFILL_CHUNK
+        for start in range(0, len(tokens), rows):
             self.pause()
-            self._read(np.array(tokens[start : start + PREFILL_CHUNK]), sequence)
+            self._read(np.array(tokens[start : start + rows]), sequence)
 
     def _read(self, chunk: Ints, sequence: int) -> None:
         first = self.cache.append_prefix(len(chunk), sequence)

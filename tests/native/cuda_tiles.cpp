@@ -3,6 +3,7 @@
 // the PTX ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu there.
 //
 //   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
+//   cuda_tiles K N GROUP FIRST HALF < weights > out     rows [2 half, k] of bf16, as a library's product reads them
 //   cuda_tiles K N GROUP    prints the tiling: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
 //
 // GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the
@@ -16,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/linear/expand.h"
 #include "cuda/linear/lane_epilogue.h"
 #include "cuda/linear/repack.h"
 
@@ -287,12 +289,29 @@ void check_slices(int64_t bytes) {
   }
 }
 
+// Writes some strips as rows of bf16, each element once.
+void write_rows(const Launch& l, int64_t first, int64_t half) {
+  const Strips strips = strips_of(first, half);
+  std::vector<Eight> out(static_cast<size_t>(2 * half * l.tiling.k / 8), Eight{{~0u, ~0u, ~0u, ~0u}});
+  const auto expand = l.tiling.group != 0 ? expand_tile<true> : expand_tile<false>;
+  for (int i = 0; i < 32 * strips.tiles(l.tiling); ++i) {
+    expand(l.tiling, l.weights.data(), strips, i / 32, i % 32, reinterpret_cast<uint16_t*>(out.data()));
+  }
+  std::fwrite(out.data(), sizeof(Eight), out.size(), stdout);
+}
+
 int main(int argc, char** argv) {
   if (argc == 4) {
     const Tiling t = tiling_for(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]));
     for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), kAheadBytes}) check_slices(bytes);
     std::printf("%d %d %d %d %d %d\n", t.warps_n(), t.cluster(), t.turns(), carve(t, 1).stages, carve(t, 2).stages,
                 carve(t, 4).stages);
+    return 0;
+  }
+  if (argc == 6) {
+    Launch l{tiling_for(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3])), {}, 0, 0, 0, {}, {}, "", {}};
+    read_weights(l);
+    write_rows(l, std::atoll(argv[4]), std::atoll(argv[5]));
     return 0;
   }
   require(argc == 9, "seven numbers and a mode");

@@ -1,7 +1,7 @@
 """The fused operators on a Hopper GPU: the functions of reference/ for bfloat16 models, through the native extension.
 
 Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
-other rows of its batch, on their number, or on the slots in which its keys lie.
+other rows of its batch, on their number, or on the slots in which its keys lie; but for a prompt's chunks (wide.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPTURES",
     "PLAIN",
+    "PROMPT_ROWS",
     "DeviceTree",
     "Scores",
     "children",
@@ -55,6 +56,7 @@ __all__ = [
 ]
 
 CAPTURES = True  # a forward touches the host nowhere, so it can be a graph
+PROMPT_ROWS = 1024  # of a prompt at a time, so that a library's product is bound by compute and weights expand rarely
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,4 +31,3 @@ def fuse(stack: Stack) -> Fused | None:
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> None:
     """A draft tree that grows without the host, where operators have that; these do not."""
-    return
