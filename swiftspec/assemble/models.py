@@ -218,7 +218,7 @@ class Models:
             runner.prompt_rows = cuda.PROMPT_ROWS
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
-        captures = self.device.type == "cuda" and ops.CAPTURES
+        captures = self.device.type == "cuda" and ops.CAPTURES > 0
         return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
 
     def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from swiftspec.messages import Proposal
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.steps.graph import FAMILIES, ROWS, Inputs
+from swiftspec.runtime.steps.graph import FAMILIES, ROWS, GraphForwards, Inputs
 from swiftspec.runtime.steps.graph_verifications import DeviceHistory, GraphVerifications, Lineage
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.vocab import HEAD
@@ -41,12 +42,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def verifiers(checkpoint: Path, group: Any = None, method: str = "match") -> tuple[LocalVerifier, LocalVerifier, Rerun]:
+def verifiers(
+    checkpoint: Path, group: Any = None, method: str = "match", ops: Any = unfused
+) -> tuple[LocalVerifier, LocalVerifier, Rerun]:
     """One in steps, one with graphs."""
-    model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=256, group=group)
-    capture = Recorder() if group is None else Blind()
+    model = load_model(checkpoint, dtype=torch.float64, ops=ops, max_positions=256, group=group)
+    capture = Rerun() if ops is not unfused else Recorder() if group is None else Blind()
     steps, graphed = (
-        make_verifier(make_runner(model, unfused, context=160, tree_slots=64), method, each) for each in (None, capture)
+        make_verifier(make_runner(model, ops, context=160, tree_slots=64), method, each) for each in (None, capture)
     )
     return steps, graphed, capture
 
@@ -129,6 +132,28 @@ def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
     for sampling, captured in ((SAMPLED, False), (GREEDY, True)):
         rejecting.open(opening(PROMPT, sampling, request=0))
         assert in_one_graph(rejecting) == captured
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "flat", "all"])
+def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
+    """Where operators know several sequences without the host; torch's own do not, so a capture looks away here."""
+    ops = SimpleNamespace(**vars(unfused) | {"CAPTURES": 2})
+    guided = replace(SAMPLING[name], guidance_scale=1.5, negative_prompt_ids=(7, 2))
+
+    def work(group: ThreadGroup | None) -> int:
+        steps, graphed, capture = verifiers(checkpoint, group and peers(group, 1 << 16), ops=ops)
+        same_verdicts(steps, graphed, guided, VOCAB, rounds=4)
+        assert in_one_graph(graphed)
+        before = capture.captures
+        same_verdicts(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
+        scored = replace(guided, guidance_scale=3.0, logprobs=0)
+        assert capture.captures > before  # the scale is held by value
+        same_verdicts(steps, graphed, scored, VOCAB, rounds=2)
+        assert type(graphed.steps) is GraphForwards
+        return capture.captures
+
+    assert work(None) > 0 if size == 1 else len(set(on_ranks(size, work))) == 1
 
 
 def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> None:

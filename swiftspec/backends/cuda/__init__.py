@@ -55,7 +55,7 @@ __all__ = [
     "tree_attention",
 ]
 
-CAPTURES = True  # a forward touches the host nowhere, so it can be a graph
+CAPTURES = 2  # sequences of a forward that can be a graph: it touches the host nowhere
 PROMPT_ROWS = 1024  # of a prompt at a time, so that a library's product is bound by compute and weights expand rarely
 
 

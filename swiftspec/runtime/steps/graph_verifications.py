@@ -24,7 +24,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Accepted, Features, Request
-from swiftspec.runtime.steps.graph import ROWS, GraphForwards, Graphs, padded, shaping
+from swiftspec.runtime.steps.graph import ROWS, GraphForwards, Graphs, padded, rows_of, shaping
 from swiftspec.runtime.steps.held_noise import HeldNoise
 from swiftspec.sampling.sampler import History, Paths, Sampler
 from swiftspec.tree import walk
@@ -38,8 +38,8 @@ class GraphVerifications(GraphForwards):
     name = "graph"
     TAKES: Features = frozenset({"greedy", "sampled", "logit bias", "filters", "penalties"})
 
-    def __init__(self, runner: Runner, graphs: Graphs) -> None:
-        super().__init__(runner, graphs)
+    def __init__(self, runner: Runner, graphs: Graphs, guided: bool = False) -> None:
+        super().__init__(runner, graphs, guided)
         # of logits, as operators give them
         dtype = torch.float64 if runner.model.dtype == torch.float64 else torch.float32
         self._noise = HeldNoise(runner.vocab, dtype, runner.model.device)
@@ -54,19 +54,20 @@ class GraphVerifications(GraphForwards):
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began = self.runner, time.perf_counter()
         batch, depths = self.proposal_batch(proposal)
-        if len(batch) > ROWS[-1]:
+        count = rows_of(batch)
+        if count > ROWS[-1]:
             with runner.naming_lost():
                 return self.accept(proposal, depths, self.forward(batch))
         sampler = self._request.sampler
         if not sampler.params.greedy:
-            first, last = int(batch.positions[0]), int(batch.positions.max())
+            first, last = int(batch.positions[0]), int(batch.positions[:count].max())
             self._noise.hold(sampler.noise, first + 1, last + 2)
         with runner.naming_lost():
             drawn = self.graphs.run_batch(self._family, batch, self._drawn, runner.model.device)
             tokens = AsyncCopy(drawn).read().tolist()
             runner.note(began, len(batch))
             if min(tokens) == UNSURE:
-                logits = self._draws.logits[padded(len(batch)), batch.mask.shape[1]][: len(batch)]
+                logits = self._draws.logits[padded(count), batch.mask.shape[1]][:count]
                 return self.accept(proposal, depths, logits)
         return Accepted(*walk.walk(proposal.tokens, proposal.parents, tokens))
 
@@ -75,10 +76,10 @@ class GraphVerifications(GraphForwards):
         draws, logits = self._draws, self.model_forward(batch)
         draws.assumed.clear()  # of a draw that failed
         lineage: Any = None if draws.history is None else Lineage.of(batch)
-        tokens = draws.sampler.draw(logits, lineage, batch.positions)
+        tokens = draws.sampler.draw(logits, lineage, batch.positions[: len(logits)])
         if draws.assumed:
             # kept: the graph's memory is not given to anybody else
-            draws.logits[len(batch), batch.mask.shape[1]] = logits
+            draws.logits[len(logits), batch.mask.shape[1]] = logits
         while draws.assumed:
             tokens = tokens.masked_fill(~draws.assumed.pop().view(-1), UNSURE)
         return tokens
@@ -116,11 +117,13 @@ class Lineage:
 
     @staticmethod
     def of(batch: Batch) -> Lineage:
-        """Of a tree whose slots all lie in the window, the root's first."""
-        column = batch.slots - (batch.kv_len - batch.mask.shape[1])
+        """Of a tree whose slots all lie in the window, the root's first; in the first sequence."""
+        rows = len(batch) // len(batch.kv_len)
+        slots, mask = batch.slots[:rows], batch.mask[:rows]
+        column = slots - (batch.kv_len[:1] - mask.shape[1])
         # the root is on nobody's path, and rows that pad repeat the last
-        counts = F.pad(batch.slots[1:] > batch.slots[:-1], (1, 0))
-        return Lineage(batch.tokens, batch.mask.index_select(1, column) & counts)
+        counts = F.pad(slots[1:] > slots[:-1], (1, 0))
+        return Lineage(batch.tokens[:rows], mask.index_select(1, column) & counts)
 
 
 class DeviceHistory(History):
