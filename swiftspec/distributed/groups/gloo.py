@@ -71,7 +71,7 @@ class TensorParallel:
         return sum_in_rank_order(self.all_gather(x))
 
     def captures(self, x: Tensor) -> bool:
-        return self._nccl  # whose calls a graph records like any other work; it must not have been called first there
+        return self._nccl  # whose calls a graph records like other work, once a warm-up has connected the ranks
 
     def lost(self, error: Exception) -> RankLost | None:
         return None  # a lost peer has raised RankLost already

@@ -140,14 +140,17 @@ class Graphs:
         return graphs[key].out
 
     def run_batch(
-        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device
-    ) -> Tensor:
-        """What `work` gives for each row of a batch of at most ROWS[-1] rows in a sequence, [n, ...] on the device."""
+        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device,
+        shape: Hashable = None,
+    ) -> Tensor:  # fmt: skip
+        """What `work` gives for each row of a batch of at most ROWS[-1] rows in a sequence, [n, ...] on the device.
+        `shape`: that of what it reads besides."""
         graphs = self._families[name].graphs
-        key = padded(rows_of(batch)), batch.mask.shape[1]
+        rows, width = padded(rows_of(batch)), batch.mask.shape[1]
+        key = rows, width, shape
         captured = graphs.get(key)
         if captured is None:
-            inputs = Inputs(*key, batch.kv_len.shape[0], device)
+            inputs = Inputs(rows, width, batch.kv_len.shape[0], device)
             inputs.fill(batch)  # the runs before the capture are on it
             captured = graphs[key] = Captured(*self._capture(lambda: work(inputs.batch)), inputs)
         else:
