@@ -1,10 +1,14 @@
 """Build of the native extension: setuptools drives CMake with Ninja. Everything else is in pyproject.toml.
 
 Environment: SWIFTSPEC_CUDA=0 leaves CUDA out, =1 fails where it cannot be built; unset, it is built where
-nvcc works. SWIFTSPEC_WERROR=1 makes compiler warnings errors. CXX and CUDACXX choose the compilers.
+nvcc works. SWIFTSPEC_CUDA_ARCHS=all, or some of 80, 86, 89, 90, 100, 120, says for which GPUs, and that it must be
+built; unset, for the GPUs that are here, or for 90 where there are none. SWIFTSPEC_WERROR=1 makes compiler warnings
+errors. CXX and CUDACXX choose the compilers.
 """
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +20,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CUDA_ARCH = "90a"
+ARCHS = (80, 86, 89, 90, 100, 120)  # ten times the compute capability
+DEFAULT_ARCH = 90
 
 
 def find_nvcc() -> str | None:
@@ -26,35 +31,95 @@ def find_nvcc() -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def cuda_problem(nvcc: str | None) -> str | None:
+def run_quietly(*command: str) -> str:
+    """What a program prints; nothing where it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def capabilities() -> list[int]:
+    """Ten times the compute capability of each GPU here, from nvidia-smi or else the driver."""
+    said = run_quietly("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = [int(major) * 10 + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", said)]
+    return found or asked_of_driver()
+
+
+def asked_of_driver() -> list[int]:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return []
+    found, count, device, value = [], *(ctypes.c_int() for _ in range(3))
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return []
+    for ordinal in range(count.value):
+        numbers = []
+        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+            driver.cuDeviceGet(ctypes.byref(device), ordinal)
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+            numbers.append(value.value)
+        found.append(10 * numbers[0] + numbers[1])
+    return found
+
+
+def wished_archs(wish: str, gpus: list[int]) -> list[int]:
+    """The architectures to compile for: those named, all, those of the GPUs here, or else Hopper's. SystemExit where a
+    name is none; empty where no kernel is for the GPUs here."""
+    if wish == "all":
+        return list(ARCHS)
+    if wish:
+        names = wish.replace(",", " ").replace(";", " ").split()
+        wrong = [name for name in names if not name.isdigit() or int(name) not in ARCHS]
+        if wrong:
+            known = ", ".join(map(str, ARCHS))
+            raise SystemExit(f"swiftspec: SWIFTSPEC_CUDA_ARCHS names {wrong[0]}; it takes all, or some of {known}")
+        return sorted(set(map(int, names)))
+    if not gpus:
+        return [DEFAULT_ARCH]
+    # what is compiled for 8.6 runs on 8.7 and 8.9 as well, but not on 9.0
+    fitting = [[arch for arch in ARCHS if arch // 10 == gpu // 10 and arch <= gpu] for gpu in gpus]
+    return sorted({fit[-1] for fit in fitting if fit})
+
+
+def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | None:
     """Why CUDA cannot be built here, or None. Compiles one small kernel: an old or broken toolkit shows."""
+    if not archs:
+        return f"no kernels for compute capability {gpus[0] // 10}.{gpus[0] % 10}; they are for 8.x, 9.0, 10.x and 12.x"
     if nvcc is None:
         return "nvcc not found"
+    known = run_quietly(nvcc, "--list-gpu-arch").split()
+    missing = [f"sm_{arch}" for arch in archs if known and f"compute_{arch}" not in known]
+    if missing:
+        return f"{nvcc} knows no {', '.join(missing)}; install a newer CUDA toolkit or set SWIFTSPEC_CUDA_ARCHS"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
         source.write_text("#include <cstdint>\n__global__ void probe(uint32_t* out) { *out = 1; }\n")
-        command = [nvcc, "-std=c++20", f"-arch=sm_{CUDA_ARCH}", "-c", str(source), "-o", f"{folder}/probe.o"]
+        command = [nvcc, "-std=c++20", f"-arch=sm_{archs[0]}", "-c", str(source), "-o", f"{folder}/probe.o"]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return None
     lines = [line.strip() for line in (run.stderr + run.stdout).splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), "no message")
     plain = "".join(c if c.isalnum() or c in " .,:()_-+=/" else " " for c in first)  # it travels through CMake as text
-    return f"{nvcc} cannot compile for sm_{CUDA_ARCH} ({plain})"
+    return f"{nvcc} cannot compile for sm_{archs[0]} ({plain})"
 
 
-def choose_cuda() -> tuple[str | None, str]:
-    """The nvcc to build with (None: leave CUDA out) and the line that the build prints and records."""
-    wish = os.environ.get("SWIFTSPEC_CUDA", "").strip().lower()
+def choose_cuda() -> tuple[str | None, list[int], str]:
+    """The nvcc to build with (None: leave CUDA out), for which architectures, and the line that the build prints and
+    records."""
+    wish, named = (os.environ.get(name, "").strip().lower() for name in ("SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"))
     if wish in ("0", "off", "no", "false"):
-        return None, "CUDA kernels left out: SWIFTSPEC_CUDA=0"
-    nvcc = find_nvcc()
-    problem = cuda_problem(nvcc)
+        return None, [], "CUDA kernels left out: SWIFTSPEC_CUDA=0"
+    gpus = [] if named else capabilities()
+    nvcc, archs = find_nvcc(), wished_archs(named, gpus)
+    problem = cuda_problem(nvcc, archs, gpus)
     if problem is None:
-        return nvcc, f"CUDA kernels built for sm_{CUDA_ARCH}"
-    if wish in ("1", "on", "yes", "true"):
-        raise SystemExit(f"swiftspec: SWIFTSPEC_CUDA is set, but {problem}")
-    return None, f"CUDA kernels left out: {problem}"
+        return nvcc, archs, f"CUDA kernels built for {', '.join(f'sm_{arch}' for arch in archs)}"
+    if named or wish in ("1", "on", "yes", "true"):
+        raise SystemExit(f"swiftspec: {'SWIFTSPEC_CUDA_ARCHS' if named else 'SWIFTSPEC_CUDA'} is set, but {problem}")
+    return None, [], f"CUDA kernels left out: {problem}"
 
 
 def require_tools() -> None:
@@ -73,7 +138,7 @@ class CMakeBuild(build_ext):
         import pybind11
 
         require_tools()
-        nvcc, info = choose_cuda()
+        nvcc, archs, info = choose_cuda()
         print(f"swiftspec: {info}", file=sys.stderr, flush=True)
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-{'cuda' if nvcc else 'host'}"
@@ -89,7 +154,9 @@ class CMakeBuild(build_ext):
             "SWIFTSPEC_WERROR": "ON" if os.environ.get("SWIFTSPEC_WERROR") == "1" else "OFF",
         }
         if nvcc:
-            flags |= {"CMAKE_CUDA_COMPILER": nvcc, "CMAKE_CUDA_ARCHITECTURES": CUDA_ARCH}
+            real = ";".join(f"{arch}-real" for arch in archs)
+            flags |= {"CMAKE_CUDA_COMPILER": nvcc, "CMAKE_CUDA_ARCHITECTURES": real}
+            flags["SWIFTSPEC_CUDA_ARCHS"] = ",".join(map(str, archs))
         defines = [f"-D{name}={value}" for name, value in flags.items()]
         target.parent.mkdir(parents=True, exist_ok=True)
         for step in (
@@ -100,4 +167,5 @@ class CMakeBuild(build_ext):
                 raise SystemExit(f"swiftspec: building the native extension failed at: {' '.join(step[:4])}")
 
 
-setup(ext_modules=[Extension("swiftspec._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+if __name__ == "__main__":
+    setup(ext_modules=[Extension("swiftspec._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

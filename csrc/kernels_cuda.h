@@ -13,6 +13,7 @@ namespace swiftspec::cuda {
 using Stream = CUstream_st*;
 
 struct Channel;  // cuda/peers/channel.h
+struct Device;   // cuda/device/device.h
 struct Weights;  // cuda/linear/tiling.h
 namespace tiles {
 struct Tiling;      // cuda/linear/tiling.h
@@ -21,9 +22,8 @@ struct Int4Source;  // cuda/linear/repack.h
 
 // ---- linear
 
-// Once for each weight, outside of any graph: makes the kernels ready on the current device. Returns how many of the
-// tiling's clusters it holds at a time.
-int prepare(const tiles::Tiling& tiling);
+// Before the first launch, outside of any graph: makes the kernels ready on the current device.
+void prepare(const Device& device);
 
 // tiling.bytes() of tiles from a checkpoint's matrix, which is int4 with tiling.group or bf16 [n, k].
 void repack_int4(const tiles::Tiling& tiling, const tiles::Int4Source& source, void* out, Stream stream);
@@ -85,8 +85,8 @@ struct AttentionSetup {
   float scale;       // of the scores, base 2
 };
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);
-int64_t attention_clusters(int64_t dim);
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // of the current device's kernel
+int64_t attention_clusters(int64_t dim);  // makes the kernel ready, too
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 

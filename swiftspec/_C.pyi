@@ -9,6 +9,7 @@ Array = torch.Tensor | numpy.ndarray
 
 build_info: str
 cuda_built: bool
+cuda_archs: tuple[int, ...]
 
 class Cache:
     """A cache [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""

@@ -163,3 +163,8 @@ class EngineConfig:
     def ranks(self) -> int:
         """G, the ranks that the plan is for."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
+
+    @property
+    def beside(self) -> bool:
+        """Whether both models run on one GPU at the same time."""
+        return self.mode == "async" and self.ranks == 1

@@ -3,8 +3,9 @@
     python -m tools.sass_gate            compile, check, say what differs
     python -m tools.sass_gate --write    compile, check the rules, and write the figures anew
 
-The rules hold for every kernel and compiler: nothing spilled, no stack, no local memory; what REQUIRED names is there.
-The figures (registers, and with nvdisasm instructions too) are compared where nvcc is the release that wrote them.
+Everything is compiled for Hopper, and what a GPU's architecture changes (FORMS) for the others too. The rules hold for
+every kernel and compiler: nothing spilled, no stack, no local memory; what REQUIRED names is there. The figures
+(registers, and with nvdisasm instructions too) are compared where nvcc is the release that wrote them.
 nvdisasm is looked for in PATH and in the package nvidia-cuda-nvdisasm.
 """
 
@@ -25,21 +26,43 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "tests/data/cuda_static.json"
-ARCH = "arch=compute_90a,code=sm_90a"
 WAIT = "griddepcontrol.wait"  # of a kernel that may start before the one in front of it has ended
-# What a kernel's PTX must contain, by the beginning of its name.
-REQUIRED = {
-    "linear_kernel": ("mma.sync.aligned.m16n8k16", "cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT,
-                      "mbarrier.try_wait", "griddepcontrol.launch_dependents", "ld.relaxed.sys.global.v2.b64"),
-    "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared",
-                         "mapa", "barrier.cluster.arrive", "barrier.cluster.wait", WAIT),
-    "gather_kernel": ("ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64", WAIT),
-    "children_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait", WAIT),
-    "verify_kernel": ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"),
-    "list_kernel": (WAIT,),
-    "embed_kernel": (WAIT,),
-    "add_kernel": (WAIT,),
+HOPPER, AMPERE, SMALL_BLACKWELL = 90, 80, 120
+# Files whose kernels differ from architecture to architecture in more than their instructions. Between 8.0, 8.6 and 8.9
+# they do not, nor between 9.0 and 10.0; there the products are compiled, whose registers are the scarcest.
+FORMS = {
+    AMPERE: ("linear", "attention", "sampling", "verify", "gather"),
+    86: ("linear",),
+    89: ("attention",),
+    100: ("linear", "attention"),
+    SMALL_BLACKWELL: ("linear", "attention", "sampling"),
+}
+EVERYWHERE = {
+    "linear_kernel": ("mma.sync.aligned.m16n8k16", "ld.relaxed.sys.global.v2.b64"),
+    "attention_kernel": ("mma.sync.aligned.m16n8k16", "ldmatrix.sync.aligned.m8n8.x4.trans", "cp.async.cg.shared"),
+    "gather_kernel": ("ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"),
+}
+# Of GPUs with bulk copies and early starts.
+BULK = {
+    "linear_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
+                      "griddepcontrol.launch_dependents"),
+    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "list_kernel", "embed_kernel",
+                     "add_kernel"), (WAIT,)),
 }  # fmt: skip
+# Of GPUs without.
+PLAIN = {"linear_kernel": ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
+                           "prefetch.global.L2")}  # fmt: skip
+CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "verify_kernel"),
+                         ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
+
+
+def required(arch: int) -> dict[str, tuple[str, ...]]:
+    """What a kernel's PTX must contain, by the beginning of its name."""
+    tables = [BULK if arch >= HOPPER else PLAIN, *([CLUSTERS] if HOPPER <= arch < SMALL_BLACKWELL else []), EVERYWHERE]
+    names = {name for table in tables for name in table}
+    return {name: tuple(text for table in tables for text in table.get(name, ())) for name in names}
+
+
 # What a kernel that waits must not do before; bulk copies may fetch weights, which no kernel writes.
 TOUCHES = re.compile(r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*")
 # Instructions that are counted, by the beginning of their names.
@@ -55,6 +78,7 @@ class Kernel:
     stack: int = 0
     spills: int = 0
     ptx: str = ""
+    arch: int = HOPPER
     counts: dict[str, int] | None = None
 
     def figures(self) -> dict[str, int]:
@@ -124,14 +148,14 @@ def read_sass(text: str) -> dict[str, dict[str, int]]:
     return counts
 
 
-def compile_one(nvcc: str, source: Path) -> dict[str, Kernel]:
+def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
-        command = [nvcc, "-std=c++20", "-O3", "-gencode", ARCH, "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "--keep"]
+        command = [nvcc, "-std=c++20", "-O3", f"-arch=sm_{arch}", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "--keep"]
         command += ["--keep-dir", folder, "-cubin", str(source), "-o", str(cubin)]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode != 0:
-            raise SystemExit(f"{source.name} does not compile:\n{run.stderr}")
+            raise SystemExit(f"{source.name} does not compile for sm_{arch}:\n{run.stderr}")
         kernels = read_ptxas(run.stderr + run.stdout)
         ptx = read_ptx("".join(file.read_text() for file in sorted(Path(folder).glob("*.ptx"))))
         nvdisasm = find_nvdisasm()
@@ -141,16 +165,20 @@ def compile_one(nvcc: str, source: Path) -> dict[str, Kernel]:
                 subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
             )
     for name, kernel in kernels.items():
-        kernel.ptx, kernel.counts = ptx[name], counts.get(name)
+        kernel.ptx, kernel.counts, kernel.arch = ptx[name], counts.get(name), arch
     plain = plain_names(list(kernels))
-    return {f"{source.stem}: {plain[name]}": kernel for name, kernel in kernels.items()}
+    where = source.stem if arch == HOPPER else f"{source.stem} sm_{arch}"
+    return {f"{where}: {plain[name]}": kernel for name, kernel in kernels.items()}
 
 
 def compile_all(nvcc: str) -> Report:
-    """Compiles every .cu, two at a time."""
+    """Compiles every .cu for Hopper and FORMS, two at a time."""
     report = Report(nvcc_release(nvcc))
+    sources = sorted((ROOT / "csrc/cuda").glob("*/*.cu"))
+    jobs = [(source, HOPPER) for source in sources]
+    jobs += [(source, arch) for arch, stems in FORMS.items() for source in sources if source.stem in stems]
     with ThreadPoolExecutor(2) as pool:
-        for kernels in pool.map(lambda source: compile_one(nvcc, source), sorted((ROOT / "csrc/cuda").glob("*/*.cu"))):
+        for kernels in pool.map(lambda job: compile_one(nvcc, *job), jobs):
             report.kernels |= kernels
     return report
 
@@ -158,10 +186,11 @@ def compile_all(nvcc: str) -> Report:
 def broken_rules(report: Report) -> list[str]:
     complaints = []
     for name, kernel in report.kernels.items():
+        plain = name.partition(": ")[2]
         if kernel.stack or kernel.spills:
             complaints.append(f"{name}: {kernel.stack} bytes of stack, {kernel.spills} spilled")
         complaints += [f"{name}: local memory ({op})" for op in LOCAL if (kernel.counts or {}).get(op)]
-        wanted = [w for start, names in REQUIRED.items() if name.partition(": ")[2].startswith(start) for w in names]
+        wanted = [w for start, names in required(kernel.arch).items() if plain.startswith(start) for w in names]
         complaints += [f"{name}: no {text}" for text in wanted if text not in kernel.ptx]
         if (early := TOUCHES.search(kernel.ptx.partition(WAIT)[0])) and WAIT in kernel.ptx:
             complaints.append(f"{name}: {early[0]} before {WAIT}")

@@ -33,6 +33,7 @@ Array = torch.Tensor | numpy.ndarray
 
 build_info: str
 cuda_built: bool
+cuda_archs: tuple[int, ...]
 '''
 # what pybind11 takes, in the words of those who call it
 PLAIN = {

@@ -23,13 +23,18 @@ using cuda::Weights;
 
 constexpr uintptr_t kLine = 128;  // bytes, as tiles are aligned
 
-cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
+void check_shape(int64_t k, int64_t n, int64_t group) {
   size_arg("k", k, 8);
   size_arg("n", n, 1);
   check(k % 8 == 0, "k must be a multiple of 8");
   check(group == 0 || group == 32 || group == 64 || group == 128, "group must be 32, 64, 128, or 0 for bf16");
   check(group == 0 || (k % group == 0 && n % 8 == 0), "int4: group must divide k, and 8 must divide n");
-  return cuda::tiles::tiling_for(k, n, static_cast<int>(group));
+}
+
+// As the current device cuts it.
+cuda::tiles::Tiling tiling_of(int64_t k, int64_t n, int64_t group) {
+  check_shape(k, n, group);
+  return cuda::tiles::tiling_for(k, n, static_cast<int>(group), cuda::device_here());
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias, int64_t k, int64_t n, int64_t group) {
@@ -37,14 +42,15 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& bias,
   const Place here = gpu();
   const void* tiles = aligned("data", data.at<uint8_t>(here, "data", {tiling.bytes()}), kLine);
   const float* first = at_or_null<float>(bias, here, "bias", {n});
-  return std::make_unique<Weights>(Weights{tiling, tiles, first, cuda::prepare(tiling)});
+  cuda::prepare(cuda::device_here());
+  return std::make_unique<Weights>(Weights{cuda::device_here(), tiling, tiles, first});
 }
 
 void precede(Weights& weights, const Array& tiles) {
   const auto* next = tiles.at<uint8_t>(gpu(), "tiles", {kAny});
   check(tiles.bytes() % kLine == 0 && reinterpret_cast<uintptr_t>(next) % kLine == 0, "tiles are lines of 128 bytes");
   weights.next = tiles.bytes() == 0 ? nullptr : next;
-  weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::kAheadBytes);
+  weights.next_bytes = std::min(tiles.bytes(), cuda::tiles::ahead_bytes(weights.device));
 }
 
 void repack_int4(const Array& codes, const Array& scales, const Array& zeros, int64_t group, const Array& out,
@@ -159,9 +165,14 @@ void bind_cuda_linear(py::module_& m) {
            "The tiles that L2 is to have when this projection ends.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
-      py::arg("k"), py::arg("n"), py::arg("group"), "Bytes of a projection's tiles. group 0 is bf16.");
+      py::arg("k"), py::arg("n"), py::arg("group"),
+      "Bytes of a projection's tiles on the current GPU. group 0 is bf16.");
   m.def(
-      "cuda_lines", [](int64_t n, int64_t rows) { return cuda::tiles::ll_lines(tiling_of(8, n, 0), rows); },
+      "cuda_lines",
+      [](int64_t n, int64_t rows) {
+        check_shape(8, n, 0);
+        return cuda::tiles::ll_lines(cuda::tiles::shape(8, n, 0), rows);
+      },
       py::arg("n"), py::arg("rows"), "LL lines of a product of n outputs, whatever its inputs.");
   m.def("repack_int4_cuda", &repack_int4, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("group"),
         py::arg("out"), py::arg("stream"), "Tiles of an int4 matrix; see cuda/linear/repack.h.");

@@ -1,6 +1,7 @@
 // What ranks on the GPUs of one machine need of each other, and gathering among them.
 #include <pybind11/stl.h>
 
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -10,6 +11,7 @@
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
 #include "bind/waits.h"
+#include "cuda/device/device.h"
 #include "cuda/peers/channel.h"
 #include "cuda/peers/peers.h"
 #include "host/shm/segment.h"
@@ -75,10 +77,11 @@ std::unique_ptr<Channel> make_channel(int rank, const std::vector<uintptr_t>& in
     check(inboxes[r] != 0, "an inbox is null");
     channel.inbox[r] = static_cast<ll::Line*>(aligned("an inbox", reinterpret_cast<void*>(inboxes[r])));
   }
-  channel.trouble = reinterpret_cast<uint64_t*>(trouble.at<int64_t>(kCpu, "trouble", {1}));
+  void* word = trouble.at<int64_t>(kCpu, "trouble", {1});
   const Place here = gpu();
   channel.epoch = reinterpret_cast<uint64_t*>(epoch.at<int64_t>(here, "epoch", {1}));
   channel.done = done.at<uint32_t>(here, "done", {1});
+  channel.trouble = static_cast<uint64_t*>(cuda::seen(word));
   return std::make_unique<Channel>(channel);
 }
 
@@ -91,6 +94,17 @@ std::optional<std::tuple<int, int, int, uint64_t>> trouble_of(uint64_t word) {
   const ll::Trouble t = ll::trouble_of(word);
   if (t.reason == ll::Reason::kNone) return std::nullopt;
   return std::tuple<int, int, int, uint64_t>(t.rank, t.source, t.slot, t.epoch);
+}
+
+py::dict device() {
+  const cuda::Device& here = cuda::device_here();
+  py::dict out;
+  out["arch"] = here.arch;
+  out["shared"] = here.shared;
+  out["half_shared"] = here.half_shared;
+  out["l2"] = here.l2;
+  out["at_once"] = std::vector<int>(std::begin(here.at_once), std::end(here.at_once));
+  return out;
 }
 
 cuda::GatherArgs gather_args(const Channel& channel, const Array& mine, const Array& out) {
@@ -135,6 +149,9 @@ void bind_cuda_peers(py::module_& m) {
   py::class_<Word>(m, "CudaWord", "8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first.")
       .def(py::init(&make_word), py::arg("name"), py::arg("rank"), py::arg("size"), py::arg("seconds"))
       .def("view", &Word::view, "To be used no longer than the word.");
+  m.def("use_cuda_device", &cuda::use_device, py::arg("ordinal"),
+        "Says which GPU this thread's next calls are for.");
+  m.def("cuda_device", &device, "What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h.");
   m.def("cuda_bus_id", &cuda::bus_id, "The PCI bus id of the current GPU.");
   m.def("cuda_reaches", &cuda::reaches, py::arg("bus_id"), "Whether the current GPU reaches that one's memory.");
   py::class_<Channel>(m, "CudaChannel",

@@ -37,8 +37,10 @@ PYBIND11_MODULE(_C, m) {
   m.attr("build_info") = SWIFTSPEC_BUILD_INFO;
 #ifdef SWIFTSPEC_WITH_CUDA
   m.attr("cuda_built") = true;
+  m.attr("cuda_archs") = py::make_tuple(SWIFTSPEC_CUDA_ARCHS);
 #else
   m.attr("cuda_built") = false;
+  m.attr("cuda_archs") = py::tuple();
 #endif
   bind_cpu(m);
   bind_linear(m);

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "cuda/check.cuh"
+#include "cuda/device/device.h"
 #include "kernels_cuda.h"
 
 namespace swiftspec::cuda {
@@ -14,7 +15,7 @@ namespace swiftspec::cuda {
 struct Launch {
   dim3 grid;
   int threads;
-  int cluster = 0;        // so many blocks, neighbours in x, reach each other's shared memory; 0: each has its own
+  int cluster = 0;        // so many blocks, neighbours in x, reach each other's shared memory; 0 or 1: each has its own
   int64_t shared = 0;     // bytes of dynamic shared memory
   bool early = false;     // may start before the kernel in front of it has ended; see ptx::wait_for_dependencies
   bool together = false;  // all blocks run at the same time
@@ -35,10 +36,10 @@ class Config {
     config_.dynamicSmemBytes = static_cast<size_t>(how.shared);
     config_.stream = stream;
     config_.attrs = attributes_;
-    if (how.cluster > 0) {
+    if (how.cluster > 1) {
       add(cudaLaunchAttributeClusterDimension).clusterDim = {static_cast<unsigned>(how.cluster), 1, 1};
     }
-    if (how.early && early_starts()) {
+    if (how.early && early_starts() && device_here().early()) {
       add(cudaLaunchAttributeProgrammaticStreamSerialization).programmaticStreamSerializationAllowed = 1;
     }
     if (how.together) add(cudaLaunchAttributeCooperative).cooperative = 1;

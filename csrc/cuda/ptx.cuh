@@ -1,10 +1,13 @@
-// The instructions that CUDA C++ has no name for: all PTX of the project. They are written out here rather than taken
-// from CUTLASS: a few lines each, against a dependency that a bare GPU image does not have.
+// The instructions that CUDA C++ has no name for: all PTX of the project, and all that differs between GPUs. They are
+// written out here rather than taken from CUTLASS: a few lines each, against a dependency that a bare GPU image does not
+// have.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+
+#include "cuda/arch.h"
 
 #ifndef __CUDACC__
 #include <simt/ptx.h>  // tests/simt, a GPU emulated on a CPU
@@ -67,14 +70,18 @@ __device__ inline void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
+// ---- streams of weights. A barrier's phase ends when the copies are there that kLoaders lanes have made at it.
+
 __device__ inline void barrier_init(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "n"(kLoaders) : "memory");
 }
 
 // After the last barrier_init, before the first copy that arrives there.
 __device__ inline void fence_barrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  if constexpr (kBulk) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  }
 }
 
 __device__ inline uint64_t evict_first() {
@@ -83,35 +90,63 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
-// Copies `bytes` (a multiple of 16, like both addresses) to shared memory; the barrier's phase ends when all are there.
-__device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy) {
-  const uint32_t at = shared_address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)),
-      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(at), "l"(policy)
-      : "memory");
+// Copies `bytes` (a multiple of 16, like both addresses) to shared memory. The first kLoaders lanes of a warp call it.
+__device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy,
+                                 int lane) {
+  const uint32_t at = shared_address(barrier), first = shared_address(to);
+  const size_t source = __cvta_generic_to_global(from);
+  if constexpr (kBulk) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(first),
+        "l"(source), "r"(bytes), "r"(at), "l"(policy)
+        : "memory");
+  } else {
+    for (uint32_t i = 16 * lane; i < bytes; i += 16 * kLoaders) {
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(first + i), "l"(source + i),
+                   "l"(policy)
+                   : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(at) : "memory");  // once they are there
+  }
 }
 
 __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   const uint32_t at = shared_address(barrier);
   uint32_t done = 0;
   while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.b32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
+    if constexpr (kBulk) {
+      asm volatile(
+          "{\n.reg .pred p;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+          "selp.b32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(at), "r"(parity)
+          : "memory");
+    } else {
+      asm volatile(
+          "{\n.reg .pred p;\n"
+          "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+          "selp.b32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(at), "r"(parity)
+          : "memory");
+    }
   }
 }
 
-// Asks for `bytes` (a multiple of 16, like the address) of memory that nobody writes, so that they come to L2.
-__device__ inline void prefetch(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
-               : "memory");
+// Asks for `bytes` (a multiple of 128, and the address of 16) of memory that nobody writes, so that they come to L2. The
+// first kLoaders lanes of a warp call it.
+__device__ inline void prefetch(const uint8_t* from, uint32_t bytes, int lane) {
+  if constexpr (kBulk) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
+                 : "memory");
+  } else {
+    for (uint32_t i = 128 * lane; i < bytes; i += 128 * kLoaders) {
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from + i)));
+    }
+  }
 }
 
 // ---- launches
@@ -119,13 +154,18 @@ __device__ inline void prefetch(const void* from, uint32_t bytes) {
 // Programmatic dependent launch. `launch_dependents`: the next kernel may start once all blocks of this one have said
 // so. `wait_for_dependencies`: until the kernels in front have ended and what they wrote is there. A kernel that is
 // launched early (launch.cuh) waits, in all its threads, before it touches memory that another kernel writes or reads;
-// so when it has ended, all in front of it have.
-__device__ inline void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ inline void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// so when it has ended, all in front of it have. Without early starts there is nothing to say and to wait for.
+__device__ inline void launch_dependents() {
+  if constexpr (kBulk) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ inline void wait_for_dependencies() {
+  if constexpr (kBulk) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
-// ---- clusters
+// ---- clusters; without them a block is one by itself
 
 __device__ inline uint32_t cluster_rank() {
+  if constexpr (!kClusters) return 0;
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
@@ -134,12 +174,27 @@ __device__ inline uint32_t cluster_rank() {
 // A barrier of all threads of the cluster; what they wrote to shared memory before it is seen after it. Not `.aligned`:
 // a warp may come to it in pieces, after a loop whose turns differ between its lanes.
 __device__ inline void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  if constexpr (kClusters) {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+  } else {
+    __syncthreads();
+  }
 }
 
 // The same, without making writes visible.
 __device__ inline void cluster_meet() {
-  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  if constexpr (kClusters) {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+  }
+}
+
+// What block `rank` of the cluster has in the place of `p` in this one's shared memory.
+template <class T>
+__device__ T* in_block(T* p, uint32_t rank) {
+#if SWIFTSPEC_ARCH >= 900
+  if constexpr (kClusters) return static_cast<T*>(__cluster_map_shared_rank(p, rank));
+#endif
+  return p;
 }
 
 // The address of CTA `rank`'s shared memory that corresponds to `p` in this one's.
@@ -149,7 +204,8 @@ __device__ inline uint32_t remote_address(const void* p, uint32_t rank) {
   return at;
 }
 
-__device__ inline float4 remote_load4(const void* p, uint32_t rank) {
+__device__ inline float4 remote_load4(const float4* p, uint32_t rank) {
+  if constexpr (!kClusters) return *p;
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
@@ -159,6 +215,7 @@ __device__ inline float4 remote_load4(const void* p, uint32_t rank) {
 }
 
 __device__ inline float remote_load(const float* p, uint32_t rank) {
+  if constexpr (!kClusters) return *p;
   float v;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(remote_address(p, rank)) : "memory");
   return v;

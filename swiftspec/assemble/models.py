@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Lock
@@ -10,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from swiftspec import __version__
+from swiftspec.assemble.memory import Need, check_memory
 from swiftspec.assemble.options import (
     KEPT_MEMORY,
     HeadName,
@@ -21,6 +23,7 @@ from swiftspec.assemble.options import (
     check_rounding,
     operators,
     own_device,
+    why_not_cuda,
 )
 from swiftspec.backends import cpu, cuda
 from swiftspec.backends.cpu.cache import PackedCache
@@ -46,6 +49,7 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.runtime.steps.kinds import Tools
+from swiftspec.runtime.threaded import FIRST, BesideDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import Grammars
 from swiftspec.sampling.vocab import VocabShard
@@ -104,7 +108,7 @@ class Models:
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
         share = options.get("share_device", False)
         device = own_device(torch.device(options.get("device", "cpu")), ranks, share)
-        if plan.mode == "async" and plan.ranks == 1 and device.type != "cuda":
+        if plan.beside and device.type != "cuda":
             raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
@@ -114,11 +118,34 @@ class Models:
         kept = options.get("kept_memory", KEPT_MEMORY)
         require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
         packed = options.get("packed_cache")
-        return Models(
+        models = Models(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
             emulate, trace, kept, None if packed is None else PackedCache(packed),
             Grammars(Path(target), config.eos_token_ids, vocab),
         )  # fmt: skip
+        if device.type == "cuda":
+            models.check_gpu(plan, options.get("note") or (lambda line: None))
+        return models
+
+    def check_gpu(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
+        """Tells which models do not run on the CUDA operators, and why. Raises UserError where they were asked for, or
+        where the memory does not suffice."""
+        sides: dict[Side, Path] = {"target": self.target}
+        if self.draft is not None and plan.mode != "ar":
+            sides["draft"] = self.draft
+        needs: list[Need] = []
+        for side, path in sides.items():
+            config = read_config(path)
+            dtype = self._kind(config)
+            operators(self.ops, config, dtype, self.device)
+            why = why_not_cuda(config, dtype, self.device) if self.ops == "auto" else None
+            if why is not None:
+                note(f"the {side} runs on torch's own operators: {why}")
+            ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
+            needs.append(Need(config, dtype, self._context(plan) + self._slots(side, plan), max(ranks, 1)))
+        apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
+        for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
+            check_memory(held, self.device)
 
     def with_vocab(self, vocab_size: int) -> Models:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
@@ -168,36 +195,30 @@ class Models:
         self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
         """The target."""
-        runner, tools = self._runner("target", plan, plan.verify_batch, group, progress)
+        runner, tools = self._runner("target", plan, group, progress)
         rejection = Rejection if plan.verify == "reject" else None
         return FullVerifier(runner, kinds.for_target(runner, tools), rejection)
 
     def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        measured = plan.adapt_steps or (plan.mode == "async" and plan.draft_steps is None)
-        steps = max(MOST_STEPS, plan.steps) if measured else plan.steps
-        slots = 4 * plan.draft_leaves * steps + plan.draft_leaves
-        if plan.proposal == "sample":
-            slots = plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
-        runner, tools = self._runner("draft", plan, slots, group, progress)
+        runner, tools = self._runner("draft", plan, group, progress)
         return drafter_on(runner, tools, plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
         """Both models, for mode smc."""
-        slots = region(plan.population, self.max_model_len)
-        target, tools = self._runner("target", plan, slots, group, progress)
-        draft, draft_tools = self._runner("draft", plan, slots, group, progress)
+        target, tools = self._runner("target", plan, group, progress)
+        draft, draft_tools = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         steps = kinds.for_population(target, tools, draft_tools)
         return SMC(target, draft, steps, plan.population, longest=self.max_model_len, lag=lag)
 
     def _runner(
-        self, side: Side, plan: EngineConfig, tree_slots: int, group: Group | None, progress: Progress | None
+        self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None
     ) -> tuple[Runner, Tools]:
         """Loads one of the two models, or this rank's share of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
-        context = self.max_model_len + plan.verify_batch  # the last round may overshoot
+        context, tree_slots = self._context(plan), self._slots(side, plan)
         config = read_config(path)
         dtype = self._kind(config)
         ops = operators(self.ops, config, dtype, self.device)
@@ -219,7 +240,23 @@ class Models:
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
         captures = self.device.type == "cuda" and ops.CAPTURES > 0
-        return runner, Tools(ops, model.fused, CudaCapture(self.capturing) if captures else None)
+        priority = FIRST if side == "draft" and plan.beside else 0
+        return runner, Tools(ops, model.fused, CudaCapture(self.capturing, priority) if captures else None)
+
+    def _context(self, plan: EngineConfig) -> int:
+        return self.max_model_len + plan.verify_batch  # the last round may overshoot
+
+    def _slots(self, side: Side, plan: EngineConfig) -> int:
+        """Tree slots of a model's cache."""
+        if plan.mode == "smc":
+            return region(plan.population, self.max_model_len)
+        if side == "target":
+            return plan.verify_batch
+        measured = plan.adapt_steps or (plan.mode == "async" and plan.draft_steps is None)
+        steps = max(MOST_STEPS, plan.steps) if measured else plan.steps
+        if plan.proposal == "sample":
+            return plan.draft_leaves * (steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
+        return 4 * plan.draft_leaves * steps + plan.draft_leaves
 
     def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
         """What of a model is rounded at load."""
@@ -262,5 +299,5 @@ def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter
     children: Children = BestChildren(plan.children, plan.proposal == "coupled")
     if plan.proposal == "sample":
         children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
-    kind = AheadDrafter if plan.mode == "async" else LocalDrafter
+    kind = BesideDrafter if plan.beside else AheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
 from swiftspec.backends import cpu, cuda, library, reference
+from swiftspec.backends.cuda.devices import missing
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
@@ -50,6 +52,7 @@ class Options(TypedDict, total=False):
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
     progress: Progress | None
+    note: Callable[[str], None] | None  # hears in a line what the models run on where that is not what is fastest
     packed_cache: Path | None  # where what a CPU has packed is kept for the next start; nowhere if left out
     kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
@@ -75,13 +78,23 @@ class Load(Protocol):
 
 def operators(name: OpsName, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
     """The module of operators that a model runs on. Raises UserError where those that were asked for cannot run it."""
-    if name == "cuda" or (name == "auto" and device.type == "cuda"):
-        if name == "cuda":
-            cuda.require(config, dtype, device)
-        return cuda if cuda.fits(config, dtype, device) else library
+    if name == "cuda":
+        cuda.require(config, dtype, device)
+        return cuda
+    if name == "auto" and device.type == "cuda":
+        return cuda if why_not_cuda(config, dtype, device) is None else library
     if name == "unfused":
         return library
     return cpu if name == "auto" and cpu.fits(config, dtype, device) else reference
+
+
+def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the CUDA operators cannot run a model, in one line; None: they can."""
+    try:
+        cuda.require(config, dtype, device)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def check_rounding(activations: RoundingName, head: HeadName, ops: OpsName, device: torch.device) -> None:
@@ -100,7 +113,7 @@ def own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
-        raise UserError("device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or a CUDA build of torch")
+        raise UserError(f"device cuda: PyTorch finds no NVIDIA GPU here; take device cpu, or mend this: {missing()}")
     if device.index is not None or ranks is None:
         return device
     count = torch.cuda.device_count()

@@ -25,7 +25,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback import FallbackDrafter
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.threaded import ThreadedVerifier, warm_up
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import Grammars
 from swiftspec.smc.decoding import ParticleDecoding
@@ -108,6 +108,8 @@ def _tree(
     else:
         alone = models.verifier(config, None, progress)
         local = None if config.mode == "ar" else models.drafter(config, None, progress)
+        if config.beside and local is not None:
+            warm_up(local, alone)
         parts = Tree(local or NoDrafter(), ThreadedVerifier(alone) if config.mode == "async" else alone)
     controller = None
     if config.mode != "ar" and (config.self_switch or config.adapts):

@@ -1,15 +1,84 @@
 """Both models on one GPU at the same time: the target verifies on a stream of its own, fed by a thread, while the draft
-grows on the caller's."""
+grows on another, whose kernels go first. Without that a long product of the target, which fills the GPU, would hold up
+every small kernel of the draft."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from swiftspec.config import EngineConfig
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Steps
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.tree.children import Children
+from swiftspec.tree.tree import DraftTree
+
+FIRST = -1  # the priority of a stream, and of the graphs captured on it, whose kernels go before those of others
+
+
+class Beside:
+    """A stream of its own for one of the two models; none where it is not on a GPU."""
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what was loaded is there, whatever stream it came on
+            self._stream = torch.cuda.Stream(device, priority)
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """To be entered around whatever is to run there."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class BesideDrafter(AheadDrafter):
+    """The draft beside the target."""
+
+    def __init__(
+        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: EngineConfig
+    ) -> None:
+        super().__init__(runner, steps, tree, children, config)
+        self._on_stream = Beside(runner.model.device, FIRST)
+
+    def open(self, opening: Opening) -> None:
+        with self._on_stream():
+            super().open(opening)
+
+    def propose(self) -> Proposal:
+        with self._on_stream():
+            return super().propose()
+
+    def grow(self) -> None:
+        with self._on_stream():
+            super().grow()
+
+    def observe(self, result: VerifyResult) -> None:
+        with self._on_stream():
+            super().observe(result)
+
+    def close(self) -> None:
+        with self._on_stream():
+            super().close()
+
+
+def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
+    """A round of both, one after the other, before they run at the same time: a kernel is loaded when it is launched
+    first, which may wait for all that runs on the GPU, and must not fall into the other's capture."""
+    opening = Opening(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
+    verifier.open(opening)
+    drafter.open(opening)
+    result = verifier.verify(drafter.propose())
+    drafter.observe(result)
+    verifier.settle()
+    drafter.close()
+    verifier.close()
 
 
 class ThreadedVerifier:
@@ -18,11 +87,7 @@ class ThreadedVerifier:
 
     def __init__(self, verifier: LocalVerifier) -> None:
         self.verifier = verifier
-        device = verifier.runner.model.device
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # what was loaded is there, whatever stream it came on
-            self._stream = torch.cuda.Stream(device)
+        self._on_stream = Beside(verifier.runner.model.device)
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._running: Future[VerifyResult] | None = None
 
@@ -52,9 +117,6 @@ class ThreadedVerifier:
     def _verify(self, proposal: Proposal) -> VerifyResult:
         with self._on_stream():
             return self.verifier.verify(proposal)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class ThreadedPending:

@@ -11,7 +11,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from swiftspec import _C
+from swiftspec.backends.cuda import devices
+from swiftspec.errors import UserError
 
 T = TypeVar("T")
 
@@ -23,9 +24,19 @@ if _module is not None:
     install(Path(_module), int(os.environ.get("SWIFTSPEC_EMULATED_SEED", "1")))
 
 DEVICE = torch.device("cpu") if EMULATED else torch.device("cuda", 0)
-READY = _C.cuda_built and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
-hopper = pytest.mark.skipif(not READY, reason="no Hopper GPU, or no CUDA kernels")
+
+def _why_not() -> str:
+    try:
+        devices.usable(DEVICE)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+WHY_NOT = "" if EMULATED else _why_not()
+
+needs_kernels = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 real = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
 

@@ -12,9 +12,9 @@ from swiftspec.backends.cuda.tree import DeviceTree
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
-from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
+from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 
-pytestmark = [pytest.mark.gpu, hopper]
+pytestmark = [pytest.mark.gpu, needs_kernels]
 
 BF16, F64 = torch.bfloat16, torch.float64
 HEADS = most([(4, 2, 64), (8, 1, 128), (14, 2, 64), (32, 8, 128), (24, 8, 128), (2, 2, 64), (64, 8, 128)], 3)

@@ -30,7 +30,7 @@ from swiftspec.runtime.steps.graph import Capture, CudaCapture, GraphForwards, G
 from swiftspec.runtime.steps.graph_expansions import GraphExpansions
 from swiftspec.runtime.steps.graph_verifications import GraphVerifications
 from swiftspec.tree import mask as tree_mask
-from tests.gpu.device import DEVICE, EMULATED, hopper, most, real
+from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
 from tests.support.recording import Rerun
 from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.same_rounds import same_rounds, same_verdicts
@@ -119,7 +119,7 @@ VERIFICATIONS = [
 ]  # fmt: skip
 
 
-@hopper
+@needs_kernels
 @pytest.mark.parametrize(("mode", "sampling", "grouped"), most(DRAFTS, 2), ids=str)
 def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped: bool) -> None:
     """The same proposals as with the host between the expansions: no row depends on the others, or on its slots. In a
@@ -137,7 +137,7 @@ def test_a_draft_round_as_one_graph(mode: str, sampling: SamplingParams, grouped
     assert eager.steps.name == "eager"
 
 
-@hopper
+@needs_kernels
 @pytest.mark.parametrize(("sampling", "grouped"), most(VERIFICATIONS, 3), ids=str)
 def test_a_verification_as_one_graph(sampling: SamplingParams, grouped: bool) -> None:
     """In every row what is drawn operator by operator, though the graph's batches are padded."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,9 @@ from swiftspec.backends.cuda import wide
 from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.weights import DenseWeight
-from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
+from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 
-pytestmark = [pytest.mark.gpu, hopper]
+pytestmark = [pytest.mark.gpu, needs_kernels]
 TOLERANCE = 2e-3
 EPS = 1e-5
 # K, N: every cut and chunk of x; small, odd, and of Llama-3 shards
@@ -132,13 +133,21 @@ def test_candidates_right_behind_the_head() -> None:
         assert all(torch.equal(got, want) for got, want in zip(best, children(logits, 136, 8), strict=True))
 
 
-def test_many_turns_of_few_clusters() -> None:
-    """More strips than run at a time, so that a CTA goes round; on the emulated GPU, which can be made small."""
-    if not EMULATED:
-        pytest.skip("a GPU has the size that it has; the large shapes above go round")
+@contextmanager
+def emulated_gpu(*parts: int) -> Iterator[None]:
+    """The emulated GPU with so many multiprocessors in each of its parts, across which no cluster lies."""
     native: Any = _C
-    native.blocks(8)
+    native.gpu(parts)
     try:
+        yield
+    finally:
+        native.gpu((16, 16, 16, 16))
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU has the size that it has; the large shapes above go round")
+def test_many_turns_of_few_clusters() -> None:
+    """More strips than run at a time, so that a CTA goes round."""
+    with emulated_gpu(8):
         for group in (128, 0):
             w = weight(2048, 304, group)
             packed = ops.pack(w, torch.bfloat16, DEVICE)
@@ -146,8 +155,30 @@ def test_many_turns_of_few_clusters() -> None:
                 x, zero = rows_of(rows, 2048), torch.zeros(rows, 304, dtype=torch.bfloat16)
                 want = exact(w)(x)
                 check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
-    finally:
-        native.blocks(64)
+
+
+# 132 multiprocessors in parts as dies have them, and how many clusters of 4 and of 8 run at a time
+DIES = [((18,) * 4 + (16, 16, 14, 14), 30, 14), ((18,) * 3 + (16,) * 4 + (14,), 31, 15),
+        ((16,) * 6 + (18, 18), 32, 16), ((16,) * 7 + (20,), 33, 16)]  # fmt: skip
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU has the clusters that it has")
+@pytest.mark.parametrize(("parts", "fours", "eights"), DIES)
+def test_clusters_are_counted_on_the_device(parts: tuple[int, ...], fours: int, eights: int) -> None:
+    """And the cut goes by what was counted: 16 turns of clusters of 8 are a round only where 16 of them run."""
+    with emulated_gpu(*parts):
+        found = _C.cuda_device()
+        assert found["at_once"] == ([132, 66, fours, eights] if found["arch"] >= 90 else [132, 0, 0, 0])
+        w = weight(4096, 512, 128)
+        packed, x, zero = ops.pack(w, torch.bfloat16, DEVICE), rows_of(8, 4096), torch.zeros(8, 512).bfloat16()
+        want = exact(w)(x)
+        check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
+
+
+def test_sizes_of_tiles() -> None:
+    """4.25 bits a weight in groups of 128; 16 in bf16."""
+    assert _C.cuda_tile_bytes(4096, 4096, 128) == 4096 * 4096 * 17 // 32
+    assert _C.cuda_tile_bytes(4096, 4096, 0) == 4096 * 4096 * 2
 
 
 @pytest.mark.parametrize("outputs", most([1, 7, 33, 128257], 3))

@@ -14,10 +14,10 @@ from swiftspec.backends import cuda, reference
 from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
-from tests.gpu.device import DEVICE, hopper
+from tests.gpu.device import DEVICE, needs_kernels
 from tests.support.roles import make_runner
 
-pytestmark = [pytest.mark.gpu, hopper]
+pytestmark = [pytest.mark.gpu, needs_kernels]
 
 
 def open_runner(ops: Any, dtype: torch.dtype, device: torch.device) -> Runner:

@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
 from swiftspec.backends.cuda.peers import Peers
-from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
+from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.gpu.test_linear import weight
 
-pytestmark = [pytest.mark.gpu, hopper]
+pytestmark = [pytest.mark.gpu, needs_kernels]
 ROOT = Path(__file__).resolve().parents[2]
 K, N = 512, 1024
 HERE = DEVICE.type  # this process's GPU

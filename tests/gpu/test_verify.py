@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from swiftspec.chains.cuda import ChainVerifier
-from tests.gpu.device import DEVICE, EMULATED, captured, hopper, most
+from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.support.chains import Chains, agree, chains, matched, rejected
 
-pytestmark = [pytest.mark.gpu, hopper]
+pytestmark = [pytest.mark.gpu, needs_kernels]
 BF16 = torch.bfloat16
 
 

@@ -19,6 +19,7 @@ PICKLING = {
     "concurrent.futures.ProcessPoolExecutor",
 }  # fmt: skip
 GRAPHS = {"CUDAGraph", "make_graphed_callables", "graph_pool_handle", "torch.cuda.graph", "torch.cuda.graphs"}
+WAITS = {"torch.cuda.synchronize", "torch.cuda.empty_cache", "torch.cuda.ipc_collect"}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
 OUTPUT = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
 MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
@@ -46,6 +47,14 @@ def graphs_in_one_file(path: str, source: str) -> list[str]:
     if path == "runtime/steps/graph.py":
         return []
     return [f"{path} uses {name}" for name in uses(path, source, GRAPHS)]
+
+
+def nobody_waits_for_a_device(path: str, source: str) -> list[str]:
+    """While one thread captures a graph, no other may wait for the whole device: CUDA takes that for an error. Only
+    where nobody captures yet, or any more: before both models run at the same time, and when a group leaves."""
+    if path in ("runtime/threaded.py", "backends/cuda/peers.py"):
+        return []
+    return [f"{path} uses {name}" for name in uses(path, source, WAITS)]
 
 
 def grpc_in_one_file(path: str, source: str) -> list[str]:
@@ -135,12 +144,18 @@ def no_torch_in_native_code(path: str, source: str) -> list[str]:
     return complaints
 
 
+def no_waiting_in_native_code(path: str, source: str) -> list[str]:
+    """The same of csrc, but for an inbox, which is made before a group runs anything."""
+    waits = re.findall(r"\b(?:cudaDeviceSynchronize|cuCtxSynchronize|cudaDeviceReset)\b", source)
+    return [] if path == "cuda/peers/peers.cu" else [f"{path} calls {name}" for name in waits]
+
+
 Rule = Callable[[str, str], list[str]]
 RULES: list[Rule] = [
-    ranks_in_one_room, graphs_in_one_file, grpc_in_one_file, switches_are_parameters, no_pickle, no_module_state,
-    short_enough,
+    ranks_in_one_room, graphs_in_one_file, nobody_waits_for_a_device, grpc_in_one_file, switches_are_parameters,
+    no_pickle, no_module_state, short_enough,
 ]  # fmt: skip
-NATIVE_RULES: list[Rule] = [no_torch_in_native_code, short_enough]
+NATIVE_RULES: list[Rule] = [no_torch_in_native_code, no_waiting_in_native_code, short_enough]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -167,6 +182,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (graphs_in_one_file, "runtime/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
     (graphs_in_one_file, "engine.py", "from torch import cuda\nwith cuda.graph(g): pass"),
     (graphs_in_one_file, "engine.py", "from torch.cuda import graph"),
+    (nobody_waits_for_a_device, "runtime/runner.py", "import torch\ntorch.cuda.synchronize()"),
+    (nobody_waits_for_a_device, "smc/round.py", "from torch import cuda\ncuda.empty_cache()"),
     (grpc_in_one_file, "serve/api.py", "import grpc"),
     (grpc_in_one_file, "distributed/bridge.py", "from grpc import aio"),
     (switches_are_parameters, "decode.py", "import os\nx = os.environ['A']"),
@@ -194,6 +211,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (no_torch_in_native_code, "cuda/a.cu", '# include "ATen/cuda/CUDAContext.h"'),
     (no_torch_in_native_code, "host/a.cpp", "#include <pybind11/pybind11.h>"),
     (no_torch_in_native_code, "binder.cpp", "#include <Python.h>"),
+    (no_waiting_in_native_code, "cuda/linear/linear.cu", "cudaDeviceSynchronize();"),
 ]
 
 

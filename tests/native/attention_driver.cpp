@@ -1,5 +1,5 @@
 // Runs the attention kernel's code on a CPU, block by block and lane by lane, on buffers of exactly the sizes it names
-// (test_cuda_code.py builds this with sanitizers). Shared memory and scratch start as NaN. Leaves with 0, or
+// (test_cuda_code.py builds this with sanitizers), for the GPUs that SWIFTSPEC_ARCH names. Shared memory and scratch start as NaN. Leaves with 0, or
 // says what differs.
 #include "cuda/attention/attention.h"
 
@@ -47,9 +47,9 @@ struct Case {
     keys = numbers(sequences * kv_heads * capacity * dim), values = numbers(sequences * kv_heads * capacity * dim);
   }
 
-  void run() { dim == 64 ? run_as<64>() : run_as<128>(); }
+  void run() { dim == 64 ? run_as<Here<64>>() : run_as<Here<128>>(); }
 
-  template <int kDim>
+  template <class F>
   void run_as() {
     out.assign(static_cast<size_t>(rows * heads * dim), 0x7fc0);
     std::vector<int32_t> owner(static_cast<size_t>(sequences * capacity)), count(static_cast<size_t>(rows));
@@ -59,7 +59,7 @@ struct Case {
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim))};
-    const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, kPart);
+    const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, part_keys<F>(capacity));
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
@@ -77,38 +77,45 @@ struct Case {
       }
     }
     require(grouped == rows, "every row is in a group");
-    const auto shared = std::make_unique<Shared<kDim>[]>(kCluster);
-    std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(Shared<kDim>) * kCluster);
+    const auto shared = std::make_unique<Shared<F>[]>(F::kCluster);
+    std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(Shared<F>) * F::kCluster);
     for (int64_t head = 0; head < kv_heads; ++head) {
-      int64_t held[kCluster];
-      std::fill(held, held + kCluster, -1);
-      for (int64_t i = 0; i < entries; ++i) run_group<kDim>(p, i, head, shared.get(), held);
+      int64_t held[F::kCluster];
+      std::fill(held, held + F::kCluster, -1);
+      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), held);
     }
   }
 
-  template <int kDim>
-  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<kDim>* shared, int64_t* held) {
-    Job j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
+  template <class F>
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<F>* shared, int64_t* held) {
+    Job<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
-    const int64_t count = parts(j.group.keys, kPart);
+    const int64_t count = parts(j.group.keys, j.part_keys());
+    const auto each = [](auto work) {
+      for (int rank = 0; rank < F::kCluster; ++rank) {
+        for (int thread = 0; thread < kThreads; ++thread) work(rank, thread);
+      }
+    };
+    each([&](int rank, int thread) { append(j, rank, thread); });
     for (j.part = 0; j.part < count; ++j.part) {
-      for (int rank = 0; rank < kCluster; ++rank) {
-        Shared<kDim>& s = shared[rank];
-        j.tile = j.part * kCluster + rank;
-        for (int thread = 0; thread < kThreads && j.part == 0; ++thread) append<kDim>(j, rank, thread);
-        for (int thread = 0; thread < kThreads; ++thread) load_queries(j, s, thread);
-        std::fill(s.top, s.top + kColumns, -INFINITY);
-        if (j.first_key() < j.group.keys) attend(j, s, held[rank]);
-      }
-      for (int rank = 0; rank < kCluster; ++rank) {
-        for (int thread = 0; thread < kThreads; ++thread) {
-          join_tiles<kDim>(j, rank, thread, count == 1, [&](int i) { return shared + i; });
+      const int64_t first = j.part * j.part_keys(), here = least(j.group.keys - first, j.part_keys());
+      const int64_t turns = F::kInTurn ? parts(here, F::kTile) : 1;
+      each([&](int rank, int thread) { load_queries(j, shared[rank], thread); });
+      for (int64_t turn = 0; turn < turns; ++turn) {
+        for (int rank = 0; rank < F::kCluster; ++rank) {
+          Shared<F>& s = shared[rank];
+          j.tile = first / F::kTile + turn + rank;
+          std::fill(s.top, s.top + kColumns, -INFINITY);
+          if (j.first_key() < j.group.keys) attend(j, s, held[rank]);
         }
+        const bool done = count == 1 && turn + 1 == turns;
+        each([&](int rank, int thread) {
+          join_tiles(j, shared[rank], rank, thread, turn, done, [&](int i) { return shared + i; });
+        });
+        each([&](int rank, int thread) { note_sums(j, shared[rank], thread, turn); });
       }
     }
-    for (int rank = 0; rank < kCluster && count > 1; ++rank) {
-      for (int thread = 0; thread < kThreads; ++thread) join_parts<kDim>(j, rank, thread, count);
-    }
+    if (count > 1) each([&](int rank, int thread) { join_parts(j, rank, thread, count); });
   }
 
   std::vector<float> turned(const uint16_t* x, int64_t row) const {
@@ -200,6 +207,10 @@ void check_cases() {
     Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
     Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
     for (Case* c : {&chunk, &long_one, &lone, &two}) c->run(), c->check();
+    if (!ptx::kClusters) {  // a block takes several tiles of a part in turn, and there are several parts
+      Case longer = random_case(5, 4, 2, dim, {9300}, 48, false);
+      longer.run(), longer.check();
+    }
   }
 }
 

@@ -2,11 +2,15 @@
 // its order of sums, by the functions of cuda/linear/tiles.h that the kernel calls, and an m16n8k16 written down from
 // the PTX ISA. The loops follow linear.cuh, epilogue.cuh and linear.cu there.
 //
-//   cuda_tiles K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
-//   cuda_tiles K N GROUP FIRST HALF < weights > out     rows [2 half, k] of bf16, as a library's product reads them
-//   cuda_tiles K N GROUP    prints the tiling: strips at a time, CTAs of a cluster, turns, stages for 8, 16 and 32 rows
+//   cuda_tiles SHARED K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
+//   cuda_tiles SHARED K N GROUP ONES TWOS FOURS EIGHTS
+//   cuda_tiles SHARED K N GROUP FIRST HALF < weights > out
 //
-// GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the
+// The third writes outputs as rows [2 half, k] of bf16, as a library's product reads them. The second prints the tiling for a device that runs so many clusters of 1, 2, 4 and 8 at a time: strips at a time,
+// CTAs of a cluster, turns, stages for 8, 16 and 32 rows, its cost by the model in ns, and what the cut of a device with
+// 132, 66, 32 and 16 would cost on this one.
+//
+// SHARED are the bytes of shared memory that a CTA may have. GROUP 0 is bf16. N_LOG and CLUSTER_LOG are a cut, -1 the tiling's own. stdin: int4 codes, scales and zeros, or the
 // bf16 matrix; then x [rows, k] bf16. MODE logits: out is float32 [rows, n]. Otherwise it is bf16, bias [n] float32 and
 // residual [rows, n] bf16 follow x: plain adds both, sum the same by way of LL lines, swiglu the bias alone. Leaves
 // with 1 and one line when something does not fit.
@@ -300,28 +304,46 @@ void write_rows(const Launch& l, int64_t first, int64_t half) {
   std::fwrite(out.data(), sizeof(Eight), out.size(), stdout);
 }
 
+// As device.cu would find it.
+swiftspec::cuda::Device device_of(int shared, int ones, int twos, int fours, int eights) {
+  return {90, shared, (shared + 1024) / 2 - 1024, 50 << 20, {ones, twos, fours, eights}};
+}
+
 int main(int argc, char** argv) {
-  if (argc == 4) {
-    const Tiling t = tiling_for(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3]));
-    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), kAheadBytes}) check_slices(bytes);
-    std::printf("%d %d %d %d %d %d\n", t.warps_n(), t.cluster(), t.turns(), carve(t, 1).stages, carve(t, 2).stages,
-                carve(t, 4).stages);
-    return 0;
-  }
-  if (argc == 6) {
-    Launch l{tiling_for(std::atoll(argv[1]), std::atoll(argv[2]), std::atoi(argv[3])), {}, 0, 0, 0, {}, {}, "", {}};
+  require(argc == 7 || argc == 9 || argc == 10, "six or eight numbers, or eight and a mode");
+  const auto number = [&](int i) { return std::atoi(argv[i]); };
+  const int64_t k = std::atoll(argv[2]), n = std::atoll(argv[3]);
+  const int group = number(4);
+  const swiftspec::cuda::Device usual = device_of(number(1), 132, 66, 32, 16);
+  if (argc == 7) {
+    Launch l{tiling_for(k, n, group, usual), {}, 0, 0, 0, {}, {}, "", {}};
     read_weights(l);
-    write_rows(l, std::atoll(argv[4]), std::atoll(argv[5]));
+    write_rows(l, number(5), number(6));
     return 0;
   }
-  require(argc == 9, "seven numbers and a mode");
-  const int64_t k = std::atoll(argv[1]), n = std::atoll(argv[2]);
-  const int group = std::atoi(argv[3]), rows = std::atoi(argv[4]), clusters = std::atoi(argv[5]);
-  Launch l{tiling_for(k, n, group), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[8], {}};
-  if (std::atoi(argv[6]) >= 0) l.tiling = cut(shape(k, n, group), std::atoi(argv[6]), std::atoi(argv[7]));
+  if (argc == 9) {
+    const auto device = device_of(number(1), number(5), number(6), number(7), number(8));
+    const Tiling t = tiling_for(k, n, group, device);
+    require(t.n == n && has_room(t, device), "no tiling");
+    for (const int64_t bytes : {int64_t{0}, int64_t{t.tile_bytes}, t.bytes(), ahead_bytes(device)}) check_slices(bytes);
+    std::printf("%d %d %d", t.warps_n(), t.cluster(), t.turns());
+    for (const int rows8 : {1, 2, 4}) {
+      const Carve c = carve(t, rows8, device);
+      require(c.total <= device.shared, "more shared memory than there is");
+      std::printf(" %d", c.stages);
+    }
+    const bool clusters = device.at_once[3] > 0;
+    const Tiling other = clusters ? tiling_for(k, n, group, usual) : t;
+    std::printf(" %lld %lld\n", static_cast<long long>(cost(t, device)), static_cast<long long>(cost(other, device)));
+    return 0;
+  }
+  const int rows = number(5), clusters = number(6);
+  Launch l{tiling_for(k, n, group, usual), {}, rows, rows <= 8 ? 1 : rows <= 16 ? 2 : 4, 0, {}, {}, argv[9], {}};
+  if (number(7) >= 0) l.tiling = cut(shape(k, n, group), number(7), number(8));
   l.clusters = std::min(clusters, l.tiling.turns());
-  l.carve = carve(l.tiling, l.rows8);
-  require(l.carve.stages >= 2 && l.carve.total <= kSharedBytes, "no room");
+  l.carve = carve(l.tiling, l.rows8, usual);
+  if (!has_room(l.tiling, usual)) return 2;
+  require(l.carve.stages >= 1 && l.carve.total <= usual.shared, "no room");
   read_weights(l);
   l.x = read<uint16_t>(rows * k);
   const bool logits = l.mode == "logits", swiglu = l.mode == "swiglu";

@@ -1,7 +1,6 @@
 """The native extension: it imports alone, says what was built, and its noise is the documented hash."""
 
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,10 +126,10 @@ def test_no_rows_is_no_work() -> None:
 def test_build_info() -> None:
     assert "\n" not in _C.build_info
     if _C.cuda_built:
-        assert "sm_90a" in _C.build_info
+        assert _C.build_info.endswith(", ".join(f"sm_{arch}" for arch in _C.cuda_archs))
         assert hasattr(_C, "gumbel_rows_cuda")
     else:
-        assert _C.build_info.startswith("CUDA kernels left out: ")
+        assert _C.build_info.startswith("CUDA kernels left out: ") and _C.cuda_archs == ()
         assert not hasattr(_C, "gumbel_rows_cuda")
 
 
@@ -141,14 +140,3 @@ def test_extension_needs_no_torch_and_no_driver() -> None:
     binary = Path(_C.__file__).read_bytes()
     for library in (b"libtorch", b"libc10", b"libcudart.so."):
         assert library not in binary
-
-
-@pytest.mark.skipif(not _C.cuda_built, reason=_C.build_info)
-def test_kernels_are_built_for_hopper() -> None:
-    toolkits = ":".join(["/usr/local/cuda/bin", *map(str, Path("/usr/local").glob("cuda-*/bin"))])
-    tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=toolkits)
-    if tool is None:
-        pytest.skip("no cuobjdump")
-    command = [tool, "--list-elf", str(_C.__file__)]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "sm_90a" in listing.stdout

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.native.test_cuda_code import COMPILER, build
+from tests.native.test_cuda_code import AMPERE, COMPILER, HOPPER, build
 from tests.support.chains import Chains, agree, chains, matched, rejected
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 PADDING = 3  # columns that belong to no row
 
 
-@pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return build(tmp_path_factory.mktemp("drivers"), "verify_driver")
+@pytest.fixture(scope="module", params=[HOPPER, AMPERE])
+def driver(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    return build(tmp_path_factory.mktemp("drivers"), "verify_driver", arch=request.param)
 
 
 def launch(driver: str, c: Chains, *, draft: bool, keys: bool) -> tuple[Tensor, Tensor, Tensor]:

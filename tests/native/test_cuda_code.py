@@ -27,15 +27,16 @@ FLAGS = [
     "-fno-sanitize-recover=all",
 ]
 ROOT_TOKEN = 5
+HOPPER, AMPERE = 900, 860  # with clusters of blocks, and without
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
-def build(folder: Path, name: str, *more: str) -> str:
-    """One of the drivers; skips where the compiler has no sanitizers."""
-    probe, out = folder / "probe.cpp", str(folder / name)
+def build(folder: Path, name: str, *more: str, arch: int = HOPPER) -> str:
+    """One of the drivers, as the kernels are for an architecture; skips where the compiler has no sanitizers."""
+    probe, out = folder / "probe.cpp", str(folder / f"{name}-{arch}")
     probe.write_text("int main() { return 0; }\n")
-    command = [str(COMPILER), *FLAGS, f"-I{ROOT / 'csrc'}", "-o", out]
+    command = [str(COMPILER), *FLAGS, f"-DSWIFTSPEC_ARCH={arch}", f"-I{ROOT / 'csrc'}", "-o", out]
     linked = subprocess.run([*command, str(probe)], capture_output=True, check=False)
     if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
         pytest.skip("no working sanitizers here")
@@ -55,6 +56,11 @@ def sampling(folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def lone_sampling(folder: Path) -> str:
+    return build(folder, "sampling_driver", "host/ops/move_kv.cpp", arch=AMPERE)
+
+
+@pytest.fixture(scope="module")
 def tree(folder: Path) -> str:
     return build(folder, "tree_driver")
 
@@ -67,12 +73,18 @@ def run(*command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_attention_is_softmax_and_a_row_depends_on_nothing_but_its_own_keys(folder: Path) -> None:
-    run(build(folder, "attention_driver"))
+@pytest.mark.parametrize("arch", [HOPPER, AMPERE])
+def test_attention_is_softmax_and_a_row_depends_on_nothing_but_its_own_keys(folder: Path, arch: int) -> None:
+    run(build(folder, "attention_driver", arch=arch))
 
 
 def test_sampling_and_moves(sampling: str) -> None:
     run(sampling)
+
+
+@pytest.mark.slow
+def test_sampling_by_one_block(lone_sampling: str) -> None:
+    run(lone_sampling)
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")

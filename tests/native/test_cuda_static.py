@@ -12,10 +12,10 @@ from tools.sass_gate import Kernel, Report
 
 NVCC = shutil.which("nvcc")
 LOG = """
-ptxas info    : Compiling entry function '_Z4goodv' for 'sm_90a'
+ptxas info    : Compiling entry function '_Z4goodv' for 'sm_90'
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 40 registers, used 1 barriers
-ptxas info    : Compiling entry function '_Z3badv' for 'sm_90a'
+ptxas info    : Compiling entry function '_Z3badv' for 'sm_90'
     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads
 ptxas info    : Used 255 registers
 """
@@ -44,7 +44,7 @@ def test_names_are_plain() -> None:
 
 
 def test_faults_are_seen() -> None:
-    ptx = " ".join(sass_gate.REQUIRED["linear_kernel"])
+    ptx = " ".join(sass_gate.required(sass_gate.HOPPER)["linear_kernel"])
     good = Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=ptx, counts={"LDL": 0})})
     assert sass_gate.broken_rules(good) == []
     for bad in (Kernel(40, stack=8, ptx=ptx), Kernel(40, spills=4, ptx=ptx), Kernel(40, ptx=ptx, counts={"STL": 1}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.steps.graph import CudaCapture
+from swiftspec.runtime.threaded import FIRST, Beside, BesideDrafter, ThreadedVerifier, warm_up
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.serve.plan import split_ranks
 from swiftspec.serve.settings import Settings
@@ -54,6 +57,59 @@ def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[
     for role in (drafter, verifier):
         role.close()
     return found
+
+
+def test_a_warm_up_leaves_nothing_behind(checkpoint: Path) -> None:
+    def tokens(warm: bool) -> list[tuple[int, ...]]:
+        plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+        verifier, drafter = make_verifier(runner(checkpoint)), make_drafter(runner(checkpoint), plan)
+        if warm:
+            warm_up(drafter, verifier)
+        for role in (drafter, verifier):
+            role.open(opening(PROMPT, SAMPLED))
+        return [tuple(result.tokens) for _, result in islice(decode(drafter, verifier), 8)]
+
+    assert tokens(True) == tokens(False)
+
+
+class Streams:
+    """Stands for torch's streams: how they were made, and on which something runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.now = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def make(self, device: Any = None, priority: int = 0) -> int:
+        self.made.append(priority)
+        return priority
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that its roles do is on a stream of a higher priority, and so are its graphs' kernels."""
+    streams = Streams(monkeypatch)
+    plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+    drafter = make_drafter(runner(checkpoint), plan)
+    assert isinstance(drafter, BesideDrafter)
+    drafter._on_stream = Beside(torch.device("cuda"), FIRST)
+    forward, seen = drafter.runner.model.forward, []
+    monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
+    verifier = make_verifier(runner(checkpoint))
+    for role in (drafter, verifier):
+        role.open(opening(PROMPT, SAMPLED))
+    assert len(list(islice(decode(drafter, verifier), 4))) == 4
+    assert set(seen) == {FIRST} and len(seen) > 4 and streams.now == 0
+    CudaCapture(Lock(), FIRST), CudaCapture(Lock())
+    assert streams.made == [FIRST, FIRST, 0]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])

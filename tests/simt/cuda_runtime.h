@@ -213,11 +213,20 @@ struct cudaLaunchConfig_t {
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
-enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrL2CacheSize,
+  cudaDevAttrMultiProcessorCount,
+};
 
 namespace simt {
 
-constexpr size_t kSharedMost = 232448, kSharedUnasked = 49152;
+// The GPU that the kernels are compiled for: an H100, or with less memory and without clusters an RTX 3090.
+constexpr bool kHopper = __CUDA_ARCH__ >= 900;
+constexpr size_t kSharedMost = kHopper ? 232448 : 101376, kSharedUnasked = 49152;
 
 inline std::unordered_map<const void*, size_t>& shared_allowed() {
   static std::unordered_map<const void*, size_t> bytes;
@@ -241,8 +250,10 @@ inline bool read(const cudaLaunchConfig_t& config, const void* kernel, Launch& l
   const size_t most = allowed == shared_allowed().end() ? kSharedUnasked : allowed->second;
   const Index &grid = launch.grid, &threads = launch.threads;
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || grid.y > 65535 || grid.z > 65535) return false;
+  if (!kHopper && (launch.cluster > 1 || launch.early)) return false;
   if (launch.cluster < 1 || launch.cluster > 8 || grid.x % launch.cluster != 0) return false;
-  if (launch.together && grid.x * grid.y * grid.z > Machine::get().blocks) return false;
+  const unsigned fit = Machine::get().clusters(launch.cluster);
+  if (launch.together && grid.x * grid.y * grid.z > fit * launch.cluster) return false;
   return threads.x >= 1 && threads.x <= 1024 && threads.y == 1 && threads.z == 1 && launch.shared <= most;
 }
 
@@ -262,7 +273,7 @@ template <class Kernel>
 cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel kernel, const cudaLaunchConfig_t* config) {
   simt::Launch launch;
   if (!simt::read(*config, reinterpret_cast<const void*>(kernel), launch)) return cudaErrorInvalidConfiguration;
-  *count = static_cast<int>(simt::Machine::get().blocks / launch.cluster);
+  *count = static_cast<int>(simt::Machine::get().clusters(launch.cluster));
   return cudaSuccess;
 }
 
@@ -274,11 +285,21 @@ cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute what, int byte
   return cudaSuccess;
 }
 
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = simt::Machine::get().ordinal, cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }  // there is one
 inline cudaError_t cudaGetLastError() { return simt::Machine::get().broken ? cudaErrorLaunchFailure : cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return simt::Machine::get().finish(), cudaGetLastError(); }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
-  return *value = which == cudaDevAttrComputeCapabilityMajor ? 9 : 0, cudaSuccess;
+  constexpr int kArch = __CUDA_ARCH__ / 10;
+  switch (which) {
+    case cudaDevAttrComputeCapabilityMajor: *value = kArch / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = kArch % 10; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = simt::kSharedMost; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = simt::kSharedMost + 1024; break;
+    case cudaDevAttrL2CacheSize: *value = simt::kHopper ? 50 << 20 : 6 << 20; break;
+    case cudaDevAttrMultiProcessorCount: *value = static_cast<int>(simt::Machine::get().clusters(1)); break;
+  }
+  return cudaSuccess;
 }
 
 #include "simt/memory.h"

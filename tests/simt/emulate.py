@@ -38,18 +38,24 @@ SOURCES = (*(p for p in sorted(CSRC.glob("bind/cuda*.cpp")) if p.stem != "cuda_p
 APART = "-DPYBIND11_INTERNALS_VERSION=1000"
 FLAGS = (APART, "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas",
          "-Wno-clobbered")  # fmt: skip
-DEVICE_CODE = ("-D__CUDA_ARCH__=900", "-include", "cuda_runtime.h", "-x", "c++")
+HOPPER, AMPERE = 900, 860
 LINE = 256  # bytes, as a GPU's allocator aligns
 USED = 64  # calls whose arguments stay, more than a few launches take
 
 
-def build(compiler: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> Path:
+def device_code(arch: int) -> tuple[str, ...]:
+    """How kernels are compiled for an emulated GPU."""
+    return (f"-D__CUDA_ARCH__={arch}", "-include", "cuda_runtime.h", "-x", "c++")
+
+
+def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",)) -> Path:
     """Compiles the module into `folder`; CalledProcessError where that fails."""
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
     plain = [*SOURCES, here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
-    jobs = [(source, ()) for source in plain] + [(source, DEVICE_CODE) for source in sorted(CSRC.glob("cuda/*/*.cu"))]
+    jobs: list[tuple[Path, tuple[str, ...]]] = [(source, ()) for source in plain]
+    jobs += [(source, device_code(arch)) for source in sorted(CSRC.glob("cuda/*/*.cu"))]
 
     def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:
         source, more = job
@@ -80,9 +86,9 @@ def install(module: Path, seed: int) -> None:
     cpu = torch.device("cpu")
     gpu: Any = torch.cuda
     gpu.is_available = lambda: True
-    gpu.get_device_capability = lambda *_: (9, 0)
+    gpu.get_device_capability = lambda *_: divmod(_C.cuda_device()["arch"], 10)
     gpu.device_count = lambda: 1
-    gpu.current_device = lambda: cpu.index
+    gpu.current_device = lambda: 0
     gpu.set_device = lambda *_: None
     gpu.device = lambda *_: contextlib.nullcontext()
     gpu.current_stream = lambda *_: SimpleNamespace(cuda_stream=0, synchronize=_synchronize)

@@ -38,13 +38,13 @@ void apart(int) {
 }
 
 void beyond(int) {
-  ptx::bulk_load(dynamic_shared() + 4096, source, 16, reinterpret_cast<uint64_t*>(dynamic_shared()), 0);
+  ptx::bulk_load(dynamic_shared() + 4096, source, 16, reinterpret_cast<uint64_t*>(dynamic_shared()), 0, 0);
 }
 
 void misaligned(int) {
   auto* barrier = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (threadIdx.x == 0) ptx::barrier_init(barrier);
-  ptx::bulk_load(dynamic_shared() + 24, source, 16, barrier, 0);
+  ptx::bulk_load(dynamic_shared() + 24, source, 16, barrier, 0, 0);
 }
 
 void gone(int) {
@@ -59,7 +59,7 @@ void too_early(int) {  // nobody waits for the copy
   ptx::barrier_init(barrier);
   for (int i = 1; i <= 8; ++i) {
     ptx::barrier_init(barrier + 2 * i);
-    ptx::bulk_load(dynamic_shared() + 1024 + 16 * i, source, 16, barrier + 2 * i, 0);
+    ptx::bulk_load(dynamic_shared() + 1024 + 16 * i, source, 16, barrier + 2 * i, 0, 0);
   }
 }
 

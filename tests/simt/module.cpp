@@ -1,5 +1,6 @@
 // The launches of csrc/cuda as swiftspec/_C has them, on the emulated GPU.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "bind/cuda_arguments.h"
 #include "bind/module.h"
@@ -14,7 +15,10 @@ Place gpu() { return kCpu; }
 PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
-  m.def("blocks", [](unsigned count) { simt::Machine::get().blocks = count; }, "So many run at a time.");
+  m.def("gpu", [](const std::vector<unsigned>& parts) {
+    simt::Machine::get().parts = parts;
+    ++simt::Machine::get().ordinal;
+  }, "Another GPU from now on, which runs so many blocks at a time in each of its parts.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
   m.def("finish", [] { simt::Machine::get().finish(); }, "Until all launches have ended.");
   m.def("broken", [] { return simt::Machine::get().broken; }, "Whether a kernel has ended itself.");

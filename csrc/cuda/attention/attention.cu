@@ -1,9 +1,6 @@
 #include "cuda/attention/attention.h"
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
-
-#include <algorithm>
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx.cuh"
@@ -13,7 +10,6 @@ namespace swiftspec::cuda {
 namespace {
 
 using namespace attention;
-namespace cg = cooperative_groups;
 
 __global__ void claim_kernel(const __grid_constant__ AttentionSetup a) {
   ptx::launch_dependents();
@@ -55,18 +51,39 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
 }
 
 // Whether this cluster is the last of its group's `count`. All its threads ask, after they have written their part.
-template <int kDim>
-__device__ bool is_last(const Job& j, Shared<kDim>& s, cg::cluster_group& cluster, int64_t count) {
-  cluster.sync();
-  if (cluster.thread_rank() == 0) {
+template <class F>
+__device__ bool is_last(const Job<F>& j, Shared<F>& s, int rank, int thread, int64_t count) {
+  ptx::cluster_sync();
+  if (rank == 0 && thread == 0) {
     __threadfence();  // for all: the barrier has put their writes before it
     uint32_t* arrived = j.setup.arrived + j.entry * j.setup.kv_heads + j.head;
     s.last = atomicAdd(arrived, 1u) == static_cast<uint32_t>(count - 1);
     if (s.last) *arrived = 0;  // for the next layer
     __threadfence();
   }
-  cluster.sync();
-  return cluster.map_shared_rank(&s, 0)->last != 0;
+  ptx::cluster_sync();
+  return ptx::in_block(&s, 0)->last != 0;
+}
+
+// A cluster's part, tile by tile where a block takes them in turn.
+template <class F>
+__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t& held) {
+  const int64_t first = j.part * j.part_keys(), keys = least(j.group.keys - first, j.part_keys());
+  const int64_t turns = F::kInTurn ? parts(keys, F::kTile) : 1;
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    j.tile = first / F::kTile + turn + rank;
+    __syncthreads();
+    if (j.first_key() < j.group.keys) {
+      attend(j, s, held);
+    } else if (thread < kColumns) {
+      s.top[thread] = -INFINITY;
+    }
+    ptx::cluster_sync();
+    join_tiles(j, s, rank, thread, turn, alone && turn + 1 == turns, [&](int i) { return ptx::in_block(&s, i); });
+    if (!F::kInTurn) continue;
+    __syncthreads();
+    note_sums(j, s, thread, turn);
+  }
 }
 
 // Grid: (blocks of clusters that share the parts of a row, heads, clusters that share the groups). Every loop is the
@@ -79,59 +96,45 @@ template <int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, uint16_t* keys, uint16_t* values,
                      uint16_t* out) {
+  using F = Here<kDim>;
   ptx::wait_for_dependencies();
-  auto& s = *reinterpret_cast<Shared<kDim>*>(dynamic_shared());
-  cg::cluster_group cluster = cg::this_cluster();
-  const int rank = static_cast<int>(cluster.block_rank()), thread = static_cast<int>(threadIdx.x);
-  const int64_t clusters = gridDim.x / kCluster;
+  auto& s = *reinterpret_cast<Shared<F>*>(dynamic_shared());
+  const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
+  const int64_t clusters = gridDim.x / F::kCluster;
   int64_t held = -1;
   for (int64_t entry = blockIdx.z; entry < groups_of(a); entry += gridDim.z) {
-    Job j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.x / kCluster, 0};
-    const int64_t count = parts(j.group.keys, kPart);
+    Job<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.x / F::kCluster, 0};
+    const int64_t count = parts(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
-    if (j.part == 0) append<kDim>(j, rank, thread);
+    if (j.part == 0) append(j, rank, thread);
     load_queries(j, s, thread);
     for (; j.part < count; j.part += clusters) {
-      j.tile = j.part * kCluster + rank;
-      __syncthreads();
-      if (j.first_key() < j.group.keys) {
-        attend(j, s, held);
-      } else if (thread < kColumns) {
-        s.top[thread] = -INFINITY;
-      }
-      cluster.sync();
-      const auto block = [&](int i) { return cluster.map_shared_rank(&s, i); };
-      join_tiles<kDim>(j, rank, thread, count == 1, block);
-      if (count > 1 && is_last(j, s, cluster, count)) join_parts<kDim>(j, rank, thread, count);
+      attend_part(j, s, rank, thread, count == 1, held);
+      if (count > 1 && is_last(j, s, rank, thread, count)) join_parts(j, rank, thread, count);
       // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
       const bool more = j.part + clusters < count || entry + gridDim.z < groups_of(a);
-      more ? cluster.sync() : ptx::cluster_meet();
+      more ? ptx::cluster_sync() : ptx::cluster_meet();
     }
   }
 }
 
-template <int kDim>
-Launch launch_of(dim3 grid) {
-  return {.grid = grid, .threads = kThreads, .cluster = kCluster, .shared = sizeof(Shared<kDim>), .early = true};
-}
-
-template <int kDim>
-int64_t clusters_that_fit() {
-  Launch how = launch_of<kDim>(kCluster);
-  how.early = false;  // which does not change what fits
-  allow_shared("attention", attention_kernel<kDim>, how.shared);
-  return std::max(clusters_at_a_time("attention", attention_kernel<kDim>, how), 1);
-}
-
-// As many clusters as the device holds at a time, which `clusters_that_fit` was asked for: for each head first one for
-// every group, then for parts of a row.
-template <int kDim>
+// As many clusters as the device holds at a time: for each head first one for every group, then for parts of a row.
+template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   const int64_t each = most(a.clusters / a.kv_heads, 1), z = least(each, groups_of(a));
-  const int64_t x = least(each / z, parts(a.capacity, kPart));
-  const dim3 grid(static_cast<unsigned>(x * kCluster), static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(z));
-  launch("attention", attention_kernel<kDim>, launch_of<kDim>(grid), stream, a, static_cast<const uint16_t*>(qkv),
+  const int64_t x = least(each / z, parts(a.capacity, part_keys<F>(a.capacity)));
+  const dim3 grid(static_cast<unsigned>(x * F::kCluster), static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(z));
+  const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(Shared<F>),
+                   .early = true};
+  launch("attention", attention_kernel<F::kDim>, how, stream, a, static_cast<const uint16_t*>(qkv),
          static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out));
+}
+
+// Calls back with the form that the current device's kernel has: `Here` of what it was compiled for.
+template <class Do>
+auto with_form(int64_t dim, Do work) {
+  if (device_here().clusters()) return dim == 64 ? work(Wide<64>{}) : work(Wide<128>{});
+  return dim == 64 ? work(Narrow<64>{}) : work(Narrow<128>{});
 }
 
 }  // namespace
@@ -140,9 +143,18 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
   return one_sequence ? parts(rows, kColumns / (heads / kv_heads)) : rows;
 }
 
-int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) { return rows * heads * parts(capacity, kPart); }
+int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) {
+  return with_form(64, [&](auto form) { return rows * heads * parts(capacity, part_keys<decltype(form)>(capacity)); });
+}
 
-int64_t attention_clusters(int64_t dim) { return dim == 64 ? clusters_that_fit<64>() : clusters_that_fit<128>(); }
+int64_t attention_clusters(int64_t dim) {
+  with_form(dim, [](auto form) {
+    using F = decltype(form);
+    allow_shared("attention", attention_kernel<F::kDim>, sizeof(Shared<F>));
+  });
+  const Device& device = device_here();
+  return device.at_once[device.clusters() ? 3 : 0];
+}
 
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
@@ -154,8 +166,7 @@ void prepare_attention(const AttentionSetup& a, Stream stream) {
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  const auto run = a.dim == 64 ? launch_attention<64> : launch_attention<128>;
-  run(a, qkv, keys, values, out, stream);
+  with_form(a.dim, [&](auto form) { launch_attention<decltype(form)>(a, qkv, keys, values, out, stream); });
 }
 
 }  // namespace swiftspec::cuda

@@ -3,8 +3,9 @@
 //
 // A row's keys are numbered in the order of their positions. Key number i lies in slot i as long as the row sees every
 // slot before it; from there on the row's own list names it. Keys go in tiles of 128, one to a block; eight tiles are a
-// cluster's part. Where a key counts in the sums follows from its number: tile i / 128, warp and fragment from i % 128.
-// So a row's result does not depend, to the bit, on the other rows, nor on where its keys lie.
+// cluster's part. On GPUs without clusters tiles have 64 keys, and a part is one block's. Where a key counts in the sums
+// follows from its number: tile i / 128, warp and fragment from i % 128. So a row's result does not depend, to the bit,
+// on the other rows, nor on where its keys lie.
 //
 // Rows that share a sequence form groups of up to 64 columns, a row's heads side by side: they are the N of the MMA,
 // keys and then dimensions are its M. A tile is loaded in units of 16 keys: those that all rows of the group see in the

@@ -34,18 +34,18 @@ struct PerWarp {
 #endif
 };
 
-template <Kind kKind, int kDim>
-SWIFTSPEC_HD void load(const Job& j, Shared<kDim>& s, int first, int count, int slot) {
+template <Kind kKind, class F>
+SWIFTSPEC_HD void load(const Job<F>& j, Shared<F>& s, int first, int count, int slot) {
   SWIFTSPEC_EACH_THREAD(thread) {
     load_units<kKind>(j, s, first, count, slot, thread);
     end_fetches();
   }
 }
 
-template <int kDim>
-SWIFTSPEC_HD void score_tile(const Job& j, Shared<kDim>& s, bool at_once) {
-  for (int first = 0; first < s.units; first += kStage) {
-    const int count = static_cast<int>(least(s.units - first, kStage));
+template <class F>
+SWIFTSPEC_HD void score_tile(const Job<F>& j, Shared<F>& s, bool at_once) {
+  for (int first = 0; first < s.units; first += F::kStage) {
+    const int count = static_cast<int>(least(s.units - first, F::kStage));
     if (!at_once) {
       block_sync();
       load<Kind::keys>(j, s, first, count, 0);
@@ -58,38 +58,38 @@ SWIFTSPEC_HD void score_tile(const Job& j, Shared<kDim>& s, bool at_once) {
   }
 }
 
-template <int kDim>
-SWIFTSPEC_HD void gather_tile(const Job& j, Shared<kDim>& s, PerWarp<Output<kDim>>& out, bool at_once) {
-  for (int first = 0; first < s.units; first += kStage) {
-    const int count = static_cast<int>(least(s.units - first, kStage));
+template <class F>
+SWIFTSPEC_HD void gather_tile(const Job<F>& j, Shared<F>& s, PerWarp<Output<F>>& out, bool at_once) {
+  for (int first = 0; first < s.units; first += F::kStage) {
+    const int count = static_cast<int>(least(s.units - first, F::kStage));
     if (!at_once) {
       block_sync();
       load<Kind::values>(j, s, first, count, 0);
     }
     await_fetches<0>();
     block_sync();
-    SWIFTSPEC_EACH_WARP(index) { gather(j, s, out(index), first, count, at_once ? kStage / 2 : 0, index); }
+    SWIFTSPEC_EACH_WARP(index) { gather(j, s, out(index), first, count, at_once ? F::kStage / 2 : 0, index); }
   }
 }
 
 // From queries and `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or
 // -1: rows of many groups then read a shared prefix once.
-template <int kDim>
-SWIFTSPEC_HD void attend(const Job& j, Shared<kDim>& s, int64_t& held) {
+template <class F>
+SWIFTSPEC_HD void attend(const Job<F>& j, Shared<F>& s, int64_t& held) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
   block_sync();
-  const bool at_once = s.units <= kStage / 2, whole = s.shared_units == kUnits;
-  const int64_t name = j.sequence() * parts(j.setup.capacity, kTile) + j.tile;
+  const bool at_once = s.units <= F::kStage / 2, whole = s.shared_units == F::kUnits;
+  const int64_t name = j.sequence() * parts(j.setup.capacity, F::kTile) + j.tile;
   if (at_once && !(whole && held == name)) {
     load<Kind::keys>(j, s, 0, s.units, 0);
-    load<Kind::values>(j, s, 0, s.units, kStage / 2);
+    load<Kind::values>(j, s, 0, s.units, F::kStage / 2);
   }
   held = whole ? name : -1;
   score_tile(j, s, at_once);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { soften(j, s, index); }
   block_sync();
-  PerWarp<Output<kDim>> out = {};
+  PerWarp<Output<F>> out = {};
   gather_tile(j, s, out, at_once);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { put_down(j, s, out(index), index); }

@@ -56,30 +56,30 @@ SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t r
 }
 
 // New keys and values of this group's rows go to the cache; the blocks of the first part share them.
-template <int kDim>
-SWIFTSPEC_HD void append(const Job& j, int rank, int thread) {
-  constexpr int kChunks = kDim / 8;
-  for (int i = thread; i < static_cast<int>(parts(j.group.count - rank, kCluster)) * kChunks; i += kThreads) {
-    const int64_t row = j.group.first + rank + i / kChunks * kCluster;
+template <class F>
+SWIFTSPEC_HD void append(const Job<F>& j, int rank, int thread) {
+  constexpr int kChunks = F::kDim / 8;
+  for (int i = thread; i < static_cast<int>(parts(j.group.count - rank, F::kCluster)) * kChunks; i += kThreads) {
+    const int64_t row = j.group.first + rank + i / kChunks * F::kCluster;
     const int at = i % kChunks * 8;
-    const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * kDim;
-    const uint16_t* v = k + j.setup.kv_heads * kDim;
-    const int64_t to = j.region() + j.setup.slots[row] * kDim + at;
-    *reinterpret_cast<Chunk*>(j.keys + to) = rotated<kDim>(j.setup, k, row, at);
+    const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * F::kDim;
+    const uint16_t* v = k + j.setup.kv_heads * F::kDim;
+    const int64_t to = j.region() + j.setup.slots[row] * F::kDim + at;
+    *reinterpret_cast<Chunk*>(j.keys + to) = rotated<F::kDim>(j.setup, k, row, at);
     *reinterpret_cast<Chunk*>(j.values + to) = *reinterpret_cast<const Chunk*>(v + at);
   }
 }
 
-template <int kDim>
-SWIFTSPEC_HD void load_queries(const Job& j, Shared<kDim>& s, int thread) {
-  constexpr int kChunks = kDim / 8;
+template <class F>
+SWIFTSPEC_HD void load_queries(const Job<F>& j, Shared<F>& s, int thread) {
+  constexpr int kChunks = F::kDim / 8;
   for (int i = thread; i < j.column_blocks() * 8 * kChunks; i += kThreads) {
     const int column = i / kChunks, at = i % kChunks * 8;
     Chunk chunk = {};
     if (column < j.columns()) {
       const int64_t row = j.group.first + column / j.heads();
       const int64_t head = j.head * j.heads() + column % j.heads();
-      chunk = rotated<kDim>(j.setup, j.qkv + row * j.width() + head * kDim, row, at);
+      chunk = rotated<F::kDim>(j.setup, j.qkv + row * j.width() + head * F::kDim, row, at);
     }
     *reinterpret_cast<Chunk*>(&s.queries[column][at]) = chunk;
   }
@@ -89,9 +89,9 @@ SWIFTSPEC_HD void load_queries(const Job& j, Shared<kDim>& s, int thread) {
 enum class Kind : uint8_t { keys, values };
 
 // Units first .. first + count - 1 into the stage from `slot` on. Keys that a row does not have are zeros.
-template <Kind kKind, int kDim>
-SWIFTSPEC_HD void load_units(const Job& j, Shared<kDim>& s, int first, int count, int slot, int thread) {
-  constexpr int kChunks = kDim / 8, kSize = kUnit * kChunks;
+template <Kind kKind, class F>
+SWIFTSPEC_HD void load_units(const Job<F>& j, Shared<F>& s, int first, int count, int slot, int thread) {
+  constexpr int kChunks = F::kDim / 8, kSize = kUnit * kChunks;
   const AttentionSetup& a = j.setup;
   const int64_t start = window_start(a, j.sequence());
   const uint16_t* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
@@ -106,11 +106,11 @@ SWIFTSPEC_HD void load_units(const Job& j, Shared<kDim>& s, int first, int count
     }
     const int64_t from = number < start ? number : a.tail[row * a.width + number - start];
     if (from >= 0) {
-      fetch(to, reinterpret_cast<const Chunk*>(cache + from * kDim + at));
+      fetch(to, reinterpret_cast<const Chunk*>(cache + from * F::kDim + at));
     } else {
-      const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * kDim;
-      *to = kKind == Kind::keys ? rotated<kDim>(a, fresh, ~from, at)
-                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * kDim + at);
+      const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * F::kDim;
+      *to = kKind == Kind::keys ? rotated<F::kDim>(a, fresh, ~from, at)
+                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * F::kDim + at);
     }
   }
 }

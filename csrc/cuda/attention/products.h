@@ -28,14 +28,14 @@ SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, i
 }
 
 // Scores of units first .. first + count - 1, which lie in the stage from slot 0 on: this warp's share of them.
-template <int kDim>
-SWIFTSPEC_HD void score(const Job& j, Shared<kDim>& s, int first, int count, int warp_index) {
+template <class F>
+SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int warp_index) {
   for (int u = warp_index; u < count; u += kWarps) {
     const Unit unit = unit_at(j, s, first + u);
     const int from = unit.first / 8, to = (unit.end + 7) / 8;
     mma::C sums[kColumns / 8] = {};
     SWIFTSPEC_UNROLL
-    for (int k = 0; k < kDim; k += 16) {
+    for (int k = 0; k < F::kDim; k += 16) {
       warp::PerLane<const uint16_t*> lines;
       SWIFTSPEC_EACH_LANE(lane) { lines(lane) = &s.stage[u][lane % 16][k + lane / 16 * 8]; }
       mma::A a;
@@ -43,7 +43,7 @@ SWIFTSPEC_HD void score(const Job& j, Shared<kDim>& s, int first, int count, int
       SWIFTSPEC_UNROLL
       for (int n = 0; n < kColumns / 8; ++n) {
         if (n >= from && n < to) {
-          mma::multiply(sums[n], a, load_columns(s.queries[0], kDim + kPad, n, k, 0, kColumns));
+          mma::multiply(sums[n], a, load_columns(s.queries[0], F::kDim + kPad, n, k, 0, kColumns));
         }
       }
     }
@@ -63,9 +63,9 @@ SWIFTSPEC_HD void score(const Job& j, Shared<kDim>& s, int first, int count, int
 }
 
 // Scores become shares 2^(score - top) in bfloat16, where the scores were; zero for keys that the row does not have.
-template <int kDim>
-SWIFTSPEC_HD void soften(const Job& j, Shared<kDim>& s, int warp_index) {
-  constexpr int kEach = kTile / 32;
+template <class F>
+SWIFTSPEC_HD void soften(const Job<F>& j, Shared<F>& s, int warp_index) {
+  constexpr int kEach = F::kTile / 32;
   const float none = -INFINITY;
   for (int column = warp_index; column < 8 * j.column_blocks(); column += kWarps) {
     const int64_t keys = column < j.columns() ? s.seen[column / j.heads()] - j.first_key() : 0;
@@ -103,9 +103,9 @@ SWIFTSPEC_HD void soften(const Job& j, Shared<kDim>& s, int warp_index) {
 
 // The warps share the output by blocks of 16 dimensions, and for narrow heads by columns: warp w has dimensions
 // 16 (w % kBlocks) and on, and of the blocks of columns every kSplit-th from w / kBlocks on.
-template <int kDim>
+template <class F>
 struct Output {
-  static constexpr int kBlocks = kDim / 16, kSplit = kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
+  static constexpr int kBlocks = F::kDim / 16, kSplit = kWarps / kBlocks, kMine = kColumns / 8 / kSplit;
   mma::C sums[kMine];
   SWIFTSPEC_HD static int dimension(int warp_index) { return warp_index % kBlocks * 16; }
   SWIFTSPEC_HD static int columns(int warp_index, int i) { return i * kSplit + warp_index / kBlocks; }
@@ -113,8 +113,8 @@ struct Output {
 
 // Adds the values of units first .. first + count - 1, which lie in the stage from `slot` on. A row's units come in the
 // order of its keys; those of other rows add nothing.
-template <int kDim>
-SWIFTSPEC_HD void gather(const Job& j, const Shared<kDim>& s, Output<kDim>& out, int first, int count, int slot,
+template <class F>
+SWIFTSPEC_HD void gather(const Job<F>& j, const Shared<F>& s, Output<F>& out, int first, int count, int slot,
                          int warp_index) {
   for (int u = 0; u < count; ++u) {
     const Unit unit = unit_at(j, s, first + u);
@@ -127,10 +127,10 @@ SWIFTSPEC_HD void gather(const Job& j, const Shared<kDim>& s, Output<kDim>& out,
     mma::load_matrices<true>(a, lines);
     const auto* shares = reinterpret_cast<const uint16_t*>(s.scores[0]);
     SWIFTSPEC_UNROLL
-    for (int i = 0; i < Output<kDim>::kMine; ++i) {
+    for (int i = 0; i < Output<F>::kMine; ++i) {
       const int n = out.columns(warp_index, i);
       if (n >= from && n < to) {
-        const auto b = load_columns(shares, 2 * kScoreLine, n, unit.index * kUnit, unit.first, unit.end);
+        const auto b = load_columns(shares, 2 * F::kScoreLine, n, unit.index * kUnit, unit.first, unit.end);
         mma::multiply(out.sums[i], a, b);
       }
     }
@@ -138,11 +138,11 @@ SWIFTSPEC_HD void gather(const Job& j, const Shared<kDim>& s, Output<kDim>& out,
 }
 
 // The output goes to where the shares were.
-template <int kDim>
-SWIFTSPEC_HD void put_down(const Job& j, Shared<kDim>& s, const Output<kDim>& out, int warp_index) {
+template <class F>
+SWIFTSPEC_HD void put_down(const Job<F>& j, Shared<F>& s, const Output<F>& out, int warp_index) {
   SWIFTSPEC_EACH_LANE(lane) {
     SWIFTSPEC_UNROLL
-    for (int b = 0; b < Output<kDim>::kMine; ++b) {
+    for (int b = 0; b < Output<F>::kMine; ++b) {
       const int n = out.columns(warp_index, b);
       for (int i = 0; i < 4 && n < j.column_blocks(); ++i) {
         const int dimension = out.dimension(warp_index) + fragment::c_row(lane, i);

@@ -2,26 +2,47 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/host_device.h"
+#include "cuda/arch.h"
 
 namespace swiftspec::attention {
 
-constexpr int kUnit = 16;                     // keys of a fragment
-constexpr int kTile = 128;                    // keys of a block
-constexpr int kUnits = kTile / kUnit;         // of a tile
-constexpr int kCluster = 8;                   // blocks that join their results through each other's shared memory
-constexpr int kPart = kTile * kCluster;       // keys of a cluster
-constexpr int kColumns = 64;                  // rows x heads of a group
+constexpr int kUnit = 16;     // keys of a fragment
+constexpr int kColumns = 64;  // rows x heads of a group
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kStage = 40;                    // units of keys or values in shared memory
-constexpr int kOwnUnits = kColumns * kUnits;  // units for single rows, at most
-constexpr int kPad = 8;                       // elements after a line, so that eight lines meet 32 different banks
-constexpr int kScoreLine = kTile + 4;         // floats from one column's scores to the next one's
+constexpr int kPad = 8;           // elements after a line, so that eight lines meet 32 different banks
+constexpr int64_t kMostParts = 64;  // of a sequence, where a block takes several tiles of a part in turn
 
 SWIFTSPEC_HD constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 SWIFTSPEC_HD constexpr int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 SWIFTSPEC_HD constexpr int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// The kernel for heads of kDim_: how many blocks join their results through each other's shared memory, each with one
+// tile of kTile_ keys, and how many units of keys or values a block has in shared memory.
+template <int kDim_, int kCluster_, int kTile_, int kStage_>
+struct Form {
+  static constexpr int kDim = kDim_, kCluster = kCluster_, kTile = kTile_, kStage = kStage_;
+  static constexpr int kUnits = kTile / kUnit;                           // of a tile
+  static constexpr int kOwnUnits = kColumns * kUnits;                    // units for single rows, at most
+  static constexpr int kScoreLine = (kTile < kDim ? kDim : kTile) + 4;  // floats from one column's scores to the next's
+  static constexpr bool kInTurn = kCluster == 1;                         // a part's tiles are one block's, in turn
+};
+template <int kDim>
+using Wide = Form<kDim, 8, 128, 40>;  // up to 222 KB of shared memory
+template <int kDim>
+using Narrow = Form<kDim, 1, 64, 10>;  // for GPUs without clusters: up to 96 KB
+template <int kDim>
+using Here = std::conditional_t<ptx::kClusters, Wide<kDim>, Narrow<kDim>>;  // of the GPU that is compiled for
+
+// Keys of a part of a sequence, which a cluster reads: a tile for each of its blocks. A lone block takes several where
+// that leaves too many parts to be joined.
+template <class F>
+SWIFTSPEC_HD constexpr int64_t part_keys(int64_t capacity) {
+  constexpr int64_t once = F::kTile * F::kCluster;
+  return F::kInTurn ? once * most(parts(parts(capacity, once), kMostParts), 1) : once;
+}
 
 }  // namespace swiftspec::attention

@@ -9,20 +9,22 @@
 
 namespace swiftspec::attention {
 
-template <int kDim>
+template <class F>
 struct Shared {
-  alignas(16) uint16_t stage[kStage][kUnit][kDim + kPad];
-  alignas(16) uint16_t queries[kColumns][kDim + kPad];
-  alignas(16) float scores[kColumns][kScoreLine];  // then, where they were, shares in bfloat16; then the output [kDim]
+  alignas(16) uint16_t stage[F::kStage][kUnit][F::kDim + kPad];
+  alignas(16) uint16_t queries[kColumns][F::kDim + kPad];
+  alignas(16) float scores[kColumns][F::kScoreLine];  // then, where they were, shares in bfloat16; then output [kDim]
   float top[kColumns];                           // of a column's scores in this tile, base 2; -inf without keys
   float total[kColumns];                         // of its shares
   int32_t seen[kColumns];                        // keys of each row
-  uint16_t own[kOwnUnits];                       // the units for single rows: row * kUnits + index in the tile
+  float tops[F::kInTurn ? kColumns : 1], totals[F::kInTurn ? kColumns : 1];  // of the part's tiles so far
+  uint16_t own[F::kOwnUnits];                    // the units for single rows: row * kUnits + index in the tile
   int32_t shared_units, units;
   int32_t last;  // this cluster was the last of its group
 };
 
 // What a block is at: a head's keys and values, a group of rows, a tile.
+template <class F>
 struct Job {
   const AttentionSetup& setup;
   const uint16_t* qkv;
@@ -38,28 +40,29 @@ struct Job {
   SWIFTSPEC_HD int heads() const { return static_cast<int>(setup.heads / setup.kv_heads); }
   SWIFTSPEC_HD int columns() const { return group.count * heads(); }
   SWIFTSPEC_HD int column_blocks() const { return (columns() + 7) / 8; }
-  SWIFTSPEC_HD int64_t first_key() const { return tile * kTile; }
+  SWIFTSPEC_HD int64_t first_key() const { return tile * F::kTile; }
   SWIFTSPEC_HD int64_t width() const { return (setup.heads + 2 * setup.kv_heads) * setup.dim; }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * setup.dim; }
-  SWIFTSPEC_HD int64_t table() const { return parts(setup.capacity, kPart); }  // parts that a sequence may have
+  SWIFTSPEC_HD int64_t part_keys() const { return attention::part_keys<F>(setup.capacity); }
+  SWIFTSPEC_HD int64_t table() const { return parts(setup.capacity, part_keys()); }  // parts that a sequence may have
   SWIFTSPEC_HD int64_t scratch(int64_t which, int column) const {
     return ((head * table() + which) * setup.rows + group.first) * heads() + column;
   }
 };
 
 // Which units the tile has: first those that all rows share, then each row's own. Reads `seen`.
-template <int kDim>
-SWIFTSPEC_HD void plan_units(const Job& j, Shared<kDim>& s, int thread) {
-  const int64_t shared = least(most(j.group.base - j.first_key(), 0) / kUnit, kUnits);
+template <class F>
+SWIFTSPEC_HD void plan_units(const Job<F>& j, Shared<F>& s, int thread) {
+  const int64_t shared = least(most(j.group.base - j.first_key(), 0) / kUnit, F::kUnits);
   const auto own = [&](int row) {
-    const int64_t keys = least(most(s.seen[row] - j.first_key(), 0), kTile);
+    const int64_t keys = least(most(s.seen[row] - j.first_key(), 0), F::kTile);
     return static_cast<int>(most(parts(keys, kUnit) - shared, 0));
   };
   if (thread >= j.group.count) return;
   int at = 0;
   for (int row = 0; row < thread; ++row) at += own(row);
   const int mine = own(thread);
-  for (int i = 0; i < mine; ++i) s.own[at + i] = static_cast<uint16_t>(thread * kUnits + shared + i);
+  for (int i = 0; i < mine; ++i) s.own[at + i] = static_cast<uint16_t>(thread * F::kUnits + shared + i);
   if (thread == j.group.count - 1) {
     s.shared_units = static_cast<int32_t>(shared);
     s.units = static_cast<int32_t>(shared) + at + mine;
@@ -73,11 +76,11 @@ struct Unit {
 };
 
 // The i-th unit that the tile loads.
-template <int kDim>
-SWIFTSPEC_HD Unit unit_at(const Job& j, const Shared<kDim>& s, int i) {
+template <class F>
+SWIFTSPEC_HD Unit unit_at(const Job<F>& j, const Shared<F>& s, int i) {
   if (i < s.shared_units) return {0, i, 0, j.columns()};
-  const int code = s.own[i - s.shared_units], row = code / kUnits;
-  return {row, code % kUnits, row * j.heads(), (row + 1) * j.heads()};
+  const int code = s.own[i - s.shared_units], row = code / F::kUnits;
+  return {row, code % F::kUnits, row * j.heads(), (row + 1) * j.heads()};
 }
 
 }  // namespace swiftspec::attention

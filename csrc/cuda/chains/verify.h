@@ -1,9 +1,9 @@
 // Verification of chains: draft tokens in a row against the target, for a batch of requests (swiftspec/chains). All but
 // the launch; host code too.
 //
-// A cluster of 8 blocks reads a position of a request. Whichever cluster of a request ends last sees what the others
-// have marked, and says how many tokens stay; by rejection it then reads the position behind them again, for the token
-// that follows. Nothing of the size of a vocabulary is written.
+// A cluster of 8 blocks, or a block where there are no clusters, reads a position of a request. Whichever cluster of a
+// request ends last sees what the others have marked, and says how many tokens stay; by rejection it then reads the
+// position behind them again, for the token that follows. Nothing of the size of a vocabulary is written.
 #pragma once
 
 #include <cmath>

@@ -68,9 +68,9 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
 
 // Asks for this warp's part of what the next projection reads first.
 __device__ void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
-  if (at.lane != 0) return;
+  if (at.lane >= ptx::kLoaders) return;
   const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
-  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes));
+  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), at.lane);
 }
 
 // Waits for what the other ranks have sent of this warp's units, and writes the outputs.
@@ -154,6 +154,8 @@ Kernel<Ranks> kernel_for(bool int4, int rows8) {
 
 int rows8_of(int64_t rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
+int clusters_of(const Weights& weights) { return weights.device.at_once[weights.tiling.cluster_log]; }
+
 LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Weights& w = *a.weights;
   const auto rows = static_cast<int32_t>(a.rows);
@@ -161,7 +163,7 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
   const Outputs to{w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits,
                    a.swiglu, rows};
   return {w.tiling,
-          tiles::carve(w.tiling, rows8),
+          tiles::carve(w.tiling, rows8, w.device),
           static_cast<const uint8_t*>(w.data),
           static_cast<const uint16_t*>(a.x),
           static_cast<const uint16_t*>(a.norm),
@@ -178,43 +180,25 @@ Launch launch_of(const Weights& weights, int rows8, int clusters) {
   const int cluster = weights.tiling.cluster();
   return {.grid = dim3(static_cast<unsigned>(clusters * cluster)),
           .threads = kThreads,
-          .cluster = cluster > 1 ? cluster : 0,  // without them its barriers are a block's, which wait for no stores
-          .shared = tiles::carve(weights.tiling, rows8).total};
+          .cluster = cluster,
+          .shared = tiles::carve(weights.tiling, rows8, weights.device).total};
 }
 
 }  // namespace
 
-int prepare(const tiles::Tiling& tiling) {
-  int device = 0, major = 0, minor = 0;
-  check(cudaGetDevice(&device), "linear");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "linear");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "linear");
-  if (major != 9 || minor != 0) {
-    throw std::runtime_error("the CUDA kernels are built for compute capability 9.0 (H100, H200), this device has " +
-                             std::to_string(major) + "." + std::to_string(minor));
-  }
+void prepare(const Device& device) {
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
-      allow_shared("linear", kernel_for<OneRank>(int4, rows8), tiles::kSharedBytes);
-      allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), tiles::kSharedBytes);
+      allow_shared("linear", kernel_for<OneRank>(int4, rows8), device.shared);
+      allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), device.shared);
     }
   }
-  const int cluster = tiling.cluster();
-  const Launch alone{.grid = dim3(static_cast<unsigned>(cluster)),
-                     .threads = kThreads,
-                     .cluster = cluster,
-                     .shared = tiles::kSharedBytes};  // on its SM
-  const int clusters = clusters_at_a_time("linear", kernel_for<OneRank>(true, 1), alone);
-  if (clusters < 1) {
-    throw std::runtime_error("a cluster of " + std::to_string(tiling.cluster()) + " CTAs does not fit here");
-  }
-  return clusters;
 }
 
 void linear(const LinearArgs& args, Stream stream) {
   if (args.rows == 0) return;
   const int rows8 = rows8_of(args.rows);
-  OneRank ranks{task_of(args, rows8, args.weights->clusters), {}};
+  OneRank ranks{task_of(args, rows8, clusters_of(*args.weights)), {}};
   if (args.channel != nullptr) ranks.channel = *args.channel;
   Launch how = launch_of(*args.weights, rows8, ranks.task.clusters);
   how.early = true;
@@ -223,7 +207,7 @@ void linear(const LinearArgs& args, Stream stream) {
 
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream) {
   const Weights& weights = *ranks[0].weights;
-  const int rows8 = rows8_of(ranks[0].rows), share = weights.clusters / count;
+  const int rows8 = rows8_of(ranks[0].rows), share = clusters_of(weights) / count;
   if (share < 1) throw std::runtime_error("more virtual ranks than clusters fit on this device");
   ManyRanks many{};
   for (int r = 0; r < count; ++r) {

@@ -26,7 +26,7 @@ struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
-// A warp's own ring of tiles in shared memory. Its first lane keeps the copies coming, so no other warp is waited for.
+// A warp's own ring of tiles in shared memory. It keeps its copies coming by itself, so no other warp is waited for.
 class Ring {
  public:
   __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared)
@@ -35,7 +35,7 @@ class Ring {
         slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
         full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
         ahead_(tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp)) {
-    if (lane_ == 0) start();
+    start();
     __syncwarp();
   }
 
@@ -47,7 +47,7 @@ class Ring {
   // All lanes have read the tile; its slot of the ring is filled again.
   __device__ void release() {
     __syncwarp();
-    if (lane_ == 0) fetch(stage_);
+    if (lane_ < ptx::kLoaders) fetch(stage_);
     if (++stage_ < task_.carve.stages) return;
     stage_ = 0;
     parity_ ^= 1;
@@ -55,8 +55,12 @@ class Ring {
 
  private:
   __device__ void start() {
-    for (int stage = 0; stage < task_.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
-    ptx::fence_barrier_init();
+    if (lane_ == 0) {
+      for (int stage = 0; stage < task_.carve.stages; ++stage) ptx::barrier_init(full_ + stage);
+      ptx::fence_barrier_init();
+    }
+    if constexpr (ptx::kLoaders > 1) __syncwarp();
+    if (lane_ >= ptx::kLoaders) return;
     policy_ = ptx::evict_first();
     for (int stage = 0; stage < task_.carve.stages; ++stage) fetch(stage);
   }
@@ -65,7 +69,7 @@ class Ring {
     if (ahead_.done()) return;
     const int bytes = task_.tiling.tile_bytes;
     const uint8_t* from = task_.weights + task_.tiling.tile_at(ahead_.strip, ahead_.tile);
-    ptx::bulk_load(slots_ + stage * bytes, from, bytes, full_ + stage, policy_);
+    ptx::bulk_load(slots_ + stage * bytes, from, bytes, full_ + stage, policy_, lane_);
     ahead_.next();
   }
 

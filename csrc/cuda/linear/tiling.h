@@ -3,12 +3,13 @@
 //
 // A cluster of CTAs takes `warps_n` strips at a time; its CTAs cut the inputs into ranges, and the `warps_k` warps of a
 // strip take the tiles of a range in turn. Sums are joined warp by warp, then CTA by CTA. The tiling follows from the
-// shape of the weight alone: neither the rows nor the size of the grid change a row's result.
+// shape of the weight and from the device: neither the rows nor the size of the grid change a row's result.
 #pragma once
 
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "cuda/device/device.h"
 
 namespace swiftspec::cuda::tiles {
 
@@ -17,16 +18,16 @@ constexpr int kStrip = 32;            // outputs of a strip
 constexpr int kBlock = 32;            // inputs whose order is mixed
 constexpr int kMaxRows = 32;          // of one launch
 constexpr int kCodeWords = 512;       // of an int4 tile; its groups follow
-constexpr int kSharedBytes = 232448;  // of a CTA on compute capability 9.0
-constexpr int kHalfShared = 115712;   // so that two CTAs fit: the next kernel's weights arrive while this one ends
-constexpr int kChunkBytes = 32768;    // of x in shared memory at a time, twice that for more than 16 rows
 constexpr int kMaxStages = 16, kFewStages = 4;  // tiles under way for each warp; with fewer a CTA takes all
 
-// Of the next projection, brought to L2 ahead. A third of the L2 of an H200, and what its memory gives while attention
-// takes 4 us: a model, to be measured.
-constexpr int64_t kAheadBytes = 16 << 20;
-
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of the next projection, brought to L2 ahead: a third of it, and at most what an H200's memory gives while attention
+// takes 4 us: a model, to be measured.
+SWIFTSPEC_HD int64_t ahead_bytes(const Device& device) {
+  const int64_t third = device.l2 / 3 / 128 * 128, most = 16 << 20;
+  return third < most ? third : most;
+}
 
 // `bytes` (a multiple of 128, as all tiles are) cut in slices of `each`, whole lines of a cache, for so many parts.
 struct Slice {
@@ -82,12 +83,56 @@ SWIFTSPEC_HD Tiling cut(Tiling t, int n_log, int cluster_log) {
   return t;
 }
 
-// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (132 SMs, 33 bytes
-// of weights a nanosecond for each, 64 of x), to be measured. Clusters of 4 and 8 reach 128 SMs. More inputs than fit
-// the shared memory are brought there again in every round.
-SWIFTSPEC_HD int64_t cost(const Tiling& t) {
-  const int64_t ctas = t.cluster() >= 4 ? 128 : 132, most_inputs = kChunkBytes / 16;
-  const int64_t rounds = ceil_div(t.turns(), ctas / t.cluster());
+// Of x in shared memory at a time, twice that for more than 16 rows. A ring's tiles are larger where weights are bf16.
+SWIFTSPEC_HD int chunk_bytes(const Tiling& t, const Device& device) {
+  return device.shared >= 160 << 10 ? 32768 : t.group != 0 ? 16384 : 8192;
+}
+
+// The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
+// warps of a strip share evenly, so the chunks do not change who computes what.
+struct Carve {
+  int32_t chunk_tiles;
+  int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
+};
+
+SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8, const Device& device) {
+  Carve c{};
+  const int x_bytes = t.tile_k * rows8 * 16, most = chunk_bytes(t, device) * (rows8 <= 2 ? 1 : 2);
+  const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
+  c.chunk_tiles = range < most / x_bytes ? range : most / x_bytes;
+  const int groups = t.group != 0 ? c.chunk_tiles * t.groups() : 0;
+  c.joined_bytes = t.warps_n() * rows8 * 1024;  // two fragments of 512 bytes for each strip and 8 rows
+  c.sums = c.chunk_tiles * x_bytes;
+  c.partial = c.sums + groups * rows8 * 8 * 4;
+  c.joined = c.partial + (t.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
+  // the barrier behind `partial` parts a turn from the next one where nobody else reads
+  const int buffers = t.cluster() == 1 && t.warps_k() > 1 ? 1 : 2;
+  c.squares = c.joined + buffers * c.joined_bytes;
+  if (buffers == 1) c.joined_bytes = 0;  // from one buffer to the other
+  c.scales = c.squares + kMaxRows * 4;
+  c.barriers = c.scales + kMaxRows * 4;
+  c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
+  int stages = (device.half_shared - c.ring) / (kWarps * t.tile_bytes);
+  if (stages < kFewStages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
+  c.stages = stages < kMaxStages ? stages : kMaxStages;
+  c.total = c.ring + c.stages * kWarps * t.tile_bytes;
+  return c;
+}
+
+// Whether every number of rows finds room for a ring, and chunks that the warps share evenly.
+SWIFTSPEC_HD bool has_room(const Tiling& t, const Device& device) {
+  for (int rows8 = 1; rows8 <= kMaxRows / 8; rows8 *= 2) {
+    const Carve c = carve(t, rows8, device);
+    if (c.stages < 1 || c.chunk_tiles < 1 || c.chunk_tiles % t.warps_k() != 0) return false;
+  }
+  return true;
+}
+
+// What one CTA spends on its share with 8 rows, in nanoseconds. The constants are a model of an H200 (33 bytes of weights
+// a nanosecond for each of 132 SMs, 64 of x), to be measured. More inputs than fit the shared memory are brought there
+// again in every round.
+SWIFTSPEC_HD int64_t cost(const Tiling& t, const Device& device) {
+  const int64_t most_inputs = chunk_bytes(t, device) / 16, rounds = ceil_div(t.turns(), device.at_once[t.cluster_log]);
   const int64_t range = ceil_div(t.tiles, t.cluster()), inputs = range * t.tile_k;
   const int64_t stream = rounds * ceil_div(range, t.warps_k()) * kWarps * t.tile_bytes / 33;
   const int64_t stagings = inputs <= most_inputs ? 1 : rounds * ceil_div(inputs, most_inputs);
@@ -95,12 +140,13 @@ SWIFTSPEC_HD int64_t cost(const Tiling& t) {
   return stream + rows + rounds * (t.cluster() > 1 ? 300 : 100);
 }
 
-// The cheapest tiling of a weight. group: 32, 64, 128, or 0 for bf16.
-SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group) {
+// The cheapest tiling of a weight that has room on the device. group: 32, 64, 128, or 0 for bf16.
+SWIFTSPEC_HD Tiling tiling_for(int64_t k, int64_t n, int group, const Device& device) {
   Tiling best{};
   for (int i = 0; i < 16; ++i) {
     const Tiling t = cut(shape(k, n, group), i / 4, i % 4);
-    if (best.n == 0 || cost(t) < cost(best)) best = t;
+    if (device.at_once[i % 4] == 0 || !has_room(t, device)) continue;
+    if (best.n == 0 || cost(t, device) < cost(best, device)) best = t;
   }
   return best;
 }
@@ -126,47 +172,19 @@ SWIFTSPEC_HD Walk walk_of(const Tiling& t, int cluster, int clusters, int cta, i
           t.warps_k(), first};
 }
 
-// The shared memory of a CTA that computes 8 * rows8 rows; offsets in bytes. A chunk of x is a number of tiles that the
-// warps of a strip share evenly, so the chunks do not change who computes what.
-struct Carve {
-  int32_t chunk_tiles;
-  int32_t x, sums, partial, joined, joined_bytes, squares, scales, barriers, ring, stages, total;
-};
-
-SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8) {
-  Carve c{};
-  const int x_bytes = t.tile_k * rows8 * 16, most = rows8 <= 2 ? kChunkBytes : 2 * kChunkBytes;
-  const int range = static_cast<int>(ceil_div(ceil_div(t.tiles, t.cluster()), t.warps_k())) * t.warps_k();
-  c.chunk_tiles = range < most / x_bytes ? range : most / x_bytes;
-  const int groups = t.group != 0 ? c.chunk_tiles * t.groups() : 0;
-  c.joined_bytes = t.warps_n() * rows8 * 1024;  // two fragments of 512 bytes for each strip and 8 rows
-  c.sums = c.chunk_tiles * x_bytes;
-  c.partial = c.sums + groups * rows8 * 8 * 4;
-  c.joined = c.partial + (t.warps_k() > 1 ? kWarps * rows8 * 1024 : 0);
-  c.squares = c.joined + 2 * c.joined_bytes;
-  c.scales = c.squares + kMaxRows * 4;
-  c.barriers = c.scales + kMaxRows * 4;
-  c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
-  int stages = (kHalfShared - c.ring) / (kWarps * t.tile_bytes);
-  if (stages < kFewStages) stages = (kSharedBytes - c.ring) / (kWarps * t.tile_bytes);
-  c.stages = stages < kMaxStages ? stages : kMaxStages;
-  c.total = c.ring + c.stages * kWarps * t.tile_bytes;
-  return c;
-}
-
 }  // namespace swiftspec::cuda::tiles
 
 namespace swiftspec::cuda {
 
 // A projection made ready at load on one device.
 struct Weights {
+  Device device;  // for which it is cut
   tiles::Tiling tiling;
   const void* data;   // tiling.bytes() of tiles
   const float* bias;  // [n], or null
-  int32_t clusters;   // how many clusters run at once: what `prepare` returns
   // Tiles of a projection that comes soon, after a kernel that leaves the memory idle; or null. Asked for at the end.
   const uint8_t* next = nullptr;
-  int64_t next_bytes = 0;  // kAheadBytes at most
+  int64_t next_bytes = 0;  // ahead_bytes at most
 };
 
 }  // namespace swiftspec::cuda

@@ -37,7 +37,7 @@ class PeerInbox {
   void* data_ = nullptr;
 };
 
-// Host memory that the devices of this process read and write at the address that the host has for it.
+// Host memory that the devices of this process read and write.
 class Pinned {
  public:
   Pinned(void* data, int64_t bytes);
@@ -49,8 +49,11 @@ class Pinned {
   void* data_;
 };
 
-int current_device();   // its index, or -1 where there is none
-std::string bus_id();  // of the current device: what all processes of the machine call it
+void* seen(void* pinned);  // the address at which the current device has pinned host memory
+
+int current_device();          // its index, or -1 where there is none
+void use_device(int ordinal);  // makes it this thread's: torch has a CUDA runtime of its own, with its own idea of it
+std::string bus_id();          // of the current device: what all processes of the machine call it
 
 // Whether the current device reaches the memory of another one, or is it. Where this process cannot see that: false.
 bool reaches(const std::string& other_bus_id);

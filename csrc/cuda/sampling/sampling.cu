@@ -1,6 +1,5 @@
 #include "cuda/sampling/sampling.h"
 
-#include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include "cuda/launch.cuh"
@@ -11,33 +10,32 @@ namespace swiftspec::cuda {
 namespace {
 
 using namespace sampling;
-namespace cg = cooperative_groups;
 
 __global__ void __launch_bounds__(kThreads)
     children_kernel(const __grid_constant__ ScoreArgs args, int k, int64_t* tokens, float* values) {
   Found& found = shared_variable<Found>();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  cg::cluster_group cluster = cg::this_cluster();
-  const int block = static_cast<int>(cluster.block_rank()), index = static_cast<int>(threadIdx.x) / 32;
+  const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;
   const int64_t row = blockIdx.y;
   scan(args, row, k, block, index, values != nullptr, found);
   __syncthreads();
   if (index == 0) join_warps(k, found);
-  cluster.sync();
+  ptx::cluster_sync();
   if (index == 0 && block == 0) {
-    const auto memory = [&](int i) { return cluster.map_shared_rank(&found, i); };
+    const auto memory = [&](int i) { return ptx::in_block(&found, i); };
     join_blocks(k, memory, tokens + row * k, values == nullptr ? nullptr : values + row * k);
   }
-  cluster.sync();  // nobody leaves while its memory is read
+  ptx::cluster_sync();  // nobody leaves while its memory is read
 }
 
 }  // namespace
 
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
   if (args.rows == 0) return;
-  const dim3 grid(kBlocks, static_cast<unsigned>(args.rows));
-  const Launch how{.grid = grid, .threads = kThreads, .cluster = kBlocks, .early = true};
+  const int cluster = blocks(device_here());
+  const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(args.rows));
+  const Launch how{.grid = grid, .threads = kThreads, .cluster = cluster, .early = true};
   launch("children", children_kernel, how, stream, args, static_cast<int>(k), tokens, values);
 }
 

@@ -1,5 +1,5 @@
-// From logits to tokens on a device, all but the launches; host code too. A cluster of 8 blocks takes a row: each warp
-// keeps the best of its columns and the sum of their exponentials, then blocks and cluster join these in a fixed order.
+// From logits to tokens on a device, all but the launches; host code too. A cluster of 8 blocks takes a row, or a block
+// where there are no clusters: each warp keeps the best of its columns and the sum of their exponentials, then blocks and cluster join these in a fixed order.
 #pragma once
 
 #include <cmath>
@@ -8,6 +8,8 @@
 #include "common/best.h"
 #include "common/ieee.h"
 #include "common/warp.h"
+#include "cuda/arch.h"
+#include "cuda/device/device.h"
 #include "kernels_cuda.h"
 
 namespace swiftspec::sampling {
@@ -17,10 +19,13 @@ using best::Entry;
 
 constexpr int kWarps = 16;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocks = 8;   // of a cluster
+constexpr int kBlocks = ptx::kClusters ? 8 : 1;  // of a cluster; a launch asks `blocks`
 constexpr int kAhead = 8;    // columns of a lane that are loaded before the first is used
 constexpr int kRun = 32 * kAhead;  // columns of a warp at a time
 constexpr int kStep = kRun * kWarps * kBlocks;
+
+// kBlocks of the kernels of a device.
+SWIFTSPEC_HD int blocks(const cuda::Device& device) { return device.clusters() ? 8 : 1; }
 
 // top + ln(total) is the logarithm of a sum of exponentials.
 struct LogSum {

@@ -1,4 +1,5 @@
-"""The fused operators on a Hopper GPU: the functions of reference/ for bfloat16 models, through the native extension.
+"""The fused operators on an NVIDIA GPU since Ampere: the functions of reference/ for bfloat16 models, through the
+native extension.
 
 Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
 other rows of its batch, on their number, or on the slots in which its keys lie; but for a prompt's chunks (wide.py).
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tree_attention
-from swiftspec.backends.cuda.checks import current_stream
-from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack, usable
+from swiftspec.backends.cuda.checks import current_stream, use_current_device
+from swiftspec.backends.cuda.devices import usable
+from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
 from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import PLAIN, Scores, gumbel_keyed, log_probs, rope_tables
@@ -36,7 +38,6 @@ __all__ = [
     "device_tree",
     "draw",
     "embed",
-    "fits",
     "fuse",
     "gumbel_keyed",
     "gumbel_rows",
@@ -80,15 +81,6 @@ def require(config: ModelConfig, dtype: torch.dtype, device: torch.device | str)
         raise UserError(f"the CUDA operators take a hidden size that 8 divides, not {config.hidden_size}")
 
 
-def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether these operators can run the model here."""
-    try:
-        require(config, dtype, device)
-    except UserError:
-        return False
-    return True
-
-
 def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
     """An RMSNorm's weight [D] and epsilon."""
     return Norm(weight.to(device, dtype).contiguous(), eps)
@@ -111,6 +103,7 @@ def fuse(stack: Stack) -> None:
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
     source [m] ascends and source[i] >= start + i."""
+    use_current_device()
     native = _C.CudaCache(k, v)
     device = k.device
 

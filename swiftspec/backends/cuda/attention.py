@@ -1,4 +1,4 @@
-"""Tree attention on a Hopper GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
+"""Tree attention on a GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
 
 For bfloat16 heads of 64 or 128. A row's result does not depend, to the bit, on the other rows of its batch, on their
 number, or on the slots in which its keys lie. Nothing here waits for the device, so a forward can be captured in a
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream
+from swiftspec.backends.cuda.checks import current_stream, use_current_device
 from swiftspec.model.batch import Batch
 from swiftspec.model.stack import Cache
 
@@ -40,6 +40,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    use_current_device()
     native_cache = _C.CudaCache(cache.k, cache.v)
     lines = _C.attention_lines_cuda(min(rows, SLICE), num_heads, capacity)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from swiftspec import _C
+
+
+def use_current_device() -> None:
+    """Makes torch's current GPU the native side's, which has a CUDA runtime of its own and with it, in each thread, an
+    own idea of which GPU is meant. To be called before what has no `current_stream` among its arguments."""
+    _C.use_cuda_device(torch.cuda.current_device())
+
 
 def current_stream() -> int:
-    """Torch's current stream on the current device."""
+    """Torch's current stream on the current device, which is made the native side's."""
+    use_current_device()
     return torch.cuda.current_stream().cuda_stream
 
 

@@ -1,4 +1,4 @@
-"""Projections on a Hopper GPU: the functions of reference/ with weights in them, for bfloat16 models.
+"""Projections on a GPU: the functions of reference/ with weights in them, for bfloat16 models.
 
 int4 weights are read as they are, scales and zero points applied in float32 (csrc/cuda/linear/tiles.h). Sums are
 float32. A row's result does not depend, to the bit, on the other rows of its batch or on their number, but for the
@@ -17,7 +17,8 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4
 from swiftspec.backends.cuda import wide
-from swiftspec.backends.cuda.checks import current_stream, on_gpu
+from swiftspec.backends.cuda.checks import current_stream, on_gpu, use_current_device
+from swiftspec.backends.cuda.devices import usable
 from swiftspec.backends.cuda.wide import Norm
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
@@ -38,23 +39,6 @@ class Packed:
     bias: Tensor | None  # [N] float32
 
 
-def usable(device: torch.device | str) -> torch.device:
-    """The GPU that `device` names, with its index. UserError where these operators cannot run on it."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        raise UserError(f"the CUDA operators need a GPU, not {device}")
-    if not _C.cuda_built:
-        raise UserError(f"{_C.build_info}; install swiftspec where nvcc is found to run on {device}")
-    if not torch.cuda.is_available():
-        raise UserError("no NVIDIA GPU can be used here: torch.cuda.is_available() is false")
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        name = torch.cuda.get_device_name(device)
-        raise UserError(f"the CUDA operators are built for compute capability 9.0, {name} has {major}.{minor}")
-    return device
-
-
 def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
     """A checkpoint's matrix [N, K] in tiles on `device`; returns when they are there.
 
@@ -65,6 +49,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
     if dtype != torch.bfloat16:
         raise UserError(f"the CUDA operators compute in bfloat16, not {str(dtype).removeprefix('torch.')}")
     with torch.cuda.device(device):
+        use_current_device()
         group = math.gcd(weight.group_size, 128) if isinstance(weight, Int4) else 0
         if isinstance(weight, Int4) and group in TILE_GROUPS:
             tiles, inputs, outputs = _int4_tiles(weight, group, device)
@@ -118,6 +103,7 @@ class Communicator:
         self.rank, self.size, self._lines, self._trouble = rank, len(inboxes), lines, trouble
         self._epoch = torch.zeros(1, dtype=torch.int64, device=device)
         self._done = torch.zeros(1, dtype=torch.int32, device=device)
+        use_current_device()
         self.native = _C.CudaChannel(rank, inboxes, lines, self._epoch, self._done, trouble, patience)
 
     @property

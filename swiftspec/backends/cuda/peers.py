@@ -14,6 +14,7 @@ import torch
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import new_name
+from swiftspec.backends.cuda.checks import use_current_device
 from swiftspec.backends.cuda.linear import Communicator
 from swiftspec.errors import UserError
 
@@ -38,6 +39,7 @@ class Peers:
             raise UserError(f"the CUDA operators sum over at most {MOST_PEERS} GPUs, not {size}: {_MEND}")
         self._device = device
         with torch.cuda.device(device):
+            use_current_device()
             self._inbox: _C.CudaInbox | None = _C.CudaInbox(_C.cuda_inbox_bytes(size, lines))
             buses = [bus.decode() for bus in exchange("bus", _C.cuda_bus_id().encode())]
             _agree(rank, buses, exchange)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream
+from swiftspec.backends.cuda.checks import current_stream, use_current_device
 from swiftspec.backends.cuda.sampling import MOST_CANDIDATES
 
 MOST_LEAVES = 64
@@ -87,6 +87,7 @@ class DeviceTree:
         )
         self.children, self.room = children, 0
         self._first = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        use_current_device()
         self._native = _C.CudaTree(
             token=self.token,
             parent=self.parent,

@@ -219,12 +219,13 @@ class CudaCapture:
     """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other.
 
     Captures of two threads take turns, by `turn`; meanwhile the other thread may launch, and wait for its own stream.
+    `priority`: of the graphs' kernels, whatever the stream on which they are replayed; below 0 they go first.
     """
 
-    def __init__(self, turn: Lock) -> None:
+    def __init__(self, turn: Lock, priority: int = 0) -> None:
         self._pool, self._turn = torch.cuda.graph_pool_handle(), turn
         # its own, for what a library keeps by stream is then nobody else's, and there before a capture begins
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream(priority=priority)
         self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool that was without graphs takes no more of them
 
     def __call__(

@@ -30,14 +30,32 @@ void Machine::wait_for_dependencies() {
   block("griddepcontrol.wait");
 }
 
+unsigned Machine::clusters(unsigned blocks) const {
+  unsigned count = 0;
+  for (const unsigned part : parts) count += part / blocks;
+  return count;
+}
+
+// Where a cluster of so many blocks fits. One always does.
+bool Machine::find_room(unsigned blocks, size_t& part) const {
+  std::vector<size_t> used(parts.size(), 0);
+  for (const auto& cluster : resident_) used[cluster->part] += cluster->blocks.size();
+  for (part = 0; part < parts.size(); ++part) {
+    if (used[part] + blocks <= parts[part]) return true;
+  }
+  part = 0;
+  return resident_.empty();
+}
+
 // The next cluster of a launch.
-void Machine::start(const std::shared_ptr<Grid>& grid) {
+void Machine::start(const std::shared_ptr<Grid>& grid, size_t part) {
   const Launch& launch = grid->launch;
   const uint64_t row = launch.grid.x / launch.cluster, next = grid->begun++;
   const Index first{static_cast<unsigned>(next % row) * launch.cluster, static_cast<unsigned>(next / row % launch.grid.y),
                     static_cast<unsigned>(next / row / launch.grid.y)};
   auto cluster = std::make_unique<Cluster>();
   cluster->grid = grid;
+  cluster->part = part;
   const unsigned threads = launch.threads.x;
   for (unsigned rank = 0; rank < launch.cluster; ++rank) {
     auto block = std::make_unique<Block>();
@@ -127,13 +145,12 @@ void Machine::retire() {
 
 // Starts what there is room for.
 void Machine::begin() {
-  uint64_t running = 0;
-  for (const auto& cluster : resident_) running += cluster->blocks.size();
   for (const auto& grid : under_way_) {
     if (grid->before != nullptr && grid->before->silent > 0) return;
-    for (; grid->begun < grid->clusters; running += grid->launch.cluster) {
-      if (running > 0 && running + grid->launch.cluster > blocks) return;
-      start(grid);
+    while (grid->begun < grid->clusters) {
+      size_t part = 0;
+      if (!find_room(grid->launch.cluster, part)) return;
+      start(grid, part);
     }
   }
 }

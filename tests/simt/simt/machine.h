@@ -104,6 +104,7 @@ struct Block {
 
 struct Cluster {
   std::shared_ptr<Grid> grid;
+  size_t part = 0;
   std::vector<std::unique_ptr<Block>> blocks;
   Gate gate;
   int live = 0;
@@ -142,10 +143,12 @@ class Machine {
   static Machine& get();
 
   void seed(uint64_t seed) { dice_.seed(seed); }
-  unsigned blocks = 64;  // that run at a time
+  int ordinal = 0;       // of the GPU; another one where `parts` are others
+  std::vector<unsigned> parts = {16, 16, 16, 16};  // blocks that run at a time; a cluster lies within one of them
   bool queues = false;   // launches run when others follow or somebody waits, not at once
   bool broken = false;   // a kernel has ended itself; nothing more runs
 
+  unsigned clusters(unsigned blocks) const;  // of so many that run at a time
   void run(Launch launch);
   void finish(size_t most = 0);  // until no more than so many launches are under way
 
@@ -166,7 +169,8 @@ class Machine {
  private:
   Machine();
   void begin();
-  void start(const std::shared_ptr<Grid>& grid);
+  bool find_room(unsigned blocks, size_t& part) const;
+  void start(const std::shared_ptr<Grid>& grid, size_t part);
   void leave(Thread& thread);
   void resume(Thread& thread);
   void stop();  // back to `resume`

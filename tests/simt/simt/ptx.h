@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 
+#include "cuda/arch.h"
 #include "cuda_runtime.h"
 
 namespace simt {
@@ -110,22 +111,29 @@ void cp_async_wait() {
 
 inline void barrier_init(uint64_t* barrier) {
   simt::Machine::get().check_shared(barrier, 8, 8, "mbarrier");
-  const simt::Barrier state{0, 1, 1, 0};
+  const simt::Barrier state{0, kLoaders, kLoaders, 0};
   std::memcpy(barrier, &state, sizeof state);
 }
 inline void fence_barrier_init() {}
 inline uint64_t evict_first() { return 0; }
 
-inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t) {
+// One copy by the hardware, or a lane's share in pieces of 16 bytes.
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t, int lane) {
   simt::Machine& machine = simt::Machine::get();
   machine.check_shared(to, bytes, 16, "cp.async.bulk");
   if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) machine.fault("cp.async.bulk: misaligned");
+  if (lane >= kLoaders) machine.fault("cp.async.bulk: by another lane");
+  const uint32_t each = kBulk ? bytes : 16;
   simt::Barrier state;
   std::memcpy(&state, barrier, sizeof state);
   if (state.pending == 0) machine.fault("mbarrier: more arrivals than its phase expects");
-  state.pending -= 1, state.bytes += static_cast<int32_t>(bytes);
+  for (uint32_t at = each * lane; at < bytes; at += each * kLoaders) state.bytes += static_cast<int32_t>(each);
+  state.pending -= 1;
+  if (state.bytes == 0 && state.pending == 0) state.phase ^= 1, state.pending = state.expected;
   std::memcpy(barrier, &state, sizeof state);
-  machine.start_copy({{to, from, bytes}, barrier});
+  for (uint32_t at = each * lane; at < bytes; at += each * kLoaders) {
+    machine.start_copy({{static_cast<uint8_t*>(to) + at, static_cast<const uint8_t*>(from) + at, each}, barrier});
+  }
 }
 
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
@@ -138,16 +146,20 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-inline void prefetch(const void* from, uint32_t bytes) {
-  const auto* first = static_cast<const volatile uint8_t*>(from);
-  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+inline void prefetch(const uint8_t* from, uint32_t bytes, int) {
+  const volatile uint8_t* first = from;
+  if (bytes == 0 || bytes % 128 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     simt::Machine::get().fault("cp.async.bulk.prefetch: nothing, or misaligned");
   }
   static_cast<void>(first[0]), static_cast<void>(first[bytes - 1]);
 }
 
-inline void launch_dependents() { simt::Machine::get().launch_dependents(); }
-inline void wait_for_dependencies() { simt::Machine::get().wait_for_dependencies(); }
+inline void launch_dependents() {
+  if (kBulk) simt::Machine::get().launch_dependents();
+}
+inline void wait_for_dependencies() {
+  if (kBulk) simt::Machine::get().wait_for_dependencies();
+}
 
 // ---- Clusters.
 
@@ -157,7 +169,9 @@ inline void cluster_sync() {
   simt::Cluster& cluster = *simt::Machine::get().self().block->cluster;
   simt::Machine::get().meet(cluster.gate, cluster.live, "barrier.cluster");
 }
-inline void cluster_meet() { cluster_sync(); }
+inline void cluster_meet() {
+  if (kClusters) cluster_sync();
+}
 
 template <class T>
 T remote(const void* p, uint32_t rank) {
@@ -166,7 +180,13 @@ T remote(const void* p, uint32_t rank) {
   std::memcpy(&value, mine.in(*mine.cluster->blocks.at(rank), p, sizeof value), sizeof value);
   return value;
 }
-inline float4 remote_load4(const void* p, uint32_t rank) { return remote<float4>(p, rank); }
+
+template <class T>
+T* in_block(T* p, uint32_t rank) {
+  simt::Block& mine = *simt::Machine::get().self().block;
+  return static_cast<T*>(mine.in(*mine.cluster->blocks.at(rank), p, sizeof(T)));
+}
+inline float4 remote_load4(const float4* p, uint32_t rank) { return remote<float4>(p, rank); }
 inline float remote_load(const float* p, uint32_t rank) { return remote<float>(p, rank); }
 
 // ---- Memory that others see. Between two of these anything may happen, between the halves of a line, too.

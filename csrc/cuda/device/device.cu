@@ -1,0 +1,62 @@
+#include "cuda/device/device.h"
+
+#include <cuda_runtime.h>
+
+#include <map>
+#include <mutex>
+#include <stdexcept>
+
+#include "cuda/launch.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+constexpr int kThreads = 256;  // of the blocks that are asked about; their shared memory decides
+constexpr int kReserved = 1024;  // bytes of shared memory that each block takes besides
+
+__global__ void __launch_bounds__(kThreads) empty_kernel() {}
+
+int attribute(cudaDeviceAttr which, int ordinal) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, which, ordinal), "device");
+  return value;
+}
+
+// How many clusters of so many blocks run at a time. That does not follow from the number of multiprocessors: a cluster
+// lies within one part of the GPU, parts have different numbers of them, and dies differ.
+int clusters_of(int blocks, int shared) {
+  const Launch how{.grid = dim3(static_cast<unsigned>(blocks)), .threads = kThreads, .cluster = blocks,
+                   .shared = shared};
+  int count = 0;
+  check(cudaOccupancyMaxActiveClusters(&count, empty_kernel, Config(how, nullptr).get()), "device");
+  return count;
+}
+
+Device ask(int ordinal) {
+  Device d{};
+  d.arch = 10 * attribute(cudaDevAttrComputeCapabilityMajor, ordinal) +
+           attribute(cudaDevAttrComputeCapabilityMinor, ordinal);
+  d.shared = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal);
+  d.half_shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal) / 2 - kReserved;
+  d.l2 = attribute(cudaDevAttrL2CacheSize, ordinal);
+  d.at_once[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
+  if (!d.clusters()) return d;
+  allow_shared("device", empty_kernel, d.shared);
+  for (int log = 1; log < 4; ++log) d.at_once[log] = clusters_of(1 << log, d.shared);
+  if (d.at_once[3] < 1) throw std::runtime_error("this GPU, or the part of it that is lent, holds no cluster of 8 blocks");
+  return d;
+}
+
+}  // namespace
+
+const Device& device_here() {
+  static std::mutex lock;
+  static std::map<int, Device> known;
+  int ordinal = 0;
+  check(cudaGetDevice(&ordinal), "device");
+  const std::lock_guard<std::mutex> mine(lock);
+  const auto found = known.find(ordinal);
+  return found != known.end() ? found->second : known.emplace(ordinal, ask(ordinal)).first->second;
+}
+
+}  // namespace swiftspec::cuda

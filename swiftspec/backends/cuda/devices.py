@@ -1,0 +1,51 @@
+"""Which GPUs the CUDA operators run on, and in one line why not on this one."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftspec import _C
+from swiftspec.errors import UserError
+
+OLDEST = (8, 0)  # compute capability
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """The GPU that `device` names, with its index. UserError where these operators cannot run on it."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        raise UserError(f"the CUDA operators need a GPU, not {device}")
+    if not _C.cuda_built:
+        raise UserError(f"{_C.build_info}; install swiftspec where nvcc is found to run on {device}")
+    if not torch.cuda.is_available():
+        raise UserError(f"no NVIDIA GPU can be used here: {missing()}")
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    major, minor = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if (major, minor) < OLDEST:
+        raise UserError(f"the CUDA operators need compute capability 8.0 (Ampere) or more, {name} has {major}.{minor}")
+    if not any(arch // 10 == major and arch % 10 <= minor for arch in _C.cuda_archs):
+        built = ", ".join(f"sm_{arch}" for arch in _C.cuda_archs)
+        raise UserError(
+            f"the CUDA operators were built for {built}, {name} needs sm_{major}{minor}: install swiftspec again on"
+            " this machine, or with SWIFTSPEC_CUDA_ARCHS=all"
+        )
+    with torch.cuda.device(device):
+        try:
+            _C.use_cuda_device(device.index)
+            _C.cuda_device()
+        except RuntimeError as error:  # a driver that is too old for the toolkit, a part of a GPU that is too small
+            raise UserError(f"the CUDA operators cannot use {name}: {error}") from None
+    return device
+
+
+def missing() -> str:
+    """Why torch finds no GPU, where it finds none, and what would mend it."""
+    if torch.version.cuda is None:
+        return "this PyTorch is built without CUDA, install one that has it"
+    driver = int(getattr(torch._C, "_cuda_getDriverVersion", int)())  # 12080 for CUDA 12.8; 0 without a driver
+    needed = torch.version.cuda
+    if 0 < driver // 1000 < int(needed.partition(".")[0]):
+        has = f"{driver // 1000}.{driver % 1000 // 10}"
+        return f"the NVIDIA driver is for CUDA {has}, this PyTorch needs {needed}: install a newer driver"
+    return "there is no NVIDIA driver" if driver == 0 else "PyTorch finds none that it can use"

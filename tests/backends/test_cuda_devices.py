@@ -1,0 +1,109 @@
+"""Which GPUs the CUDA operators take, and what is said of the others, in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends.cuda import devices
+from swiftspec.errors import UserError
+
+
+class Machine:
+    """A machine with one GPU, as torch and the extension tell of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.patch = monkeypatch
+        self.native(cuda_built=True, cuda_archs=(90,), use_cuda_device=lambda _: None, cuda_device=dict)
+        self.torch(
+            is_available=lambda: True, current_device=lambda: 0, device=lambda _: nullcontext(),
+            get_device_name=lambda _: "A GPU", get_device_capability=lambda _: (9, 0),
+        )  # fmt: skip
+
+    def native(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.patch.setattr(_C, name, value, raising=False)
+
+    def torch(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.patch.setattr(torch.cuda, name, value)
+
+    def refusal(self, device: str = "cuda:0") -> str:
+        with pytest.raises(UserError) as error:
+            devices.usable(device)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_a_cpu_is_refused(machine: Machine) -> None:
+    assert "need a GPU, not cpu" in machine.refusal("cpu")
+
+
+def test_a_build_without_cuda_is_refused(machine: Machine) -> None:
+    machine.native(cuda_built=False, build_info="CUDA kernels left out: nvcc not found")
+    assert machine.refusal("cuda").startswith("CUDA kernels left out: nvcc not found; install")
+
+
+@pytest.mark.parametrize(
+    ("built", "driver", "said"),
+    [(None, 0, "without CUDA"), ("13.0", 0, "no NVIDIA driver"), ("13.0", 13000, "none that it can use"),
+     ("13.0", 12040, "driver is for CUDA 12.4, this PyTorch needs 13.0: install a newer driver")],
+)  # fmt: skip
+def test_a_machine_without_a_gpu_says_what_is_missing(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, built: str | None, driver: int, said: str
+) -> None:
+    machine.torch(is_available=lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+    assert said in machine.refusal()
+
+
+@pytest.mark.parametrize(
+    ("archs", "taken"),
+    [
+        ((90,), {(9, 0)}),
+        ((86, 100), {(8, 6), (8, 7), (8, 9), (10, 0), (10, 3)}),
+        ((80, 120), {(8, 0), (8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}),
+    ],
+)
+def test_a_gpu_takes_what_was_built_for_its_generation(
+    machine: Machine, archs: tuple[int, ...], taken: set[tuple[int, int]]
+) -> None:
+    """And for no later one of it."""
+    machine.native(cuda_archs=archs)
+
+    def found(*capability: int) -> Callable[[Any], tuple[int, ...]]:
+        return lambda _: capability
+
+    for capability in ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)):
+        machine.torch(get_device_capability=found(*capability))
+        if capability in taken:
+            assert devices.usable("cuda") == torch.device("cuda", 0)
+        else:
+            major, minor = capability
+            assert f"A GPU needs sm_{major}{minor}: install swiftspec again" in machine.refusal()
+
+
+def test_a_gpu_that_is_too_old_is_refused(machine: Machine) -> None:
+    machine.torch(get_device_capability=lambda _: (7, 5))
+    assert "need compute capability 8.0 (Ampere) or more, A GPU has 7.5" in machine.refusal()
+
+
+def test_a_driver_that_is_too_old_for_the_kernels_is_told(machine: Machine) -> None:
+    def refuse() -> None:
+        raise RuntimeError("device: CUDA driver version is insufficient for CUDA runtime version")
+
+    machine.native(cuda_device=refuse)
+    assert machine.refusal() == (
+        "the CUDA operators cannot use A GPU: device: CUDA driver version is insufficient for CUDA runtime version"
+    )
