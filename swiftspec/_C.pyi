@@ -349,6 +349,9 @@ def children_cuda(
 def cuda_bus_id() -> str:
     """The PCI bus id of the current GPU."""
 
+def cuda_device() -> dict:
+    """What the kernels know of the current GPU: see cuda::Device in cuda/device/device.h."""
+
 def cuda_inbox_bytes(ranks: int, lines: int) -> int:
     """Bytes that a rank reads in, zero at first."""
 
@@ -359,7 +362,7 @@ def cuda_reaches(bus_id: str) -> bool:
     """Whether the current GPU reaches that one's memory."""
 
 def cuda_tile_bytes(k: int, n: int, group: int) -> int:
-    """Bytes of a projection's tiles. group 0 is bf16."""
+    """Bytes of a projection's tiles on the current GPU. group 0 is bf16."""
 
 def cuda_trouble(word: int) -> tuple[int, int, int, int] | None:
     """(rank, source, slot, epoch) of a wait that gave up, or None."""
@@ -422,6 +425,9 @@ def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
 
 def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
     """Tiles of an int4 matrix; see cuda/linear/repack.h."""
+
+def use_cuda_device(ordinal: int) -> None:
+    """Says which GPU this thread's next calls are for."""
 
 def verify_cuda(
     *,

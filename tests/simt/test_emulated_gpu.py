@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simt.emulate import DEVICE_CODE, FLAGS, build
+from tests.simt.emulate import AMPERE, FLAGS, HOPPER, build, device_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SIMT = ROOT / "tests" / "simt"
@@ -20,6 +20,7 @@ COMPILER = str(shutil.which("g++"))
 FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory",
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
+DIFFERENT = ("test_linear", "test_cuda_ops", "test_verify")  # from one form of the kernels to the other
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -29,7 +30,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "
 def faults(tmp_path_factory: pytest.TempPathFactory) -> str:
     program = str(tmp_path_factory.mktemp("faults") / "faults")
     sources = [str(SIMT / "faults.cpp"), *map(str, sorted(SIMT.glob("simt/*.cpp")))]
-    subprocess.run([COMPILER, *FLAGS, "-O1", DEVICE_CODE[0], f"-I{SIMT}", *sources, "-o", program], check=True)
+    subprocess.run(
+        [COMPILER, *FLAGS, "-O1", device_code(HOPPER)[0], f"-I{SIMT}", f"-I{ROOT / 'csrc'}", *sources, "-o", program],
+        check=True,
+    )
     return program
 
 
@@ -43,11 +47,15 @@ def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_a_gpu_must_pass(tmp_path: Path) -> None:
-    """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time."""
-    module = build(COMPILER, tmp_path)
+@pytest.mark.parametrize("arch", [HOPPER, AMPERE])
+def test_what_a_gpu_must_pass(tmp_path: Path, arch: int) -> None:
+    """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time; without
+    clusters and bulk copies those whose kernels differ."""
+    module = build(COMPILER, tmp_path, arch)
     environment = os.environ | {"SWIFTSPEC_EMULATED": str(module), "OMP_NUM_THREADS": "1"}
     files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]
+    if arch != HOPPER:
+        files = [file for file in files if file.stem in DIFFERENT]
 
     def run(file: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", str(file)]

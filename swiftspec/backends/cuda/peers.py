@@ -24,11 +24,16 @@ ATTACH_SECONDS = 60.0
 Exchange = Callable[[str, bytes], list[bytes]]  # what this rank says of a topic -> what every rank says, in rank order
 
 
+class Unreached(UserError):
+    """The GPUs of a group cannot all reach each other's memory: their sums are a library's."""
+
+
 class Peers:
     """One rank's end of a group of GPUs: memory that the others reach, and the `Communicator` over it.
 
-    All ranks make it together, and all of them fail where one does. Raises UserError where there are more ranks than
-    peers can reach. To be closed by all before any of them frees its memory: `close`, all have closed, `free`.
+    All ranks make it together, and all of them fail where one does. Raises Unreached on all of them where there are
+    more ranks than peers can be, or some GPU cannot reach another. To be closed by all before any of them frees its
+    memory: `close`, all have closed, `free`.
     """
 
     def __init__(
@@ -36,7 +41,7 @@ class Peers:
     ) -> None:
         """`lines`: of the longest product; `patience` in seconds: a kernel that waits longer ends itself."""
         if size > MOST_PEERS:
-            raise UserError(f"the CUDA operators sum over at most {MOST_PEERS} GPUs, not {size}: {_MEND}")
+            raise Unreached(f"the CUDA operators sum over at most {MOST_PEERS} GPUs, not {size}")
         self._device = device
         with torch.cuda.device(device):
             use_current_device()
@@ -63,13 +68,10 @@ class Peers:
         self._inbox = None
 
 
-_MEND = "use fewer ranks in a group, or ops unfused, whose sums are NCCL's"
-
-
 def _agree(rank: int, buses: list[str], exchange: Exchange) -> None:
-    """Raises the same UserError on all ranks where some GPU cannot reach another."""
+    """Raises the same Unreached on all ranks where some GPU cannot reach another."""
     unreached = [peer for peer, bus in enumerate(buses) if peer != rank and not _C.cuda_reaches(bus)]
     for other, found in enumerate(exchange("unreached", json.dumps(unreached).encode())):
         for peer in json.loads(found):
             pair = f"GPU {buses[other]} of rank {other} cannot reach GPU {buses[peer]} of rank {peer}"
-            raise UserError(f"{pair} of its group: {_MEND}")
+            raise Unreached(f"{pair} of its group")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from swiftspec.backends.cuda.linear import Sums, lines_of
-from swiftspec.backends.cuda.peers import Peers
+from swiftspec.backends.cuda.peers import Peers, Unreached
 from swiftspec.distributed.groups.gloo import TensorParallel
 from swiftspec.errors import RankLost
 
@@ -37,7 +37,7 @@ class PeerParallel:
     @staticmethod
     def join(store: Store, group: TensorParallel, *, width: int, device: torch.device) -> PeerParallel:
         """Meets the other ranks of `group`, which are all on this machine. `width`: outputs of the widest product that
-        is summed. Raises UserError where they cannot reach each other's memory."""
+        is summed. Raises Unreached on all of them where they cannot reach each other's memory."""
 
         def exchange(topic: str, mine: bytes) -> list[bytes]:
             keys = [f"{group.name} {topic} {rank}" for rank in range(group.size)]
@@ -76,12 +76,15 @@ class PeerParallel:
 def join(
     store: Store, name: str, rank: int, size: int, *, device: torch.device, timeout: timedelta, width: int
 ) -> TensorParallel | PeerParallel:
-    """A group over NCCL; with a `width`, see `PeerParallel.join`, one whose kernels sum by themselves."""
+    """A group over NCCL; with a `width`, see `PeerParallel.join`, one whose kernels sum by themselves, where the GPUs
+    reach each other: those of desktops mostly do not."""
     group = TensorParallel.join(store, name, rank, size, device=device, timeout=timeout)
     if width == 0:
         return group
     try:
         return PeerParallel.join(store, group, width=width, device=device)
+    except Unreached:
+        return group
     except BaseException:
         group.close()
         raise

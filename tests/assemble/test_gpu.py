@@ -1,0 +1,113 @@
+"""What is said of a GPU before anything is loaded: which operators run a model there, and if the memory suffices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.assemble import models as assembled
+from swiftspec.assemble.memory import GB, Need, check_memory
+from swiftspec.assemble.models import Models
+from swiftspec.assemble.options import operators
+from swiftspec.backends import cuda, library
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.model.config_json import parse_config
+from tests.support.tiny import make_checkpoint
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+GPU = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu")
+    make_checkpoint(path, dtype=BF16)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU of 24 GB that the CUDA operators can use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(23.5 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
+    monkeypatch.setattr(cuda, "usable", torch.device)
+
+
+def need(slots: int = 8192, ranks: int = 1, **more: Any) -> Need:
+    return Need(parse_config(LLAMA_8B | more), BF16, slots, ranks)
+
+
+def test_what_a_model_needs() -> None:
+    """Llama 3 8B has 8.03 billion parameters, 1.05 of them in tables; a token's keys and values have 128 KiB."""
+    assert need().weights == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert need(**AWQ).weights == pytest.approx(6.98e9 * 4.25 / 8 + 2 * 1.05e9, rel=0.01)
+    assert need().cache == 8192 * 128 * 1024
+    assert need(ranks=4).weights == need().weights / 4 and need(ranks=4).cache == need().cache / 4
+
+
+def test_too_little_memory_is_told_before_loading() -> None:
+    check_memory([need(**AWQ), need(**AWQ)], GPU)
+    with pytest.raises(UserError) as error:
+        check_memory([need(131072), need(131072)], GPU)
+    assert str(error.value) == (
+        "the models need 66.5 GB of GPU memory, 32.1 for weights and 34.4 for 131072 tokens of context, and RTX 4090"
+        " has 23.5 free: take a smaller max_model_len, int4 weights, or more GPUs"
+    )
+
+
+@pytest.mark.parametrize(("mode", "split"), [("serial", {}), ("async", {"target_tp": 1, "draft_tp": 1})])
+def test_a_pair_is_checked_as_its_ranks_hold_it(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, mode: Any, split: dict[str, int]
+) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
+    plan = EngineConfig(mode, **split)
+    stands_in: Any = type("Ranks", (), {"size": plan.ranks, "local_rank": 0, "local_size": plan.ranks})
+    Models.check(pair, pair, plan, None if plan.ranks == 1 else stands_in, {"device": "cuda:0"})
+    assert held == ([2] if mode == "serial" else [1, 1])
+
+
+def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    with pytest.raises(UserError, match="take a smaller max_model_len"):
+        Models.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
+
+
+def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, a dtype, heads; once for each model. Who asks for them by name is refused."""
+
+    def said(**options: Any) -> list[str]:
+        lines: list[str] = []
+        Models.check(pair, None, EngineConfig("ar"), None, {"device": "cuda:0", "note": lines.append, **options})
+        return lines
+
+    assert said(dtype=torch.float32) == [
+        "the target runs on torch's own operators: the CUDA operators compute in bfloat16, not float32"
+    ]
+    [line] = said()
+    assert line.startswith("the target runs on torch's own operators: the CUDA operators take heads of 64 or 128, not")
+    assert said(ops="unfused") == []
+    with pytest.raises(UserError, match="take heads of 64 or 128"):
+        said(ops="cuda")
+
+    def too_old(device: Any) -> Any:
+        raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more, T4 has 7.5")
+
+    large = parse_config(LLAMA_8B)
+    assert operators("auto", large, BF16, GPU) is cuda
+    monkeypatch.setattr(cuda, "usable", too_old)
+    assert operators("auto", large, BF16, GPU) is library
+    with pytest.raises(UserError, match="T4 has 7"):
+        operators("cuda", large, BF16, GPU)
