@@ -1,9 +1,9 @@
-"""What rounding to int8 costs: bits a byte on text that the embedded pair has never seen.
+"""What rounding at load costs: bits a byte on text that the embedded pair has never seen.
 
 python -m bench.rounding [--windows 120] [--model PATH]
 
-Each model reads windows of held-out files, native, with rows rounded to int8, and with its head rounded as well; the
-same windows each time. The embedded draft is dense, so only its head can be rounded.
+Each model reads windows of held-out files, native, with rows rounded to int8, and with its head rounded to int8 or int4
+as well; the same windows each time. The embedded draft is dense, so only its head can be rounded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from swiftspec.model.loader import load_model
 from swiftspec.runtime.runner import Runner
 
 WINDOW = 512  # tokens
-VARIANTS = {"native": Rounding(), "rows": Rounding(activations=True), "rows and head": Rounding(True, True)}
+VARIANTS = {"native": Rounding(), "rows": Rounding(activations=True), "rows and head": Rounding(True, "int8"),
+            "head int4": Rounding(head="int4"), "rows and head int4": Rounding(True, "int4")}  # fmt: skip
 
 
 def windows(tokenizer: Path, count: int) -> list[tuple[list[int], int]]:

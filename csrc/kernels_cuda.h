@@ -29,6 +29,10 @@ void prepare(const Device& device);
 void repack_int4(const tiles::Tiling& tiling, const tiles::Int4Source& source, void* out, Stream stream);
 void repack_bf16(const tiles::Tiling& tiling, const uint16_t* matrix, void* out, Stream stream);
 
+// Outputs 16 first .. 16 first + half - 1 of a projection, and those half of all outputs further on, as rows of bf16:
+// out [2 half, k], for a library's product.
+void expand(const Weights& weights, int64_t first, int64_t half, void* out, Stream stream);
+
 // out = epilogue(norm(x) W^T + bias) for a bfloat16 model, sums in float32. A row's result does not depend, to the
 // bit, on the other rows or on their number. One of out and logits is given; no buffer is written that another is.
 struct LinearArgs {

@@ -385,6 +385,9 @@ def draw_cuda(
 def embed_cuda(tokens: Array, table: Array, out: Array, stream: int) -> None:
     """out[row] = table[tokens[row]]."""
 
+def expand_cuda(weights: CudaWeights, first: int, out: Array, stream: int) -> None:
+    """Rows [2 half, k] of bfloat16 from tiles; see cuda::expand in kernels_cuda.h."""
+
 def gather_cuda(channel: CudaChannel, mine: Array, out: Array, stream: int) -> None:
     """Every rank's array, in the order of the ranks; see cuda::GatherArgs in kernels_cuda.h."""
 

@@ -33,12 +33,12 @@ REJECTED = EngineConfig(verify="reject")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What steps can be made of: the model as one native call, graphs, a tree on the device; a group of ranks, and
-    whether its messages may be part of a graph."""
+    """What steps can be made of: the model as one native call, graphs of forwards over so many sequences, a tree on the
+    device; a group of ranks, and whether its messages may be part of a graph."""
 
     name: str
     fused: bool = False
-    graphs: bool = False
+    graphs: int = 0
     tree: bool = False
     group: bool = False
     messages: bool = False
@@ -53,7 +53,7 @@ class Machine:
     def tools(self) -> kinds.Tools:
         """Of either model."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
-        ops: Any = SimpleNamespace(device_tree=lambda *shape: tree if self.tree else None)
+        ops: Any = SimpleNamespace(device_tree=lambda *shape: tree if self.tree else None, CAPTURES=self.graphs)
         fused: Any = SimpleNamespace(tree=lambda *shape: None) if self.fused else None
         capture: Any = (lambda work: None) if self.graphs else None
         return kinds.Tools(ops, fused, capture)
@@ -70,9 +70,10 @@ class Machine:
 
 MACHINES = (
     Machine("CPU, native operators", fused=True),
-    Machine("one GPU, CUDA operators", graphs=True, tree=True),
-    Machine("GPUs of one machine, CUDA operators", graphs=True, tree=True, group=True, messages=True),
-    Machine("one GPU, `--ops unfused`", graphs=True),
+    Machine("one GPU, CUDA operators", graphs=2, tree=True),
+    Machine("several GPUs, CUDA operators", graphs=2, tree=True, group=True, messages=True),
+    Machine("one GPU, `--ops unfused`", graphs=1),
+    Machine("several GPUs, `--ops unfused`", graphs=1, group=True, messages=True),
     Machine("everything else"),
 )
 

@@ -76,6 +76,14 @@ void repack_bf16(const Array& matrix, const Array& out, uintptr_t stream) {
   cuda::repack_bf16(tiling, matrix.at<Bfloat16>(here, "matrix", {kAny, kAny}), to, stream_arg(stream));
 }
 
+void expand(const Weights& weights, int64_t first, const Array& out, uintptr_t stream) {
+  const auto& tiling = weights.tiling;
+  const int64_t half = out.size(0) / 2;
+  check(tiling.n % 2 == 0 && first >= 0 && half >= 1, "an even number of outputs, some of them");
+  check(16 * first + half <= tiling.half, "the weight has no such outputs");
+  cuda::expand(weights, first, half, bfloat16_arg("out", out, gpu(), {2 * half, tiling.k}), stream_arg(stream));
+}
+
 // Checked for all rows; a launch takes some of them.
 LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray& norm, float eps,
                        const MaybeArray& residual, const Array& out, bool swiglu, const Channel* channel) {
@@ -173,6 +181,8 @@ void bind_cuda_linear(py::module_& m) {
         py::arg("out"), py::arg("stream"), "Tiles of an int4 matrix; see cuda/linear/repack.h.");
   m.def("repack_bf16_cuda", &repack_bf16, py::arg("matrix"), py::arg("out"), py::arg("stream"),
         "Tiles of a matrix [n, k].");
+  m.def("expand_cuda", &expand, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
+        "Rows [2 half, k] of bfloat16 from tiles; see cuda::expand in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("stream"),
         "A projection, up to 32 rows in a launch; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits.");

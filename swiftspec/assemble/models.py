@@ -14,6 +14,7 @@ from swiftspec import __version__
 from swiftspec.assemble.memory import Need, check_memory
 from swiftspec.assemble.options import (
     KEPT_MEMORY,
+    HeadName,
     Load,
     OpsName,
     Options,
@@ -73,7 +74,7 @@ class Models:
     vocab_size: int
     ops: OpsName
     activations: RoundingName
-    head: RoundingName
+    head: HeadName
     load: Load
     emulate: Emulation
     trace: Path | None
@@ -223,7 +224,7 @@ class Models:
         positions = context + tree_slots
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
-            rounding=self._rounding(side, ops is cpu and dtype == torch.bfloat16),
+            rounding=self._rounding(side, ops, dtype),
             kept=self.cache if ops is cpu else None,
         )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
@@ -233,9 +234,11 @@ class Models:
         else:
             runner = Runner(model, ops, self.vocab_size, **sizes)
         runner.rules, runner.pause = self.grammars.rules, self.pause
+        if ops is cuda:
+            runner.prompt_rows = cuda.PROMPT_ROWS
         if times is not None:
             runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
-        captures = self.device.type == "cuda" and ops.CAPTURES
+        captures = self.device.type == "cuda" and ops.CAPTURES > 0
         priority = FIRST if side == "draft" and plan.beside else 0
         return runner, Tools(ops, model.fused, CudaCapture(self.capturing, priority) if captures else None)
 
@@ -252,10 +255,14 @@ class Models:
             return plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
         return 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
 
-    def _rounding(self, side: Side, usual: bool) -> Rounding:
-        """What of a model is rounded to int8. `usual`: whether rows are where nothing else is said."""
+    def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
+        """What of a model is rounded at load."""
+        usual = ops is cpu and dtype == torch.bfloat16
         activations = usual if self.activations == "auto" else self.activations == "int8"
-        head = activations and side == "draft" if self.head == "auto" else self.head == "int8"
+        if self.head != "auto":
+            return Rounding(activations, None if self.head == "native" else self.head)
+        # the draft's alone, since only the target's answers must be its own
+        head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
         return Rounding(activations, head)
 
     def _kept_tokens(self, plan: EngineConfig) -> int:

@@ -22,6 +22,7 @@ from swiftspec.observe.emulate import Emulation
 KEPT_MEMORY = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
+HeadName = Literal["auto", "int8", "int4", "native"]
 ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
 
 
@@ -46,7 +47,7 @@ class Options(TypedDict, total=False):
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
     ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
     activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
-    head: RoundingName  # auto if left out: int8 for the draft where activations are
+    head: HeadName  # auto if left out: the draft's, int8 where activations are, int4 on the CUDA operators
     load: Load  # what makes a model of a directory; load_model if left out
     emulate: Emulation | None  # step times that the models are to take at least
     trace: Path | None  # the file for rank 0's rounds; other ranks only look whether there is one
@@ -96,7 +97,7 @@ def why_not_cuda(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return None
 
 
-def check_rounding(activations: RoundingName, head: RoundingName, ops: OpsName, device: torch.device) -> None:
+def check_rounding(activations: RoundingName, head: HeadName, ops: OpsName, device: torch.device) -> None:
     """Raises UserError where int8 is asked for and the operators have none."""
     asked = {"activations": activations, "head": head}
     for name, value in asked.items():

@@ -53,7 +53,8 @@ class Runner:
         self.hooks: list[Hook] = []
         self.pause: Callable[[], None] = lambda: None  # called before each chunk of a prompt; may raise RequestEnds
         self.rules: Callable[[str], Rules] | None = None  # what makes a grammar's
-        self._guidance: Guidance | None = None
+        self.guidance: Guidance | None = None
+        self.prompt_rows = PREFILL_CHUNK  # at a time, where nobody reads their logits
         self.reading: Callable[[Tensor], None] | None = None  # takes the logits of a prompt's tokens, a chunk at a time
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
@@ -65,7 +66,7 @@ class Runner:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
         unconditional text, becomes the prefixes. Returns how many of the text's tokens `begin` has kept."""
         texts = [tokens] if guidance is None else [tokens, guidance.tokens]
-        kept, self._guidance = self.begin(texts, most), guidance
+        kept, self.guidance = self.begin(texts, most), guidance
         for sequence, text in enumerate(texts):
             self._append(text[kept[sequence] : -1], sequence)
         return kept[0]
@@ -84,9 +85,10 @@ class Runner:
             self._append(tokens, sequence)
 
     def _append(self, tokens: Sequence[int], sequence: int) -> None:
-        for start in range(0, len(tokens), PREFILL_CHUNK):
+        rows = self.prompt_rows if self.reading is None else PREFILL_CHUNK
+        for start in range(0, len(tokens), rows):
             self.pause()
-            self._read(np.array(tokens[start : start + PREFILL_CHUNK]), sequence)
+            self._read(np.array(tokens[start : start + rows]), sequence)
 
     def _read(self, chunk: Ints, sequence: int) -> None:
         first = self.cache.append_prefix(len(chunk), sequence)
@@ -110,7 +112,7 @@ class Runner:
         """Logits of a batch [n, vocab]; guided, where there are two sequences, of each pair of rows one."""
         logits = self.run(batch)
         assert logits is not None
-        return logits if self._guidance is None else self._guidance.combine(logits)
+        return logits if self.guidance is None else self.guidance.combine(logits)
 
     def run(self, batch: HostBatch, *, head: bool = True) -> Tensor | None:
         """The model's forward, waited for. Without `head` it gives no logits."""
@@ -159,7 +161,7 @@ class Runner:
         count = tokens.shape[0]
         slots = np.arange(start + first, start + first + count)
         positions = slots if depths is None else depths + start
-        if sequence == 1 and self._guidance is not None:  # the two texts may differ in their root at the start
-            text = self._guidance.tokens
+        if sequence == 1 and self.guidance is not None:  # the two texts may differ in their root at the start
+            text = self.guidance.tokens
             tokens = np.where(positions == len(text) - 1, text[-1], tokens)
         return tokens, positions, slots, np.full(count, sequence)

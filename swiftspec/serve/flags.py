@@ -81,9 +81,9 @@ class OwnSettings:
         "auto", "How rows meet int4 weights on a CPU: rounded to int8, with exact integer sums, or in --dtype.", MODELS,
         shown="auto: int8 under bfloat16, else native",
     )  # fmt: skip
-    head: Literal["auto", "int8", "native"] = setting(
-        "auto", "Round a dense vocabulary projection to int8 at load, on a CPU.", MODELS,
-        shown="auto: the draft's, where activations are int8",
+    head: Literal["auto", "int8", "int4", "native"] = setting(
+        "auto", "Round a dense vocabulary projection at load; int8 on a CPU only.", MODELS,
+        shown="auto: the draft's: int8 where activations are, int4 on the CUDA operators",
     )  # fmt: skip
     emulate: str | None = setting(
         None, "Take at least these step times, as a large pair would: target=10.48ms,draft=3.25ms; names of the"

@@ -4,7 +4,7 @@ At a node the target's law p meets children x_1, x_2, ... that were drawn from q
 does not, p becomes norm(max(0, p - q)), q loses x_1 and is normalised again, and x_2 is judged by these; and so on.
 When no child is left, the token is drawn from what p has become. The token so found follows p: see drawn.py for what
 that asks of the proposal. q names at most `width` tokens; all others keep their ratios to each other, so that the whole
-vocabulary is looked at twice only: for p's normaliser, and for the one token that is drawn in the end.
+vocabulary is looked at twice only: for p's normaliser, and for the token that is drawn where a path ends.
 
 Letters: r nodes with children, c children of the one that has most, `width` tokens of a q, m tokens of this rank.
 Source: Jeon et al. 2024 (recursive rejection sampling), Leviathan et al. 2023 for the rule.
@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +26,7 @@ from swiftspec.backends.reference.noise import counters, row_bits, row_keys, str
 from swiftspec.backends.reference.sampling import best
 from swiftspec.messages import Drawn, Proposal
 from swiftspec.sampling.noise import COIN_STREAM, RESIDUAL_STREAM
-from swiftspec.sampling.sampler import Paths, Sampler, Shard
+from swiftspec.sampling.sampler import Paths, Sampler
 from swiftspec.tree.walk import Accepted
 
 Families = dict[int, list[int]]  # node -> its children
@@ -69,64 +71,78 @@ def judge(p: Tensor, q: Tensor, places: Tensor, coins: Tensor) -> Judged:
 
 
 class Rejection:
-    """Verifies the proposals of one request. On several ranks all must ask, and all get the same."""
+    """Verifies the proposals of one request. On several ranks all must ask, and all get the same.
+
+    Nobody looks at a value between logits and verdict: every node is judged, and has the token drawn with which a path
+    would end there, though one of them is enough. `noise` and `coins` may be those of a graph.
+    """
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._noise = sampler.noise_of(RESIDUAL_STREAM)
+        self.noise = sampler.noise_of(RESIDUAL_STREAM)
+        self.noise_rows = self.noise.rows
         key = torch.tensor([stream_key(sampler.params.seed, COIN_STREAM)], dtype=torch.uint32)
-        self._coins = key.view(torch.int32).to(sampler.device)
+        self.coins = key.view(torch.int32).to(sampler.device)
 
     def __call__(self, proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
         """As `Accept`. Raises ValueError where the proposal does not tell what its nodes were drawn from."""
-        shaped, shard = self._sampler.shape(logits, paths), self._sampler.shard
-        families = _families(proposal)
-        path, tokens, overlaps = [0], [], []
-        scores = shaped[:1]
-        if families:
-            family = {node: row for row, node in enumerate(families)}
-            nodes = torch.tensor(list(families), device=shaped.device)
-            judged, residual = self._judge(proposal, families, shaped[nodes], positions[nodes], shard)
-            accepted = judged.accepted.tolist()
-            while (row := family.get(path[-1])) is not None and accepted[row] >= 0:
-                path.append(families[path[-1]][accepted[row]])
-                tokens.append(proposal.tokens[path[-1]])
-            scores = shaped[path[-1] :][:1] if row is None else residual(row)
-            chances = judged.overlap.tolist()
-            overlaps = [chances[family[node]] for node in path if node in family]
-        block, rows = self._noise.rows(positions[path[-1:]] + 1, _columns(shard, scores), scores.dtype)
-        noisy = scores + block[rows]
-        last = best(noisy) if shard is None else shard.argmax(noisy)
-        return Accepted(path, [*tokens, int(last)], tuple(overlaps))
+        numbers, width = told(proposal, len(proposal.tokens))
+        numbers = torch.from_numpy(numbers).to(logits.device)
+        return walk(proposal, self.judged(logits, paths, positions, numbers, width).cpu().numpy())
 
-    def _judge(
-        self, proposal: Proposal, families: Families, shaped: Tensor, positions: Tensor, shard: Shard | None
-    ) -> tuple[Judged, Callable[[int], Tensor]]:
-        """What became of the children of these rows; and, for one of them, the scores [1, m] that it leaves."""
-        drawn = proposal.drawn
-        if drawn is None:
-            raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
-        device = shaped.device
-        named = torch.from_numpy(drawn.tokens).to(device, torch.int64)
-        q = torch.from_numpy(drawn.probs).to(device, torch.float64)
+    def judged(self, logits: Tensor, paths: Any, positions: Tensor, numbers: Tensor, width: int) -> Tensor:
+        """For each row of logits [n, 3] float64: which child is accepted (`Judged`), the overlap, and the token that
+        ends a path that ends there. `numbers` and `width` as `told` has them."""
+        shaped, shard = self._sampler.shape(logits, paths), self._sampler.shard
+        named, q, places = numbers.split((width, width, numbers.shape[1] - 2 * width), 1)
+        named, places = named.long(), places.long()
         if shard is None:
             values, total = shaped.gather(-1, named), shaped.logsumexp(-1, keepdim=True)
         else:
             values, total = shard.values(shaped, named)
-        places = torch.from_numpy(_places(proposal, drawn, families)).to(device)
-        bits = row_bits(row_keys(self._coins, positions + 1), counters(range(places.shape[1]), device))
+        bits = row_bits(row_keys(self.coins, positions + 1), counters(range(places.shape[1]), shaped.device))
         coins = bits.to(torch.float64).add_(0.5).mul_(2.0**-32)
         judged = judge((values - total).double().exp(), q, places, coins)
+        columns = range(shaped.shape[-1]) if shard is None else shard.tokens
+        # what p has become; tokens that q does not name, or another rank has, go to a column of nobody's
+        inside = judged.inside.log() - judged.outside.unsqueeze(1) + total
+        here = (q > 0) & (named >= columns.start) & (named < columns.stop)
+        at = torch.where(here, named - columns.start, shaped.shape[-1])
+        scores = F.pad(shaped, (0, 1)).scatter(1, at, inside.to(shaped.dtype))[:, :-1]
+        block, rows = self.noise_rows(positions + 1, columns, scores.dtype)
+        noisy = scores + block[rows]
+        last = best(noisy) if shard is None else shard.argmax(noisy)
+        return torch.stack((judged.accepted.double(), judged.overlap, last.double()), 1)
 
-        def residual(row: int) -> Tensor:
-            first = _columns(shard, shaped).start
-            here = (q[row] > 0) & (named[row] >= first) & (named[row] < first + shaped.shape[-1])
-            inside = judged.inside[row].log() - judged.outside[row] + total[row]
-            scores = shaped[row : row + 1].clone()
-            scores[0, named[row][here] - first] = inside[here].to(scores.dtype)
-            return scores
 
-        return judged, residual
+def told(
+    proposal: Proposal, rows: int, padded: Callable[[int], int] = lambda most: most
+) -> tuple[NDArray[np.float64], int]:
+    """What a proposal says its children were drawn from: a row for each node, and more up to `rows`, of the `width`
+    tokens that q names, their q, and where among them the c children stand, -1 where there is none; and `width`.
+
+    `padded` makes more columns of c. Raises ValueError on a child that cannot have been drawn there.
+    """
+    check_drawn(proposal)
+    families, drawn = _families(proposal), proposal.drawn
+    if not families or drawn is None:
+        return np.tile([0.0, 0.0, -1.0], (rows, 1)), 1  # a token that was never drawn, and no child
+    nodes, places, width = list(families), _places(proposal, drawn, families), drawn.tokens.shape[1]
+    out = np.zeros((rows, 2 * width + padded(places.shape[1])))
+    out[:, 2 * width :] = -1
+    out[nodes, :width], out[nodes, width : 2 * width] = drawn.tokens, drawn.probs
+    out[nodes, 2 * width : 2 * width + places.shape[1]] = places
+    return out, width
+
+
+def walk(proposal: Proposal, judged: NDArray[np.float64]) -> Accepted:
+    """Down a proposal from accepted child to accepted child; `judged` as `Rejection.judged` has it."""
+    families, path, tokens = _families(proposal), [0], []
+    while (child := int(judged[path[-1], 0])) >= 0:
+        path.append(families[path[-1]][child])
+        tokens.append(proposal.tokens[path[-1]])
+    overlaps = tuple(float(judged[node, 1]) for node in path if node in families)
+    return Accepted(path, [*tokens, int(judged[path[-1], 2])], overlaps)
 
 
 def check_drawn(proposal: Proposal) -> None:
@@ -137,10 +153,6 @@ def check_drawn(proposal: Proposal) -> None:
         raise ValueError("verify reject was sent a proposal that does not say what its tokens were drawn from")
     if families and proposal.drawn is not None:
         _places(proposal, proposal.drawn, families)
-
-
-def _columns(shard: Shard | None, shaped: Tensor) -> range:
-    return range(shaped.shape[-1]) if shard is None else shard.tokens
 
 
 def _families(proposal: Proposal) -> Families:

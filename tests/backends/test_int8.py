@@ -158,9 +158,11 @@ def test_what_is_rounded_of_a_model() -> None:
         return ModelWeights(torch.ones(8, 64), [lambda: layer(weight)], torch.ones(64), lambda: dense(8, 64, 1))
 
     four = int4(64, 64, 32, 1)
-    both = Rounding(activations=True, head=True).of_weights(model(four))
+    both = Rounding(activations=True, head="int8").of_weights(model(four))
     assert isinstance(both.head(), Unrounded)
     assert all(isinstance(x.down, Int4Weight) and x.down.rounds and x.qkv.product("cpu") for x in read_layers(both))
+    small = Rounding(activations=True, head="int4").of_weights(model(four)).head()
+    assert isinstance(small, Int4Weight) and small.rounds
     neither = Rounding().of_weights(model(four))
     assert isinstance(neither.head(), DenseWeight) and [read().o for read in neither.layers] == [four]
     bf16 = Rounding(activations=True).of_weights(model(dense(64, 64, 1)))

@@ -87,6 +87,12 @@ def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
         check_attention(window_batch(5, 9000, 4096, 3), 4, 2, dim, 9001)
 
 
+def test_attention_over_more_rows_than_a_launch_takes() -> None:
+    """A prompt's chunk goes in slices; each finds in the cache what those before it have written."""
+    length, rows = (700, 530) if EMULATED else (3000, 1024)
+    check_attention(window_batch(rows, length, rows + 6, 7, causal=True), 4, 2, 64, length + 9)
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_of_a_population(dim: int) -> None:
     """Many rows over one prefix, each with a tail of its own."""

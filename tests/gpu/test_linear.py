@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda import linear as ops
+from swiftspec.backends.cuda import wide
 from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.weights import DenseWeight
@@ -100,6 +101,25 @@ def test_products(k: int, n: int, group: int) -> None:
         gated = torch.nn.functional.silu(gate).bfloat16().double() * up
         # a gate that rounds the other way moves the product by a unit of bfloat16
         assert error(ops.norm_swiglu(few, norm, packed), gated) <= 2 * TOLERANCE
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
+@pytest.mark.parametrize(("k", "n"), most([(256, 144), (8192, 28672), (14336, 4096)], 1))
+def test_a_prompts_chunk(k: int, n: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than kernels of ours take, by a library's product over weights that become rows a part at a time."""
+    w, x, norm = weight(k, n, group, bias=True), rows_of(wide.ROWS + 44, k), norm_of(k)
+    packed, residual = ops.pack(w, torch.bfloat16, DEVICE), rows_of(wide.ROWS + 44, n, 3)
+    monkeypatch.setattr(wide, "SCRATCH", 2 * 32 * k * 2)  # two strips at a time
+    want = exact(w)(x)
+    rounded = (want.bfloat16().double() + residual.double()).bfloat16()
+    check(ops.linear_residual(x, packed, residual), want + residual.double(), rounded)
+    doubled = ops.linear_residual(x, packed, residual, lambda product: product * 2)
+    assert error(doubled, 2 * want + residual.double()) <= 2 * TOLERANCE
+    want = exact(w)(normalised(x, norm))
+    assert error(ops.norm_linear(x, norm, packed), want) <= 2 * TOLERANCE  # int4 weights are rounded once more
+    gate, up = want.bfloat16().double().chunk(2, -1)
+    gated = torch.nn.functional.silu(gate).bfloat16().double() * up
+    assert error(ops.norm_swiglu(x, norm, packed), gated) <= 3 * TOLERANCE
 
 
 def test_candidates_right_behind_the_head() -> None:

@@ -94,6 +94,25 @@ def test_both_layouts_become_the_same() -> None:
     assert torch.equal(one.packed, words(drawn.codes)) and torch.equal(one.zeros, words(drawn.zeros))
 
 
+@given(st.sampled_from([32, 64, 128]), st.integers(1, 3), st.integers(0, 2**31), st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_a_dense_matrix_rounded(group: int, groups: int, seed: int, one_sided: bool) -> None:
+    """Each number is within half a step of its group, and a bit more since the scale is bfloat16; zeros stay zeros."""
+    random = torch.Generator().manual_seed(seed)
+    matrix = torch.randn(16, groups * group, generator=random)
+    matrix = matrix.abs() + 3 if one_sided else matrix
+    matrix[3] = 0
+    got = Int4Weight.of(matrix.bfloat16(), group, torch.arange(16.0))
+    assert got.shape == (16, groups * group) and got.bias is not None
+    parts = matrix.bfloat16().float().unflatten(1, (-1, group))
+    step = (parts.amax(2).clamp_min(0) - parts.amin(2).clamp_max(0)) / 15
+    error = (got.dequantize(torch.float32).unflatten(1, (-1, group)) - parts).abs().amax(2)
+    assert (error <= 0.57 * step + 1e-12).all()
+    assert not got.dequantize(torch.float32)[3].any()
+    half = got.outputs(torch.arange(8, 16))
+    assert torch.equal(half.dequantize(torch.float32), got.dequantize(torch.float32)[8:])
+
+
 def dense(weight: Weight) -> Tensor:
     return weight.dequantize(torch.float64)
 

@@ -4,8 +4,9 @@
 //
 //   cuda_tiles SHARED K N GROUP ROWS CLUSTERS N_LOG CLUSTER_LOG MODE < weights, x[, bias, residual] > out
 //   cuda_tiles SHARED K N GROUP ONES TWOS FOURS EIGHTS
+//   cuda_tiles SHARED K N GROUP FIRST HALF < weights > out
 //
-// The second prints the tiling for a device that runs so many clusters of 1, 2, 4 and 8 at a time: strips at a time,
+// The third writes outputs as rows [2 half, k] of bf16, as a library's product reads them. The second prints the tiling for a device that runs so many clusters of 1, 2, 4 and 8 at a time: strips at a time,
 // CTAs of a cluster, turns, stages for 8, 16 and 32 rows, its cost by the model in ns, and what the cut of a device with
 // 132, 66, 32 and 16 would cost on this one.
 //
@@ -20,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/linear/expand.h"
 #include "cuda/linear/lane_epilogue.h"
 #include "cuda/linear/repack.h"
 
@@ -291,17 +293,34 @@ void check_slices(int64_t bytes) {
   }
 }
 
+// Writes some strips as rows of bf16, each element once.
+void write_rows(const Launch& l, int64_t first, int64_t half) {
+  const Strips strips = strips_of(first, half);
+  std::vector<Eight> out(static_cast<size_t>(2 * half * l.tiling.k / 8), Eight{{~0u, ~0u, ~0u, ~0u}});
+  const auto expand = l.tiling.group != 0 ? expand_tile<true> : expand_tile<false>;
+  for (int i = 0; i < 32 * strips.tiles(l.tiling); ++i) {
+    expand(l.tiling, l.weights.data(), strips, i / 32, i % 32, reinterpret_cast<uint16_t*>(out.data()));
+  }
+  std::fwrite(out.data(), sizeof(Eight), out.size(), stdout);
+}
+
 // As device.cu would find it.
 swiftspec::cuda::Device device_of(int shared, int ones, int twos, int fours, int eights) {
   return {90, shared, (shared + 1024) / 2 - 1024, 50 << 20, {ones, twos, fours, eights}};
 }
 
 int main(int argc, char** argv) {
-  require(argc == 9 || argc == 10, "eight numbers, or eight and a mode");
+  require(argc == 7 || argc == 9 || argc == 10, "six or eight numbers, or eight and a mode");
   const auto number = [&](int i) { return std::atoi(argv[i]); };
   const int64_t k = std::atoll(argv[2]), n = std::atoll(argv[3]);
   const int group = number(4);
   const swiftspec::cuda::Device usual = device_of(number(1), 132, 66, 32, 16);
+  if (argc == 7) {
+    Launch l{tiling_for(k, n, group, usual), {}, 0, 0, 0, {}, {}, "", {}};
+    read_weights(l);
+    write_rows(l, number(5), number(6));
+    return 0;
+  }
   if (argc == 9) {
     const auto device = device_of(number(1), number(5), number(6), number(7), number(8));
     const Tiling t = tiling_for(k, n, group, device);

@@ -89,6 +89,18 @@ def test_every_cut_is_the_product(emulator: str, shared: int, n_log: int, cluste
 
 
 @pytest.mark.parametrize("group", [128, 64, 32, 0])
+@pytest.mark.parametrize(("n", "first", "half"), [(72, 0, 36), (72, 1, 16), (72, 2, 4), (8, 0, 4), (256, 3, 64)])
+def test_tiles_become_rows_again(emulator: str, n: int, first: int, half: int, group: int) -> None:
+    """Of some strips, the last in part padding: the first half's outputs, then the second's; to the bit."""
+    case = Case(1152 if group else 1160, n, group, seed=n)
+    numbers = map(str, (HOPPER, case.k, n, group, first, half))
+    run = subprocess.run([emulator, *numbers], input=case.bytes, capture_output=True, check=True)
+    rows = np.arange(16 * first, 16 * first + half)
+    want = nearest(case.weight[np.concatenate((rows, n // 2 + rows))].astype(np.float32))
+    assert np.array_equal(wide(np.frombuffer(run.stdout, np.uint16)).reshape(2 * half, case.k), want)
+
+
+@pytest.mark.parametrize("group", [128, 64, 32, 0])
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32])
 def test_rows_and_groups(emulator: str, rows: int, group: int) -> None:
     case = Case(256, 40, group, exact=True, seed=rows)

@@ -31,23 +31,26 @@ from tests.support.tiny import make_checkpoint
 CPU = torch.device("cpu")
 
 
-def random_batch(rows: int, width: int, seed: int) -> HostBatch:
+def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBatch:
     noise = np.random.default_rng(seed)
+    rows *= sequences
     tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
-    lengths = noise.integers(0, 1 << 40, 2)
-    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, np.zeros(rows, np.int64), lengths)
+    lengths, sequence = noise.integers(0, 1 << 40, sequences), np.arange(rows) * sequences // rows
+    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, sequence, lengths)
 
 
-def test_every_part_reaches_the_device_and_added_rows_repeat_the_last() -> None:
-    inputs = Inputs(8, 16, 2, CPU)
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences: int) -> None:
+    inputs = Inputs(8, 16, sequences, CPU)
     for rows, seed in ((8, 0), (5, 1), (1, 2)):
-        batch = random_batch(rows, 16, seed)
+        batch = random_batch(rows, 16, seed, sequences)
         inputs.fill(batch)
         placed = batch.to(CPU)
         for field in fields(Batch):
             want, got = getattr(placed, field.name), getattr(inputs.batch, field.name)
             if field.name != "kv_len":
-                want = torch.cat((want, want[-1:].expand(8 - rows, *want.shape[1:])))
+                each = want.unflatten(0, (sequences, rows))
+                want = torch.cat((each, each[:, -1:].expand(-1, 8 - rows, *want.shape[1:])), 1).flatten(0, 1)
             assert torch.equal(got, want), field.name
 
 

@@ -2,7 +2,7 @@
 native extension.
 
 Everything runs on torch's current stream and waits for nothing. A row's result does not depend, to the bit, on the
-other rows of its batch, on their number, or on the slots in which its keys lie.
+other rows of its batch, on their number, or on the slots in which its keys lie; but for a prompt's chunks (wide.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CAPTURES",
     "PLAIN",
+    "PROMPT_ROWS",
     "DeviceTree",
     "Scores",
     "children",
@@ -55,7 +56,8 @@ __all__ = [
     "tree_attention",
 ]
 
-CAPTURES = True  # a forward touches the host nowhere, so it can be a graph
+CAPTURES = 2  # sequences of a forward that can be a graph: it touches the host nowhere
+PROMPT_ROWS = 1024  # of a prompt at a time, so that a library's product is bound by compute and weights expand rarely
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,14 @@ from swiftspec.model.stack import Cache
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 64  # that share keys
+SLICE = 256  # rows of one launch, which bounds its scratch; of more rows, a prompt's, none sees a later one
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """What attention needs and is the same in every layer."""
 
-    native: _C.CudaAttention
+    slices: list[tuple[slice, _C.CudaAttention]]
     out_width: int
 
 
@@ -41,32 +42,39 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
 
     use_current_device()
     native_cache = _C.CudaCache(cache.k, cache.v)
-    groups = _C.attention_groups_cuda(rows, num_heads, kv_heads, sequences == 1)
-    lines = _C.attention_lines_cuda(rows, num_heads, capacity)
-    native = _C.CudaAttention(
-        cos=cos,
-        sin=sin,
-        positions=batch.positions,
-        slots=batch.slots,
-        sequence=batch.sequence if sequences > 1 else None,
-        kv_len=batch.kv_len,
-        mask=batch.mask,
-        cache=native_cache,
-        heads=num_heads,
-        owner=scratch(sequences, capacity),
-        tail=scratch(rows, width),
-        count=scratch(rows),
-        groups=scratch(groups, 4),
-        arrived=scratch(groups, kv_heads),
-        part_values=scratch(lines, dim, dtype=torch.float32),
-        part_sums=scratch(lines, 2, dtype=torch.float32),
-    )
-    native.prepare(current_stream())
-    return AttentionPlan(native, num_heads * dim)
+    lines = _C.attention_lines_cuda(min(rows, SLICE), num_heads, capacity)
+    values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
+    slices: list[tuple[slice, _C.CudaAttention]] = []
+    for start in range(0, rows, SLICE):
+        here, count = slice(start, start + SLICE), min(rows - start, SLICE)
+        groups = _C.attention_groups_cuda(count, num_heads, kv_heads, sequences == 1)
+        lines = _C.attention_lines_cuda(count, num_heads, capacity)
+        native = _C.CudaAttention(
+            cos=cos,
+            sin=sin,
+            positions=batch.positions[here],
+            slots=batch.slots[here],
+            sequence=batch.sequence[here] if sequences > 1 else None,
+            kv_len=batch.kv_len,
+            mask=batch.mask[here],
+            cache=native_cache,
+            heads=num_heads,
+            owner=scratch(sequences, capacity),
+            tail=scratch(count, width),
+            count=scratch(count),
+            groups=scratch(groups, 4),
+            arrived=scratch(groups, kv_heads),
+            part_values=values[:lines],
+            part_sums=sums[:lines],
+        )
+        native.prepare(current_stream())
+        slices.append((here, native))
+    return AttentionPlan(slices, num_heads * dim)
 
 
 def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
-    plan.native.attend(qkv, layer, out, current_stream())
+    for here, native in plan.slices:
+        native.attend(qkv[here], layer, out[here], current_stream())
     return out

@@ -1,7 +1,8 @@
 """Projections on a GPU: the functions of reference/ with weights in them, for bfloat16 models.
 
 int4 weights are read as they are, scales and zero points applied in float32 (csrc/cuda/linear/tiles.h). Sums are
-float32. A row's result does not depend, to the bit, on the other rows of its batch or on their number.
+float32. A row's result does not depend, to the bit, on the other rows of its batch or on their number, but for the
+chunks of a prompt that wide.py takes.
 """
 
 from __future__ import annotations
@@ -9,30 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4
+from swiftspec.backends.cuda import wide
 from swiftspec.backends.cuda.checks import current_stream, on_gpu, use_current_device
 from swiftspec.backends.cuda.devices import usable
+from swiftspec.backends.cuda.wide import Norm
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
 MAX_ROWS = 32  # of one launch
 WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
 TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
-
-
-class Norm(Protocol):
-    """An RMSNorm made ready at load."""
-
-    @property
-    def weight(self) -> Tensor: ...  # [D] bfloat16
-    @property
-    def eps(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +171,15 @@ def _linear(
 
 def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
     """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
+    if wide.is_wide(x, packed):
+        return wide.linear(wide.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
     """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
+    if wide.is_wide(x, gate_up):
+        return wide.swiglu(wide.normalise(x, norm), gate_up)
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
 
 
@@ -196,9 +193,12 @@ def linear_residual(
 
     A Communicator sums in the projection's own kernel, anything else after it; `Sums` goes by the rows.
     """
-    out = torch.empty_like(residual)
     if isinstance(reduce, Sums):
         reduce = reduce.few if x.shape[0] <= MAX_ROWS else reduce.many
+    if wide.is_wide(x, packed) and not isinstance(reduce, Communicator):
+        product = wide.linear(x, packed)
+        return (product if reduce is None else reduce(product)).add_(residual)
+    out = torch.empty_like(residual)
     if reduce is None or isinstance(reduce, Communicator):
         return _linear(x, packed, out, residual=residual, channel=reduce)
     return reduce(_linear(x, packed, out)).add_(residual)

@@ -66,7 +66,7 @@ __all__ = [
     "tree_attention",
 ]
 
-CAPTURES = True  # a forward over one sequence touches the host nowhere
+CAPTURES = 1  # a forward over one sequence touches the host nowhere
 INNER_TILES = 8  # of 16 inputs each: how torch's CUDA kernel lays weights out
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "pack_norm", "prepare", "rope_tables", "tree_attention",
 ]  # fmt: skip
 
-CAPTURES = False  # `prepare` reads what it needs on the host, so a forward cannot be a CUDA graph
+CAPTURES = 0  # sequences of a forward that can be a CUDA graph: none, `prepare` reads what it needs on the host
 
 
 def fuse(stack: Stack) -> Fused | None:
@@ -31,4 +31,3 @@ def fuse(stack: Stack) -> Fused | None:
 
 def device_tree(slots: int, children: int, leaves: int, vocab: int, device: torch.device) -> None:
     """A draft tree that grows without the host, where operators have that; these do not."""
-    return

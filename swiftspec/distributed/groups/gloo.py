@@ -23,8 +23,9 @@ class TensorParallel:
 
     memory = None
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
+    def __init__(self, name: str, rank: int, size: int, nccl: bool = False) -> None:
         self.name, self.rank, self.size = name, rank, size
+        self._nccl = nccl
 
     @staticmethod
     def join(
@@ -49,7 +50,7 @@ class TensorParallel:
             )
         except (dist.DistError, RuntimeError) as error:
             raise RankLost(f"group {name}: rank {rank} of {size} could not join ({_line(error)})") from error
-        return TensorParallel(name, rank, size)
+        return TensorParallel(name, rank, size, nccl)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[...] -> [size, ...], in rank order."""
@@ -70,7 +71,7 @@ class TensorParallel:
         return sum_in_rank_order(self.all_gather(x))
 
     def captures(self, x: Tensor) -> bool:
-        return False  # they are a library's
+        return self._nccl  # whose calls a graph records like other work, once a warm-up has connected the ranks
 
     def lost(self, error: Exception) -> RankLost | None:
         return None  # a lost peer has raised RankLost already

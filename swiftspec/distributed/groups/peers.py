@@ -53,7 +53,7 @@ class PeerParallel:
         return sums.gather(x) if sums.takes(x) else self._group.all_gather(x)
 
     def captures(self, x: Tensor) -> bool:
-        return self._peers.sums.takes(x)
+        return self._peers.sums.takes(x) or self._group.captures(x)
 
     def lost(self, error: Exception) -> RankLost | None:
         found = self._peers.sums.trouble()

@@ -86,6 +86,25 @@ class Int4Weight:
     order: Order = "outputs"
     rest: tuple[Int4Weight, ...] = ()  # further outputs, in the same order of words
 
+    @staticmethod
+    def of(dense: Tensor, group: int, bias: Tensor | None = None) -> Int4Weight:
+        """A dense matrix [N, K], rounded: 8 divides N, and groups of so many divide K. A group's codes reach from its
+        smallest number, or zero, to its largest."""
+        outputs, inputs = dense.shape
+        packed = torch.empty(outputs, inputs // 8, dtype=torch.int32)
+        scales = torch.empty(outputs, inputs // group, dtype=torch.bfloat16)
+        zeros = torch.empty(outputs // 8, inputs // group, dtype=torch.int32)
+        for start in range(0, outputs, 4096):  # what lies between is wide: a part at a time
+            part, rows = dense[start : start + 4096].float().unflatten(1, (-1, group)), slice(start, start + 4096)
+            low, high = part.amin(2).clamp_max_(0), part.amax(2).clamp_min_(0)
+            scales[rows] = scale = ((high - low) / 15).to(torch.bfloat16)
+            inverse = torch.where(scale == 0, 0.0, 1 / scale.float())
+            zero = (-low * inverse).round_().clamp_(0, 15)
+            codes = (part * inverse.unsqueeze(2)).round_().add_(zero.unsqueeze(2)).clamp_(0, 15)
+            packed[rows] = pack_int4(codes.flatten(1).to(torch.uint8))
+            zeros[start // 8 : start // 8 + len(part) // 8] = pack_int4(zero.T.to(torch.uint8)).T
+        return Int4Weight(packed, scales, zeros, group, bias, order="inputs")
+
     @property
     def shape(self) -> tuple[int, int]:
         """N and K."""

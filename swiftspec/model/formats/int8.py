@@ -1,4 +1,4 @@
-"""What is rounded to int8 at load. Eight-bit weights are w = q s, one scale for each output and group of inputs."""
+"""What is rounded at load. Eight-bit weights are w = q s, one scale for each output and group of inputs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,10 +25,11 @@ def group_of(inputs: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What of a model is rounded to int8. A dense head is, at load, and then so are the rows that it meets."""
+    """What of a model is rounded at load. A dense head is where its shape allows it, and rows that meet an int8 one
+    become int8, too."""
 
-    activations: bool = False  # rows, before they meet int4 weights
-    head: bool = False
+    activations: bool = False  # rows, to int8, before they meet int4 weights
+    head: Literal["int8", "int4"] | None = None
 
     def of_weights(self, weights: ModelWeights) -> ModelWeights:
         """The model with what is rounded; int4 matrices keep their codes."""
@@ -38,8 +40,12 @@ class Rounding:
 
     def _of_head(self, read: Callable[[], Weight]) -> Weight:
         head = read()
-        if isinstance(head, DenseWeight) and self.head:
-            head = Unrounded.of(head.weight, head.bias) or head
+        if isinstance(head, DenseWeight):
+            group = group_of(head.weight.shape[1])
+            if self.head == "int8":
+                head = Unrounded.of(head.weight, head.bias) or head
+            elif self.head == "int4" and group is not None and head.weight.shape[0] % 8 == 0:
+                head = Int4Weight.of(head.weight, group, head.bias)
         return _row_rounding(head) if self.activations else head
 
 

@@ -2,8 +2,8 @@
 are graphs, and a population's rounds as graphs.
 
 A graph reads and writes tensors that stay where they are; what it holds by value is its key. A forward's shape is a
-number of rows, padded to a few, and a width of the mask window, which tree/mask.py has padded already. Rows that pad
-repeat the last one: they write the same keys and values to the same slots, and nobody reads their logits.
+number of rows in each sequence, padded to a few, and a width of the mask window, which tree/mask.py has padded already.
+Rows that pad repeat the last one: they write the same keys and values to the same slots, and nobody reads their logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swiftspec.runtime.steps.eager import EagerSteps
 
 T = TypeVar("T")
 
-ROWS = (1, 2, 4, 8, 16, 32)  # batches of more rows than that are not captured
+ROWS = (1, 2, 4, 8, 16, 32)  # of a sequence; batches of more are not captured
 FAMILIES = 5  # of graphs that are kept: forwards, and four ways in which requests shaped logits
 WARM_UPS = 2  # runs before a capture: what is set up or tuned on first use must not be captured
 WORD = 8  # bytes of an int64
@@ -47,29 +47,32 @@ class Capture(Protocol):
 
 
 class Inputs:
-    """One shape's batch on the device, its parts in one buffer, so that one copy fills it."""
+    """One shape's batch on the device, its parts in one buffer, so that one copy fills it. `rows`: of each sequence."""
 
     def __init__(self, rows: int, width: int, sequences: int, device: torch.device) -> None:
-        words = 3 * rows + sequences
-        size = WORD * words + rows * width
+        count = rows * sequences
+        words = 3 * count + sequences
+        size = WORD * words + count * width
         self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._placed = torch.empty(size, dtype=torch.uint8, device=device)
         tokens, positions, slots, kv_len = (
-            self._placed[: WORD * words].view(torch.int64).split((*[rows] * 3, sequences))
+            self._placed[: WORD * words].view(torch.int64).split((*[count] * 3, sequences))
         )
-        mask = self._placed[WORD * words :].view(torch.bool).view(rows, width)
-        self.batch = Batch(tokens, positions, slots, mask, torch.zeros_like(tokens), kv_len)
+        mask = self._placed[WORD * words :].view(torch.bool).view(count, width)
+        sequence = torch.arange(sequences, device=device).repeat_interleave(rows)
+        self.batch = Batch(tokens, positions, slots, mask, sequence, kv_len)
         flat = self._staged.numpy()
         numbers = flat[: WORD * words].view(np.int64)
-        self._columns, self._kv_len = numbers[: 3 * rows].reshape(3, rows), numbers[3 * rows :]
-        self._mask = flat[WORD * words :].view(np.bool_).reshape(rows, width)
+        self._columns, self._kv_len = numbers[: 3 * count].reshape(3, sequences, rows), numbers[3 * count :]
+        self._mask = flat[WORD * words :].view(np.bool_).reshape(sequences, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
         """Puts a batch of no more rows than these on the device, which must have taken the one before."""
-        count = len(batch)
-        for part, column in zip(self._columns, (batch.tokens, batch.positions, batch.slots), strict=True):
-            part[:count], part[count:] = column, column[-1]
-        self._mask[:count], self._mask[count:] = batch.mask, batch.mask[-1]
+        count = rows_of(batch)
+        parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
+        for to, part in zip((*self._columns, self._mask), parts, strict=True):
+            each = part.reshape(len(self._kv_len), count, *part.shape[1:])
+            to[:, :count], to[:, count:] = each, each[:, -1:]
         self._kv_len[:] = batch.kv_len
         self._placed.copy_(self._staged, non_blocking=True)
 
@@ -137,21 +140,29 @@ class Graphs:
         return graphs[key].out
 
     def run_batch(
-        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device
-    ) -> Tensor:
-        """What `work` gives for each row of a batch of at most ROWS[-1] rows, [n, ...] on the device."""
+        self, name: Hashable, batch: HostBatch, work: Callable[[Batch], Tensor], device: torch.device,
+        shape: Hashable = None,
+    ) -> Tensor:  # fmt: skip
+        """What `work` gives for each row of a batch of at most ROWS[-1] rows in a sequence, [n, ...] on the device.
+        `shape`: that of what it reads besides."""
         graphs = self._families[name].graphs
-        key = padded(len(batch)), batch.mask.shape[1]
+        rows, width = padded(rows_of(batch)), batch.mask.shape[1]
+        key = rows, width, shape
         captured = graphs.get(key)
         if captured is None:
-            inputs = Inputs(*key, batch.kv_len.shape[0], device)
+            inputs = Inputs(rows, width, batch.kv_len.shape[0], device)
             inputs.fill(batch)  # the runs before the capture are on it
             captured = graphs[key] = Captured(*self._capture(lambda: work(inputs.batch)), inputs)
         else:
             assert captured.inputs is not None
             captured.inputs.fill(batch)
         captured.replay()
-        return captured.out[: len(batch)]
+        return captured.out[: rows_of(batch)]
+
+
+def rows_of(batch: HostBatch) -> int:
+    """The rows of each of its sequences."""
+    return len(batch) // len(batch.kv_len)
 
 
 def shaping(sampling: SamplingParams) -> str:
@@ -170,35 +181,39 @@ class GraphForwards(EagerSteps):
     """Eager steps whose forwards are graphs; what makes tokens of their logits follows operator by operator."""
 
     name = "graph forwards"
-    TAKES: Features = frozenset(FEATURES) - {"guidance", "population"}  # guided rows are two of one result
+    TAKES: Features = frozenset(FEATURES) - {"guidance", "population"}
 
-    def __init__(self, runner: Runner, graphs: Graphs) -> None:
+    def __init__(self, runner: Runner, graphs: Graphs, guided: bool = False) -> None:
+        """`guided`: whether a graph may hold two sequences, so that it takes guided requests, too."""
         super().__init__(runner)
         self.graphs = graphs
+        self._takes = self.TAKES | {"guidance"} if guided else self.TAKES
 
     def takes(self, wanted: Features) -> bool:
-        return wanted <= self.TAKES
+        return wanted <= self._takes
 
     def open(self, request: Request) -> None:
         super().open(request)
         self.graphs.bind(self.runner.cache.k)
-        self.graphs.open(FORWARDS, lambda: None)
+        guidance = self.runner.guidance
+        self._forwards = FORWARDS if guidance is None else (FORWARDS, guidance.scale)
+        self.graphs.open(self._forwards, lambda: None)
 
     def forward(self, batch: HostBatch) -> Tensor:
-        if len(batch) > ROWS[-1]:
+        if rows_of(batch) > ROWS[-1]:
             return super().forward(batch)
         device, began = self.runner.model.device, time.perf_counter()
-        logits = self.graphs.run_batch(FORWARDS, batch, self.model_forward, device)
+        logits = self.graphs.run_batch(self._forwards, batch, self.model_forward, device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         self.runner.note(began, len(batch))
         return logits
 
     def model_forward(self, batch: Batch) -> Tensor:
-        """Logits of a batch on the device, as a graph holds it."""
-        logits = self.runner.model.forward(batch, self.runner.cache)
+        """Logits of a batch on the device, as a graph holds it; guided, of each pair of rows one."""
+        logits, guidance = self.runner.model.forward(batch, self.runner.cache), self.runner.guidance
         assert logits is not None
-        return logits
+        return logits if guidance is None else guidance.combine(logits)
 
 
 class CudaCapture:

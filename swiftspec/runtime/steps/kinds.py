@@ -26,7 +26,7 @@ from swiftspec.tree.tree import DraftTree
 class Ops(Protocol):
     """What operators say of themselves."""
 
-    CAPTURES: bool  # a forward over one sequence touches the host nowhere, so it can be a graph
+    CAPTURES: int  # with so many sequences, at most, a forward touches the host nowhere, so it can be a graph
 
     def device_tree(
         self, slots: int, children: int, leaves: int, vocab: int, device: torch.device, /
@@ -51,9 +51,10 @@ def for_target(runner: Runner, tools: Tools) -> list[Steps]:
         found.append(NativeSteps(runner, tools.fused))
     graphs = tools.graphs
     if graphs is not None and _captures(runner, 1):
+        guided = tools.ops.CAPTURES > 1
         if _captures(runner, ROWS[-1], HEAD + 1):  # what a vocabulary's shards exchange
-            found.append(GraphVerifications(runner, graphs))
-        found.append(GraphForwards(runner, graphs))
+            found.append(GraphVerifications(runner, graphs, guided))
+        found.append(GraphForwards(runner, graphs, guided))
     return [*found, EagerSteps(runner)]
 
 
