@@ -100,13 +100,11 @@ def step_time(role: Role, rows: int, context: int) -> float:
     return median(times[2:])  # the first may capture
 
 
-def nothing_ahead(role: Role, on: bool = True) -> Role:
-    """Has QKV ask for nothing of O's tiles, or for them again."""
+def asking_ahead(role: Role, on: bool) -> Role:
+    """Has projections ask for nothing of the next one's tiles, or for them again."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    for layer in model.stack.layers:
-        tiles = layer.o.tiles
-        layer.qkv.native.precede(tiles[:0] if on else tiles)
+    cuda.ask_ahead(model.stack, on)
     for steps in role.steps_known:
         if isinstance(steps, GraphForwards):
             steps.graphs.forget(FORWARDS)  # they hold what they were captured with
@@ -184,11 +182,11 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         }
         if all(role.runner.ops is cuda for role in roles):
             result["step ms, nothing asked for ahead"] = {
-                name: step_time(nothing_ahead(role), count, args.context)
+                name: step_time(asking_ahead(role, False), count, args.context)
                 for name, role, count in zip(names, roles, rows)
             }
             for role in roles:
-                nothing_ahead(role, on=False)
+                asking_ahead(role, True)
         note(result)
         decode_on(llm, NoDrafter(), verifier)
         plain, result["ar"] = decode(llm, prompts, args.tokens)

@@ -22,8 +22,8 @@ constexpr int kHalfShared = 115712;   // so that two CTAs fit: the next kernel's
 constexpr int kChunkBytes = 32768;    // of x in shared memory at a time, twice that for more than 16 rows
 constexpr int kMaxStages = 16, kFewStages = 4;  // tiles under way for each warp; with fewer a CTA takes all
 
-// Of the next projection, brought to L2 ahead. A third of the L2 of an H200, and what its memory gives while attention
-// takes 4 us: a model, to be measured.
+// Of the next projection, brought to L2 ahead, at most. A third of the L2 of an H200, and what its memory gives while
+// attention takes 4 us: a model, to be measured.
 constexpr int64_t kAheadBytes = 16 << 20;
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
