@@ -46,8 +46,8 @@ run them on a CPU, with a stand-in for the capture.
 The columns:
 
 - *CPU, native operators*: x86-64 with AVX2 or more, models in bfloat16 or float32, int4 too; one rank or several.
-- *CUDA operators*: NVIDIA GPUs since Ampere, bfloat16 models, int4 too, with heads of 64 or 128. *Several*: ranks of one
-  machine that reach each other's memory.
+- *CUDA operators*: NVIDIA GPUs since Ampere, bfloat16 models, int4 too, with heads of 64 or 128. *Several*: ranks
+  of one machine that reach each other's memory.
 - *`--ops unfused`*: torch's own operators on a GPU, which also run what the CUDA operators do not fit. *Several*: ranks
   that speak through NCCL.
 - *everything else*: plain torch on a CPU, and ranks that share a GPU.

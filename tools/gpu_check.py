@@ -1,16 +1,18 @@
 """Everything that needs an NVIDIA GPU, in one call of less than nine minutes. Not run on a GPU yet.
 
-    python -m tools.gpu_check [--output profiles] [--dry-run] [--budget 530]
+    python -m tools.gpu_check --output DIR [--budget 530]       everything once
+    python -m tools.gpu_check --output DIR --compare            switches off and on by turns
+    python -m tools.gpu_check --dry-run                         the steps and their limits
 
-Builds the extension in place, runs tests/gpu, measures constants and operators, decodes with the embedded pair as it is
-and grown to large shapes, and looks for stray accesses and races among virtual ranks. Each step is a process with a
-time limit of its own; one that fails, hangs or leaves children behind does not stop the others. The limits of all that
-must be done fit the budget; the steps after these have what is left. Needs torch, numpy, safetensors, setuptools,
-pytest, pytest-timeout, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, no network and none of the front
-end's packages.
+Measures the GPU's constants, builds the extension in place where none was brought along, tries a few tokens, runs
+tests/gpu, measures operators, decodes with the embedded pair as it is and grown to large shapes, and looks for stray
+accesses. Each step is a process with a time limit of its own; one that fails, hangs or leaves children behind does not
+stop the others. The limits of all that must be done fit the budget; the steps after these have what is left. Needs
+torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind11, nvcc and a C++ compiler, no network
+and none of the front end's packages. docs/gpu.md says what to make of each result.
 
-Writes, after every step, <output>/<gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators) and
-<gpu>-constants.json, then prints what was reached beside the targets. Logs are in build/gpu-check.
+Writes into DIR, after every step, <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators),
+<gpu>-constants.json and <gpu>-logs.tar.gz, then prints what was reached beside the targets.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 from tools.gpu.processes import read, run_all
 from tools.gpu.report import report
-from tools.gpu.steps import ROOT, SCRATCH, plan, slug
+from tools.gpu.steps import ROOT, SCRATCH, build, comparison, plan, slug
 
 FIRST_LOOK = 120.0  # seconds to import torch and see the GPU
 
@@ -55,17 +57,21 @@ def machine() -> dict[str, Any] | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "profiles")
+    parser.add_argument("--output", type=Path, help="the folder for what is found")
+    parser.add_argument("--compare", action="store_true", help="only measure each switch, off and on by turns")
     parser.add_argument("--budget", type=float, default=530.0, help="seconds for all steps together")
     parser.add_argument("--dry-run", action="store_true", help="print the steps and their limits, run nothing")
     args = parser.parse_args()
+    if args.output is None and not args.dry_run:
+        parser.error("--output DIR: name the folder for what is found, such as profiles")
     began = time.monotonic()
     found = None if args.dry_run else machine()
     if found is None and not args.dry_run:
         print("gpu_check: PyTorch finds no NVIDIA GPU here; --dry-run lists what would be run", file=sys.stderr)
         return 2
-    output, name = args.output.resolve(), slug(found["gpu"]) if found is not None else "GPU"
-    steps = plan(output, name)
+    output, name = (args.output or ROOT).resolve(), slug(found["gpu"]) if found is not None else "GPU"
+    steps = [build(), *comparison()] if args.compare else plan(output, name)
+    name += "-compared" if args.compare else ""
     if found is None:
         for step in steps:
             print(f"{step.name:36} {step.limit:4.0f} s{' if left' if step.extra else '':8}  {shlex.join(step.command)}")

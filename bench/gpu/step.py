@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.data.heldout import DEMO, read_token_ids
+from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.shared.roles import decode_on, growing_ahead, local_roles
 from swiftspec.assemble.options import Load, Options
 from swiftspec.backends import cuda
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
@@ -52,6 +52,7 @@ from tools.grow.model import load as load_grown
 from tools.grow.shapes import read_shape
 
 REPEATS = 20
+TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
 
 
@@ -99,13 +100,11 @@ def step_time(role: Role, rows: int, context: int) -> float:
     return median(times[2:])  # the first may capture
 
 
-def nothing_ahead(role: Role, on: bool = True) -> Role:
-    """Has QKV ask for nothing of O's tiles, or for them again."""
+def asking_ahead(role: Role, on: bool) -> Role:
+    """Has projections ask for nothing of the next one's tiles, or for them again."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    for layer in model.stack.layers:
-        tiles = layer.o.tiles
-        layer.qkv.native.precede(tiles[:0] if on else tiles)
+    cuda.ask_ahead(model.stack, on)
     for steps in role.steps_known:
         if isinstance(steps, GraphForwards):
             steps.graphs.forget(FORWARDS)  # they hold what they were captured with
@@ -138,13 +137,24 @@ def agreement(texts: list[list[int]], truth: list[list[int]]) -> float:
     return sum(same) / sum(map(len, truth))
 
 
+def truth(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """The embedded target's own greedy texts in float32 by the plain operators: of the first prompts, that many tokens
+    were written down (`--write-text`), so that a machine with a GPU need not compute them."""
+    written = json.loads(TEXT.read_text(encoding="utf-8")) if TEXT.is_file() else []
+    if len(prompts) <= len(written) and tokens <= len(written[0]):
+        return [text[:tokens] for text in written[: len(prompts)]]
+    room = max(map(len, prompts)) + tokens + 1
+    llm = LLM(DEMO / "target", device="cpu", max_model_len=room, dtype=torch.float32, ops="reference")
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return [llm.generate(prompt, sampling).token_ids for prompt in prompts]
+
+
 def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps. `note` gets
     what there is after every part, so that what fails later takes nothing with it."""
     prompts = read_token_ids(args.prompts)
     options: Options = {"device": args.device, "max_model_len": args.context + 256}
-    exact: Options = {**options, "dtype": torch.float32, "ops": "reference"}
-    said, _ = decode(LLM(DEMO / "target", **exact), prompts, args.tokens)
+    said = truth(prompts, args.tokens)
     shapes = pair.split(",")
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
         began = time.perf_counter()
@@ -154,7 +164,13 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         drafter, verifier = local_roles(llm)
         roles: tuple[Role, Role] = (verifier, drafter)
         names = [getattr(role.runner.ops, "__name__", "?").rpartition(".")[2] for role in roles]
-        result: dict[str, Any] = {"pair": pair, "ops": names, "d": args.steps, "load s": time.perf_counter() - began}
+        result: dict[str, Any] = {
+            "pair": pair,
+            "ops": names,
+            "d": args.steps,
+            "context": args.context,
+            "load s": time.perf_counter() - began,
+        }
         result["early starts"] = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
         texts, result["serial"] = decode(llm, prompts, args.tokens)
         result["same text"] = agreement(texts, said)
@@ -166,11 +182,11 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         }
         if all(role.runner.ops is cuda for role in roles):
             result["step ms, nothing asked for ahead"] = {
-                name: step_time(nothing_ahead(role), count, args.context)
+                name: step_time(asking_ahead(role, False), count, args.context)
                 for name, role, count in zip(names, roles, rows)
             }
             for role in roles:
-                nothing_ahead(role, on=False)
+                asking_ahead(role, True)
         note(result)
         decode_on(llm, NoDrafter(), verifier)
         plain, result["ar"] = decode(llm, prompts, args.tokens)
@@ -185,9 +201,28 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     return result
 
 
+def measure_particles(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Mode smc with so many particles each: tokens a second."""
+    prompts, shapes = read_token_ids(args.prompts), pair.split(",")
+    result: dict[str, Any] = {"pair": pair, "context": args.context}
+    with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
+        for count in args.particles:
+            config = EngineConfig("smc", population=PopulationConfig(particles=count))
+            options: Options = {"device": args.device, "max_model_len": args.context + 256, "load": load}
+            options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
+            llm = LLM(paths[0], paths[1], config, **options)
+            result[f"smc {count}"] = decode(llm, prompts, args.tokens)[1]
+            llm.close()
+    return result
+
+
 @contextmanager
 def _demo() -> Iterator[tuple[list[Path], Load]]:
     yield [DEMO / "target", DEMO / "draft"], load_model
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def main() -> None:
@@ -202,16 +237,29 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1000, help="of the single steps")
     parser.add_argument("--json", type=Path, help="where to write the result as well, after every part")
+    parser.add_argument("--least", type=float, default=0.0, help="share of the text that must be right, or it fails")
+    parser.add_argument("--particles", type=_numbers, help="measure mode smc alone, with so many particles: 4,8,16")
+    parser.add_argument("--write-text", action="store_true", help=f"write {TEXT.name} anew, and measure nothing")
     args = parser.parse_args()
+    if args.write_text:
+        TEXT.unlink(missing_ok=True)
+        TEXT.write_text(json.dumps(truth(read_token_ids(args.prompts), args.tokens)) + "\n", encoding="utf-8")
+        return
 
     def note(result: dict[str, Any]) -> None:
         if args.json is not None:
             args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     try:
-        print(json.dumps(measure(args.pair, args, note), indent=1))
+        if args.particles:
+            note(measure_particles(args.pair, args))
+            return
+        found = measure(args.pair, args, note)
     except UserError as error:
         parser.error(str(error))
+    print(json.dumps(found, indent=1))
+    if found["same text"] < args.least:
+        raise SystemExit(f"only {found['same text']:.0%} of the text is right, {args.least:.0%} must be")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A process that measures and may die or hang, which a GPU's errors make it do: begun again until it ends by itself."""
+"""A process that measures or tests and may die or hang, which a GPU's errors make it do: begun again until it ends by
+itself."""
 
 from __future__ import annotations
 
@@ -15,18 +16,23 @@ LAST_WAIT = 10.0  # seconds
 
 
 def watch(
-    command: Sequence[str], file: Path, budget: float, patience: float, give_up: Callable[[Path, str], bool]
+    command: Sequence[str],
+    file: Path,
+    budget: float,
+    patience: float,
+    give_up: Callable[[Path, str], bool],
+    start: float | None = None,
 ) -> int:
     """Runs `command --budget SECONDS_LEFT`, which writes `file` whenever it goes on and continues what it finds there.
 
     Where it dies, or has not written for `patience` seconds, `give_up(file, why)` notes what it was at and says whether
-    there was something; if so, it is begun again while there is time. Returns what the last one left with, 1 if it was
-    ended.
+    there was something; if so, it is begun again while there is time. `start`: the seconds that it may take until it
+    writes for the first time, `patience` unless told. Returns what the last one left with, 1 if it was ended.
     """
     until = time.monotonic() + budget
     while True:
         process = subprocess.Popen([*command, "--budget", f"{until - time.monotonic():.1f}"])
-        code = _wait(process, file, patience)
+        code = _wait(process, file, patience, patience if start is None else start)
         if code in BY_ITSELF:
             return code
         went_on = give_up(file, "hung" if code is None else f"ended the process ({code})")
@@ -34,17 +40,21 @@ def watch(
             return 1
 
 
-def _wait(process: subprocess.Popen[bytes], file: Path, patience: float) -> int | None:
+def _wait(process: subprocess.Popen[bytes], file: Path, patience: float, start: float) -> int | None:
     """The exit code; None of a process that hung and was killed. One that the driver holds may outlive that."""
-    seen, since = 0, time.monotonic()
+    seen, since, limit = _written(file), time.monotonic(), start
     while process.poll() is None:
-        written = file.stat().st_mtime_ns if file.is_file() else 0
+        written = _written(file)
         if written != seen:
-            seen, since = written, time.monotonic()
-        if time.monotonic() - since > patience:
+            seen, since, limit = written, time.monotonic(), patience
+        if time.monotonic() - since > limit:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LAST_WAIT)
             return None
         time.sleep(PAUSE)
     return process.returncode
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns if file.is_file() else 0

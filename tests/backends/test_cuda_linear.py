@@ -24,15 +24,22 @@ def test_other_dtypes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_linear.pack(WEIGHT, torch.float16, "cuda:0")
 
 
-def test_each_qkv_names_the_tiles_of_its_o() -> None:
-    named: list[torch.Tensor] = []
-    native = SimpleNamespace(precede=named.append)
-    layers = [
-        SimpleNamespace(qkv=SimpleNamespace(native=native), o=SimpleNamespace(tiles=torch.ones(n))) for n in (2, 3)
-    ]
-    stack: Any = SimpleNamespace(layers=layers)
+def test_each_projection_names_the_tiles_of_the_one_behind_it() -> None:
+    named: dict[str, torch.Tensor] = {}
+
+    def matrix(name: str, tiles: int) -> Any:
+        native = SimpleNamespace(precede=lambda found, name=name: named.update({name: found}))
+        return SimpleNamespace(native=native, tiles=torch.empty(tiles, dtype=torch.uint8, device="meta"))
+
+    sizes = {"qkv": 3, "o": cuda.AHEAD + 256, "gate_up": cuda.AHEAD + 512, "down": 5}
+    layers = [SimpleNamespace(**{name: matrix(f"{name} {i}", size) for name, size in sizes.items()}) for i in (0, 1)]
+    stack: Any = SimpleNamespace(layers=layers, head=matrix("head", cuda.AHEAD + 1))
     assert cuda.fuse(stack) is None
-    assert all(tiles is layer.o.tiles for tiles, layer in zip(named, layers, strict=True))
+    asked = {"qkv": cuda.AHEAD + 256, "o": cuda.AHEAD, "gate_up": 5, "down": 3}
+    expected = {f"{name} {i}": size for i in (0, 1) for name, size in asked.items()} | {"down 1": cuda.AHEAD}
+    assert {name: tiles.shape[0] for name, tiles in named.items()} == expected, "qkv for all of o"
+    cuda.ask_ahead(stack, on=False)
+    assert {tiles.shape[0] for tiles in named.values()} == {0}
 
 
 @needs_cuda

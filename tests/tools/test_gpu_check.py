@@ -54,11 +54,11 @@ def test_all_that_must_be_done_fits_the_nine_minutes() -> None:
     must, extra = ([step for step in planned if step.extra == kind] for kind in (False, True))
     assert planned == must + extra and sum(step.limit for step in must) <= 510
     names = [step.name for step in must]
-    assert names[:2] == ["build", "tests of operators"]
+    assert names[:5] == ["constants", "build", "smoke, nothing early", "smoke", "tests of operators"]
     assert set(names) >= {
-        "memcheck", "constants", "kernels", "decode demo auto", "decode Llama-3-70B,Llama-3.2-3B auto",
-        "decode Llama-3-8B,Llama-3.2-1B auto",
+        "memcheck", "kernels", "decode demo", "decode Llama-3-70B,Llama-3.2-1B", "decode Llama-3-8B,Llama-3.2-1B",
     }  # fmt: skip
+    assert {"racecheck", "profile"} <= {step.name for step in extra}
     assert planned[-1].name == "kernels, the rest" and "--resume" in planned[-1].command
     assert planned[-1].result == next(step.result for step in planned if step.name == "kernels")
 
@@ -75,6 +75,7 @@ def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None
     step = next(step for step in plan(Path("profiles"), "h200") if step.name == kind)
     assert step.command[1:3] == ("--tool", kind) and step.environment["SWIFTSPEC_TEST_EPOCHS"] == "6"
     *_, file, option, which = step.command
+    assert step.extra == (kind == "racecheck"), "which may report what is no hazard"
     assert (file, option) == ("tests/gpu/test_sums.py", "-k") and "--error-exitcode" in step.command
     chosen = [line for line in collected.splitlines() if all(word in line for word in which.split(" and "))]
     assert all(line.startswith("tests/gpu/test_sums.py") for line in chosen)
@@ -87,7 +88,12 @@ def test_the_sanitizer_looks_at_virtual_ranks(kind: str, collected: str) -> None
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
-    for arguments, code, where in (((), 2, 1), (("--dry-run",), 0, len(plan(Path(), "")))):
+    compared = ("--dry-run", "--compare")
+    for arguments, code, where in (
+        (("--output", "x"), 2, 1),
+        (("--dry-run",), 0, len(plan(Path(), ""))),
+        (compared, 0, 1 + len(steps.comparison())),
+    ):
         command = [sys.executable, "-m", "tools.gpu_check", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         assert done.returncode == code and len((done.stdout + done.stderr).splitlines()) == where

@@ -11,9 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SCRATCH = ROOT / "build" / "gpu-check"
 SECONDS = "{seconds}"  # in a command: its limit less what its end takes
-PATIENCE = 30  # seconds for one test
 EPOCHS = "6"  # of each test under the sanitizer: every number of rows once
-PAIR, SMALL_PAIR = "Llama-3-70B,Llama-3.2-3B", "Llama-3-8B,Llama-3.2-1B"
+PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
+NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
+SMOKE = "smoke"  # where this fails, all that follows runs with nothing early
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,28 +40,54 @@ def plan(output: Path, gpu: str) -> list[Step]:
     verify = (python, "-m", "bench.verify", "--gpu", "--batch")
     measure = (python, "-m", "bench.gpu.constants", "--json", str(constants))
     return [
-        Step("build", (python, "setup.py", "build_ext", "--inplace"), 65),
+        Step("constants", measure, 30, constants, output / f"{gpu}-constants.json"),
+        build(),
+        smoke("smoke, nothing early", NOTHING_EARLY),
+        smoke(SMOKE, {}),
         *tests(),
         decode("demo", 25),
-        Step("constants", measure, 30, constants, output / f"{gpu}-constants.json"),
-        Step("kernels", bench, 65, kernels, kept),
-        decode(PAIR, 70),
+        Step("kernels", bench, 60, kernels, kept),
         decode(SMALL_PAIR, 40),
-        sanitize("memcheck", "virtual"),
-        decode(PAIR, 70, "unfused", extra=True),  # what the paper's Figure 8 calls the base
-        decode("Llama-3-70B,Llama-3.2-1B", 60, extra=True),
+        decode(PAIR, 70),
+        sanitize("memcheck", "virtual", 35),
+        profile(),
+        decode(SMALL_PAIR, 40, "--context", "32000", extra=True),
+        decode(SMALL_PAIR, 60, "--particles", "4,8,16", extra=True),
+        decode(SMALL_PAIR, 40, early=False, extra=True),
+        decode(PAIR, 70, "--context", "32000", extra=True),
+        decode(MIDDLE_PAIR, 70, extra=True),
+        decode(PAIR, 70, "--ops", "unfused", extra=True),  # what the paper's Figure 8 calls the base
         Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
         Step("verify 16 x 5", (*verify, "16", "--steps", "5"), 20, extra=True),
-        decode(SMALL_PAIR, 40, early=False, extra=True),
-        # four ranks, for it takes long; it may take bulk copies and clusters for races that are none
-        sanitize("racecheck", "virtual and 4", extra=True),
-        profile(),
+        sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report what is no hazard
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
     ]
 
 
+def comparison(turns: int = 3) -> list[Step]:
+    """Each switch off and on by turns: `--compare`."""
+    return [
+        decode(SMALL_PAIR, 40, "--prompts", "2", early=early, turn=turn)
+        for turn in range(1, turns + 1)
+        for early in (False, True)
+    ]
+
+
+def build() -> Step:
+    """Of the extension; an instant where a usable one was brought along."""
+    return Step("build", (sys.executable, "-m", "tools.gpu.build"), 65)
+
+
+def smoke(name: str, environment: dict[str, str]) -> Step:
+    """A few tokens of the embedded pair, most of which must be the CPU's."""
+    file = SCRATCH / f"{slug(name)}.json"
+    short = ("--prompts", "1", "--tokens", "24", "--context", "200", "--least", "0.5")
+    command = (sys.executable, "-m", "bench.gpu.step", *short, "--json", str(file))
+    return Step(name, command, 25, file, environment=environment)
+
+
 def tests() -> list[Step]:
-    """Three processes, so that an error of the device, which stays until its process ends, takes few tests with it."""
+    """Three parts, so that one which takes too long leaves the others their time."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     groups: dict[str, tuple[str, ...]] = {
         "operators": ("test_linear", "test_cuda_ops"),
@@ -68,24 +95,27 @@ def tests() -> list[Step]:
     }
     named = [stem for stems in groups.values() for stem in stems]
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
-    return [
-        Step(f"tests of {name}", pytest(*(f"tests/gpu/{stem}.py" for stem in groups[name])), limit)
-        for name, limit in (("operators", 35.0), ("engine", 55.0), ("ranks", 45.0))
-    ]
+    return [tested(name, groups[name], limit) for name, limit in (("operators", 35), ("engine", 55), ("ranks", 45))]
 
 
-def pytest(*arguments: str) -> tuple[str, ...]:
-    """Names each test as it begins. One that hangs says where, be it in the driver, and ends the process if it can."""
-    limits = ("-o", f"faulthandler_timeout={PATIENCE - 5}", "-o", f"timeout={PATIENCE}", "-o", "timeout_method=thread")
-    return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", *limits, *arguments)
-
-
-def decode(pair: str, limit: float, ops: str = "auto", early: bool = True, extra: bool = False) -> Step:
-    name = f"{pair} {ops}" + ("" if early else ", nothing early")
+def tested(name: str, stems: tuple[str, ...], limit: float) -> Step:
+    """Tests in a process that is begun again behind one that hangs or breaks the GPU."""
+    name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
-    command = (sys.executable, "-m", "bench.gpu.step", "--pair", pair, "--ops", ops, "--json", str(file))
-    environment = {} if early else {"SWIFTSPEC_EARLY_STARTS": "0"}
-    return Step(f"decode {name}", command, limit, file, environment=environment, extra=extra)
+    paths = (f"tests/gpu/{stem}.py" for stem in stems)
+    command = (sys.executable, "-m", "tools.gpu.tested", "--budget", SECONDS, "--json", str(file), *paths)
+    return Step(name, command, limit, file)
+
+
+def decode(
+    pair: str, limit: float, *options: str, early: bool = True, extra: bool = False, turn: int | None = None
+) -> Step:
+    about = [option.removeprefix("--") for option in options]
+    early_or_not = [] if early else ["nothing early"]
+    name = ", ".join([pair, *([" ".join(about)] if about else []), *early_or_not, *([f"turn {turn}"] if turn else [])])
+    file = SCRATCH / f"{slug(name)}.json"
+    command = (sys.executable, "-m", "bench.gpu.step", "--pair", pair, *options, "--json", str(file))
+    return Step(f"decode {name}", command, limit, file, environment={} if early else NOTHING_EARLY, extra=extra)
 
 
 def tool(name: str) -> str:
@@ -93,27 +123,23 @@ def tool(name: str) -> str:
     return shutil.which(name) or f"/usr/local/cuda/bin/{name}"
 
 
-def sanitize(kind: str, which: str, *, extra: bool = False) -> Step:
+def sanitize(kind: str, which: str, limit: float, extra: bool = False) -> Step:
     """The tests of several ranks on this one GPU, those that `which` chooses as pytest's -k does; of all kernels only
     ours are looked at. Each tensor is an allocation of its own, so that what lies beside it is nobody's."""
     options = ("--error-exitcode", "9", "--kernel-name", "kns=swiftspec")
-    command = (
-        tool("compute-sanitizer"),
-        "--tool",
-        kind,
-        *options,
-        *pytest("tests/gpu/test_sums.py", "-k", which),
-    )
+    test = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv")
+    command = (tool("compute-sanitizer"), "--tool", kind, *options, *test, "tests/gpu/test_sums.py", "-k", which)
     environment = {"SWIFTSPEC_TEST_EPOCHS": EPOCHS, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return Step(kind, command, 40, environment=environment, extra=extra)
+    return Step(kind, command, limit, environment=environment, extra=extra)
 
 
 def profile() -> Step:
-    """Whether the profiler works here, and what it says of one projection."""
-    metric = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
-    options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel", "--launch-count", "1")
-    test = pytest("tests/gpu/test_linear.py", "-k", "bitwise and 128")
-    return Step("profile", (tool("ncu"), *options, "--metrics", metric, *test), 40, extra=True)
+    """What the profiler says of four operators: the memory's share, how often an instruction issues, what warps wait
+    for."""
+    sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats")
+    options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel|attention_kernel")
+    options += tuple(part for section in sections for part in ("--section", section))
+    return Step("profile", (tool("ncu"), *options, sys.executable, "-m", "bench.gpu.few"), 45, extra=True)
 
 
 def slug(gpu: str) -> str:

@@ -111,6 +111,7 @@ __device__ void linear_body(const Ranks& ranks) {
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
+    if (turn + task.clusters >= task.tiling.turns()) ask_ahead(task, at, ranks.block());  // its own weights have come
     const float4* joined = join<kRows8>(task, at, count, sums, shared);
     ptx::cluster_sync();
     const int strip = turn << task.tiling.n_log;
@@ -125,7 +126,6 @@ __device__ void linear_body(const Ranks& ranks) {
       }
     });
   }
-  ask_ahead(task, at, ranks.block());  // its own weights have come
   if (reduces) {
     receive<kRows8>(ranks, task, at, session);
     end_epoch(session, tiles::ll_lines(task.tiling, task.rows), ranks.block(), ranks.blocks());

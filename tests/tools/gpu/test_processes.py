@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tarfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,18 @@ def test_steps_fail_and_hang_each_for_itself(tmp_path: Path) -> None:
     assert list(states.values()) == ["failed", "out of time", "nothing to run", "failed", "ok"]
     assert "the reason" in whole["steps"][0]["tail"] and "begun" in whole["steps"][1]["tail"]
     assert "KeyboardInterrupt" in whole["steps"][1]["tail"], "what it was at, when its time was over"
-    assert whole["decodes"] == [{"pair": "x"}] and json.loads(file.read_text()) == whole
+    with tarfile.open(tmp_path / "step-logs.tar.gz") as packed:
+        assert {"bad.log", "slow.log"} <= set(packed.getnames()), "all that was said can be taken away"
+    assert whole["decodes"] == [{"pair": "x", "step": "decode x"}] and json.loads(file.read_text()) == whole
+
+
+@pytest.mark.parametrize("before", ["pass", "raise SystemExit(1)"])
+def test_where_early_starts_fail_the_rest_runs_without(tmp_path: Path, before: str) -> None:
+    """Only if they alone are to blame: where the smoke test fails without them, too, nothing is known of them."""
+    tell = "import os; print('early:', os.environ.get('SWIFTSPEC_EARLY_STARTS', 'as ever'))"
+    steps = [python("smoke, nothing early", before), python("smoke", "raise SystemExit(1)"), python("after", tell)]
+    whole = run_all(steps, 40.0, tmp_path / "step.json", {})
+    assert f"early: {'0' if before == 'pass' else 'as ever'}" in whole["steps"][-1]["tail"]
 
 
 @pytest.mark.slow

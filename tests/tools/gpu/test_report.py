@@ -37,8 +37,8 @@ def verdicts(decodes: list[dict[str, Any]], found: dict[str, Any] | None) -> dic
 
 RATES = {"tok/s": 200.0, "tok/round": 3.0}
 DECODED = {
-    "pair": "Llama-3-70B,Llama-3.2-3B", "ops": ["cuda", "cuda"], "serial": RATES, "ar": RATES, "same text": 1.0,
-    "step ms": {"Llama-3-70B": 11.0, "Llama-3.2-3B": 2.0}, "async": RATES | {"tok/s": 170.0},
+    "step": "decode big", "pair": "Llama-3-70B,Llama-3.2-3B", "ops": ["cuda", "cuda"], "serial": RATES, "ar": RATES,
+    "same text": 1.0, "step ms": {"Llama-3-70B": 11.0, "Llama-3.2-3B": 2.0}, "async": RATES | {"tok/s": 170.0},
 }  # fmt: skip
 
 
@@ -55,7 +55,11 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
         result("attention 1000", 8, "swiftspec", 5.0),
         result("attention 1000", 8, "sdpa", 10.0),  # twice as long: 2.5 wanted
     )
-    slower: list[dict[str, Any]] = [{"ops": ["unfused", "unfused"]}, {"early starts": False}]
+    slower: list[dict[str, Any]] = [
+        {"ops": ["unfused", "unfused"]},
+        {"early starts": False, "step": "decode big, nothing early"},
+        {"context": 32000},
+    ]
     table = [DECODED, *(DECODED | other for other in slower)]
     assert verdicts(table, recorded) == {
         "Llama-3-70B TP4 qkv x8": "ok",
@@ -75,15 +79,15 @@ def test_the_table_names_every_miss(capsys: pytest.CaptureFixture[str]) -> None:
     }
     report({"steps": [], "decodes": table}, recorded, None)
     printed = capsys.readouterr().out
-    assert "on cuda and cuda, nothing early: " in printed, "shown, but held against nothing"
+    assert "big, nothing early on cuda and cuda: " in printed, "shown, but held against nothing"
     assert "6 of 14 targets missed" in printed and "flashinfer: not importable" in printed
     report({"steps": [], "decodes": []}, None, None)  # nothing came back
 
 
 def test_a_decode_that_ended_early_counts_as_far_as_it_came(capsys: pytest.CaptureFixture[str]) -> None:
-    early = {name: DECODED[name] for name in ("pair", "ops", "serial")}
+    early = {name: DECODED[name] for name in ("step", "pair", "ops", "serial")}
     assert verdicts([early], None) == {"decode Llama-3-70B,Llama-3.2-3B": "ok"}
-    report({"steps": [], "decodes": [early, {"pair": "x", "ops": ["cuda"]}]}, None, None)
+    report({"steps": [], "decodes": [early, {"step": "decode x", "pair": "x", "ops": ["cuda"]}]}, None, None)
     assert "serial 200 tok/s" in capsys.readouterr().out
 
 
