@@ -136,7 +136,7 @@ __device__ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   }
 }
 
-// Asks for `bytes` (a multiple of 128, and the address of 16) of memory that nobody writes, so that they come to L2. The
+// Asks for `bytes` (a multiple of 16, as the address) of memory that nobody writes, so that they come to L2. The
 // first kLoaders lanes of a warp call it.
 __device__ inline void prefetch(const uint8_t* from, uint32_t bytes, int lane) {
   if constexpr (kBulk) {

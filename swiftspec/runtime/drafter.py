@@ -18,7 +18,6 @@ class Drafter(Protocol):
 
     def open(self, opening: Opening) -> None:
         """Starts a request, or goes on with one, from its verified tokens."""
-        ...
 
     def propose(self) -> Proposal:
         """The sub-tree to verify next. Called once after `open` and once after each `observe`."""
@@ -26,15 +25,12 @@ class Drafter(Protocol):
 
     def grow(self) -> None:
         """Called while the target verifies: the place to expand ahead of the result."""
-        ...
 
     def observe(self, result: VerifyResult) -> None:
         """Re-roots after a result; a drafter elsewhere starts to, and the caller has time until it asks."""
-        ...
 
     def close(self) -> None:
         """Ends the request."""
-        ...
 
 
 class NoDrafter:

@@ -37,11 +37,9 @@ class Verifier(Protocol):
 
     def settle(self) -> None:
         """Called once a result is on its way to the drafter: does what that need not wait for."""
-        ...
 
     def close(self) -> None:
         """Ends the request."""
-        ...
 
 
 class LocalVerifier:

@@ -100,13 +100,14 @@ struct Case {
     for (j.part = 0; j.part < count; ++j.part) {
       const int64_t first = j.part * j.part_keys(), here = least(j.group.keys - first, j.part_keys());
       const int64_t turns = F::kInTurn ? parts(here, F::kTile) : 1;
-      each([&](int rank, int thread) { load_queries(j, shared[rank], thread); });
+      each([&](int rank, int thread) { note_seen(j, shared[rank], thread); });
       for (int64_t turn = 0; turn < turns; ++turn) {
         for (int rank = 0; rank < F::kCluster; ++rank) {
           Shared<F>& s = shared[rank];
           j.tile = first / F::kTile + turn + rank;
           std::fill(s.top, s.top + kColumns, -INFINITY);
-          if (j.first_key() < j.group.keys) attend(j, s, held[rank]);
+          const auto meanwhile = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
+          if (j.first_key() < j.group.keys) attend(j, s, held[rank], meanwhile);
         }
         const bool done = count == 1 && turn + 1 == turns;
         each([&](int rank, int thread) {
@@ -214,6 +215,22 @@ void check_cases() {
   }
 }
 
+// Against trying everything: no more clusters than twice what runs, or one for each row, and none without a part.
+void check_sharers() {
+  require(sharers(15, 8, 32) == 3 && sharers(16, 8, 32) == 2 && sharers(15, 8, 1) == 1 && sharers(15, 30, 32) == 1,
+          "how many clusters share a row");
+  for (int i = 0; i < 2000; ++i) {
+    const int64_t clusters = pick(1, 150), rows = pick(1, 40), count = pick(1, 64);
+    const int64_t most_each = std::min(count, std::max<int64_t>(2 * clusters / rows, 1));
+    const auto longest = [&](int64_t each) { return parts(rows * each, clusters) * parts(count, each); };
+    const int64_t chosen = sharers(clusters, rows, count);
+    require(chosen >= 1 && chosen <= most_each, "too many clusters share a row");
+    for (int64_t each = 1; each <= most_each; ++each) {
+      require(longest(chosen) <= longest(each) && (each >= chosen || longest(each) > longest(chosen)), "not the best");
+    }
+  }
+}
+
 // One path's keys in a row, or scattered over a tree among strangers, behind any prefix: the same bits.
 void check_independence(int64_t dim) {
   const int64_t heads = 6, kv_heads = 2, capacity = 1500, line = (heads + 2 * kv_heads) * dim;
@@ -275,6 +292,7 @@ void check_independence(int64_t dim) {
 }  // namespace
 
 int main() {
+  check_sharers();
   check_cases();
   for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);
   return 0;

@@ -66,17 +66,19 @@ __device__ bool is_last(const Job<F>& j, Shared<F>& s, int rank, int thread, int
 }
 
 // A cluster's part, tile by tile where a block takes them in turn.
-template <class F>
-__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t& held) {
+template <class F, class Meanwhile>
+__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t& held,
+                            Meanwhile meanwhile) {
   const int64_t first = j.part * j.part_keys(), keys = least(j.group.keys - first, j.part_keys());
   const int64_t turns = F::kInTurn ? parts(keys, F::kTile) : 1;
   for (int64_t turn = 0; turn < turns; ++turn) {
     j.tile = first / F::kTile + turn + rank;
     __syncthreads();
     if (j.first_key() < j.group.keys) {
-      attend(j, s, held);
-    } else if (thread < kColumns) {
-      s.top[thread] = -INFINITY;
+      attend(j, s, held, meanwhile);
+    } else {
+      meanwhile(thread);
+      if (thread < kColumns) s.top[thread] = -INFINITY;
     }
     ptx::cluster_sync();
     join_tiles(j, s, rank, thread, turn, alone && turn + 1 == turns, [&](int i) { return ptx::in_block(&s, i); });
@@ -86,8 +88,8 @@ __device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool 
   }
 }
 
-// Grid: (blocks of clusters that share the parts of a row, heads, clusters that share the groups). Every loop is the
-// same for all blocks of a cluster, so that they meet at its barriers.
+// Grid: (blocks of clusters that share the groups, heads, clusters that share the parts of a row, so that those which
+// find no part come last). Every loop is the same for all blocks of a cluster, so that they meet at its barriers.
 //
 // It starts early, but lets nobody start before its end: with few heads it leaves many SMs idle, on which the blocks of
 // the next projection would settle two by two, and stay so for their whole stream of weights. The projection in front
@@ -102,28 +104,35 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
   const int64_t clusters = gridDim.x / F::kCluster;
   int64_t held = -1;
-  for (int64_t entry = blockIdx.z; entry < groups_of(a); entry += gridDim.z) {
-    Job<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.x / F::kCluster, 0};
+  for (int64_t entry = blockIdx.x / F::kCluster; entry < groups_of(a); entry += clusters) {
+    Job<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.z, 0};
     const int64_t count = parts(j.group.keys, j.part_keys());
     if (j.group.count == 0 || j.part >= count) continue;
-    if (j.part == 0) append(j, rank, thread);
-    load_queries(j, s, thread);
-    for (; j.part < count; j.part += clusters) {
-      attend_part(j, s, rank, thread, count == 1, held);
+    note_seen(j, s, thread);
+    bool there = false;  // the queries
+    const auto meanwhile = [&](int mine) {
+      if (there) return;
+      if (j.part == 0) append(j, rank, mine);
+      load_queries(j, s, mine);
+      there = true;
+    };
+    for (; j.part < count; j.part += gridDim.z) {
+      attend_part(j, s, rank, thread, count == 1, held, meanwhile);
       if (count > 1 && is_last(j, s, rank, thread, count)) join_parts(j, rank, thread, count);
       // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
-      const bool more = j.part + clusters < count || entry + gridDim.z < groups_of(a);
+      const bool more = j.part + gridDim.z < count || entry + clusters < groups_of(a);
       more ? ptx::cluster_sync() : ptx::cluster_meet();
     }
   }
 }
 
-// As many clusters as the device holds at a time: for each head first one for every group, then for parts of a row.
+// Clusters for each head: first one for every group, as far as they run at a time, then for parts of a row.
 template <class F>
 void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
-  const int64_t each = most(a.clusters / a.kv_heads, 1), z = least(each, groups_of(a));
-  const int64_t x = least(each / z, parts(a.capacity, part_keys<F>(a.capacity)));
-  const dim3 grid(static_cast<unsigned>(x * F::kCluster), static_cast<unsigned>(a.kv_heads), static_cast<unsigned>(z));
+  const int64_t groups = least(most(a.clusters / a.kv_heads, 1), groups_of(a));
+  const int64_t shared = sharers(a.clusters, a.kv_heads * groups, parts(a.capacity, part_keys<F>(a.capacity)));
+  const dim3 grid(static_cast<unsigned>(groups * F::kCluster), static_cast<unsigned>(a.kv_heads),
+                  static_cast<unsigned>(shared));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(Shared<F>),
                    .early = true};
   launch("attention", attention_kernel<F::kDim>, how, stream, a, static_cast<const uint16_t*>(qkv),

@@ -72,10 +72,11 @@ SWIFTSPEC_HD void gather_tile(const Job<F>& j, Shared<F>& s, PerWarp<Output<F>>&
   }
 }
 
-// From queries and `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or
-// -1: rows of many groups then read a shared prefix once.
-template <class F>
-SWIFTSPEC_HD void attend(const Job<F>& j, Shared<F>& s, int64_t& held) {
+// From `seen` to the tile's output. `held` is the tile of which all keys and values lie in the stage, or -1: rows of
+// many groups then read a shared prefix once. `meanwhile` is done while the keys are under way; then the queries are
+// there.
+template <class F, class Meanwhile>
+SWIFTSPEC_HD void attend(const Job<F>& j, Shared<F>& s, int64_t& held, Meanwhile meanwhile) {
   SWIFTSPEC_EACH_THREAD(thread) { plan_units(j, s, thread); }
   block_sync();
   const bool at_once = s.units <= F::kStage / 2, whole = s.shared_units == F::kUnits;
@@ -85,6 +86,7 @@ SWIFTSPEC_HD void attend(const Job<F>& j, Shared<F>& s, int64_t& held) {
     load<Kind::values>(j, s, 0, s.units, F::kStage / 2);
   }
   held = whole ? name : -1;
+  SWIFTSPEC_EACH_THREAD(thread) { meanwhile(thread); }
   score_tile(j, s, at_once);
   block_sync();
   SWIFTSPEC_EACH_WARP(index) { soften(j, s, index); }

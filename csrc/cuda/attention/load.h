@@ -70,6 +70,12 @@ SWIFTSPEC_HD void append(const Job<F>& j, int rank, int thread) {
   }
 }
 
+// How many keys each row of the group has.
+template <class F>
+SWIFTSPEC_HD void note_seen(const Job<F>& j, Shared<F>& s, int thread) {
+  if (thread < kColumns) s.seen[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
+}
+
 template <class F>
 SWIFTSPEC_HD void load_queries(const Job<F>& j, Shared<F>& s, int thread) {
   constexpr int kChunks = F::kDim / 8;
@@ -83,7 +89,6 @@ SWIFTSPEC_HD void load_queries(const Job<F>& j, Shared<F>& s, int thread) {
     }
     *reinterpret_cast<Chunk*>(&s.queries[column][at]) = chunk;
   }
-  if (thread < kColumns) s.seen[thread] = thread < j.group.count ? j.setup.count[j.group.first + thread] : 0;
 }
 
 enum class Kind : uint8_t { keys, values };

@@ -63,39 +63,55 @@ SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int
 }
 
 // Scores become shares 2^(score - top) in bfloat16, where the scores were; zero for keys that the row does not have.
+// A warp has every kWarps-th column, a few of them at a time, so that the latencies of their reductions overlap.
 template <class F>
 SWIFTSPEC_HD void soften(const Job<F>& j, Shared<F>& s, int warp_index) {
-  constexpr int kEach = F::kTile / 32;
+  constexpr int kEach = F::kTile / 32, kTogether = 4;
   const float none = -INFINITY;
-  for (int column = warp_index; column < 8 * j.column_blocks(); column += kWarps) {
-    const int64_t keys = column < j.columns() ? s.seen[column / j.heads()] - j.first_key() : 0;
-    warp::PerLane<warp::Regs<kEach, float>> x;
-    warp::PerLane<float> top, total;
-    SWIFTSPEC_EACH_LANE(lane) {
-      top(lane) = none;
-      for (int i = 0; i < kEach; ++i) {
-        const int key = lane + 32 * i;
-        x(lane).r[i] = key < keys ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
-        top(lane) = fmaxf(top(lane), x(lane).r[i]);
+  const int end = 8 * j.column_blocks();
+  for (int first = warp_index; first < end; first += kTogether * kWarps) {
+    warp::PerLane<warp::Regs<kEach, float>> x[kTogether];
+    warp::PerLane<float> top[kTogether], total[kTogether];
+    int64_t keys[kTogether];
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      const int column = first + c * kWarps;
+      keys[c] = column < j.columns() ? s.seen[column / j.heads()] - j.first_key() : 0;
+      SWIFTSPEC_EACH_LANE(lane) {
+        top[c](lane) = none;
+        for (int i = 0; i < kEach; ++i) {
+          const int key = lane + 32 * i;
+          x[c](lane).r[i] = key < keys[c] ? ieee::mul(s.scores[column][key], j.setup.scale) : none;
+          top[c](lane) = fmaxf(top[c](lane), x[c](lane).r[i]);
+        }
       }
     }
-    top = warp::joined(top, [](float a, float b) { return fmaxf(a, b); });
+    SWIFTSPEC_UNROLL
+    for (auto& t : top) t = warp::joined(t, [](float a, float b) { return fmaxf(a, b); });
     warp::sync();  // all have read before anyone writes
-    SWIFTSPEC_EACH_LANE(lane) {
-      auto* shares = reinterpret_cast<uint16_t*>(s.scores[column]);
-      total(lane) = 0;
-      for (int i = 0; i < kEach; ++i) {
-        const int key = lane + 32 * i;
-        const uint16_t share = bf16::nearest(key < keys ? exp2f(x(lane).r[i] - top(lane)) : 0);
-        shares[key] = share;
-        total(lane) += bf16::widen(share);
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      const int column = first + c * kWarps;
+      SWIFTSPEC_EACH_LANE(lane) {
+        auto* shares = reinterpret_cast<uint16_t*>(s.scores[column < end ? column : first]);
+        total[c](lane) = 0;
+        for (int i = 0; i < kEach; ++i) {
+          const int key = lane + 32 * i;
+          const uint16_t share = bf16::nearest(key < keys[c] ? exp2f(x[c](lane).r[i] - top[c](lane)) : 0);
+          if (column < end) shares[key] = share;
+          total[c](lane) += bf16::widen(share);
+        }
       }
     }
-    total = warp::joined(total, [](float a, float b) { return a + b; });
-    SWIFTSPEC_EACH_LANE(lane) {
-      if (lane == 0) {
-        s.top[column] = top(lane);
-        s.total[column] = total(lane);
+    SWIFTSPEC_UNROLL
+    for (auto& t : total) t = warp::joined(t, [](float a, float b) { return a + b; });
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      SWIFTSPEC_EACH_LANE(lane) {
+        if (lane == 0 && first + c * kWarps < end) {
+          s.top[first + c * kWarps] = top[c](lane);
+          s.total[first + c * kWarps] = total[c](lane);
+        }
       }
     }
   }

@@ -45,4 +45,17 @@ SWIFTSPEC_HD constexpr int64_t part_keys(int64_t capacity) {
   return F::kInTurn ? once * most(parts(parts(capacity, once), kMostParts), 1) : once;
 }
 
+// How many clusters share the `count` parts of a row, where each of `rows` rows gets so many and `clusters` run at a
+// time: the fewest with which the longest way is shortest. More than run at a time may be worth it, since a row's parts
+// are taken in turn: of 8 rows with 32 parts each, 15 clusters do 22 parts in a row if there are 3 for each row, and 32
+// if there are 1 or 2. At most twice as many as run: where a row is short, those without a part only come and go.
+SWIFTSPEC_HD constexpr int64_t sharers(int64_t clusters, int64_t rows, int64_t count) {
+  int64_t best = 1, least_parts = INT64_MAX;
+  for (int64_t each = 1; each <= least(count, most(2 * clusters / rows, 1)); ++each) {
+    const int64_t longest = parts(rows * each, clusters) * parts(count, each);
+    if (longest < least_parts) best = each, least_parts = longest;
+  }
+  return best;
+}
+
 }  // namespace swiftspec::attention

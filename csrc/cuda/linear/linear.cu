@@ -102,6 +102,7 @@ __device__ void linear_body(const Ranks& ranks) {
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
   Ring ring(task, at, shared);  // the weights are on their way
+  ask_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const bool reduces = channel.layout.ranks > 0;
