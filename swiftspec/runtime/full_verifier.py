@@ -26,7 +26,6 @@ class FullVerifier(LocalVerifier):
         """`rejection`: what verifies sampled requests, in place of Match."""
         super().__init__(runner, steps)
         self._rejection = rejection
-        self._logits: Tensor | None = None  # of the proposal verified last, where the host has seen them
         self._prompt: tuple[Likelihood, ...] | None = None  # for the next result
         self._likelihoods: tuple[Likelihood, ...] | None = None  # of the tokens last accepted
 
@@ -42,16 +41,7 @@ class FullVerifier(LocalVerifier):
     def accept(self, sampler: Sampler) -> Accept:
         params, rejection = sampler.params, self._rejection
         decide = rejection(sampler) if rejection is not None and self._rejects(params) else super().accept(sampler)
-        return self._kept(decide if params.logprobs is None else self._scored(decide, sampler, params.logprobs))
-
-    def _kept(self, decide: Accept) -> Accept:
-        """Decides likewise, and keeps the logits."""
-
-        def accept(proposal: Proposal, logits: Tensor, paths: Paths | None, positions: Tensor) -> Accepted:
-            self._logits = logits
-            return decide(proposal, logits, paths, positions)
-
-        return accept
+        return decide if params.logprobs is None else self._scored(decide, sampler, params.logprobs)
 
     def _scored(self, decide: Accept, sampler: Sampler, k: int) -> Accept:
         """Decides likewise, and notes the log-probabilities of what it accepts."""
@@ -82,16 +72,9 @@ class FullVerifier(LocalVerifier):
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
         """What the target gives each token of the proposal verified last after its parent, the root left out: by its
         logits as they are. None where nobody has whole logits: in a group of ranks, and in a graph."""
-        if self.runner.shard is not None:
-            return None
-        if self._logits is None:  # the host has not seen them
-            return self.steps.probabilities(tokens, parents)
-        logits = self._logits[:, : self.runner.vocab].float()
-        above = list(parents[1:])
-        return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
+        return self.steps.probabilities(tokens, parents)
 
     def verify(self, proposal: Proposal) -> VerifyResult:
-        self._logits = None
         result = super().verify(proposal)
         if self._likelihoods is None and self._prompt is None:
             return result

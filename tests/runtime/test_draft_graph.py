@@ -84,6 +84,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree))
     monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
+    monkeypatch.setattr(cuda_tree, "use_current_device", lambda: None)
 
 
 def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple[LocalDrafter, LocalDrafter, Rerun]:

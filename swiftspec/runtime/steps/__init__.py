@@ -98,7 +98,7 @@ class Steps(Kind, Protocol):
         ...
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        """Those of the tokens verified last, the root left out, where `accept` was not handed the logits; else None."""
+        """The target's own of the tokens verified last, the root left out; None where no one rank has its logits."""
 
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, if `verify` has not done so already."""

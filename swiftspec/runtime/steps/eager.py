@@ -31,6 +31,7 @@ class EagerSteps:
 
     def open(self, request: Request) -> None:
         self._request = request
+        self._logits: Tensor | None = None  # of the proposal verified last
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
         for _ in range(count):
@@ -75,14 +76,17 @@ class EagerSteps:
 
     def accept(self, proposal: Proposal, depths: Ints, logits: Tensor) -> Accepted:
         """What stands, by the logits."""
-        request = self._request
+        request, self._logits = self._request, logits
         assert request.accept is not None
         paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.by_path else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         return request.accept(proposal, logits, paths, positions)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
-        return None
+        if self._logits is None or self.runner.shard is not None:
+            return None
+        logits, above = self._logits[:, : self.runner.vocab].float(), list(parents[1:])
+        return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
 
     def settle(self, path: Sequence[int]) -> None:
         self.runner.cache.commit(path)

@@ -59,7 +59,7 @@ class GraphVerifications(GraphForwards):
             self._draws.rejection.coins.copy_(self._rejection.coins)
 
     def verify(self, proposal: Proposal) -> Accepted:
-        runner, began = self.runner, time.perf_counter()
+        runner, began, self._logits = self.runner, time.perf_counter(), None
         batch, depths = self.proposal_batch(proposal)
         count = rows_of(batch)
         if count > ROWS[-1]:

@@ -157,8 +157,7 @@ class NativeSteps(EagerSteps):
         return Accepted(path, tokens)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
-        """See `FullVerifier`; with a grammar among the tokens that it allows. None in a group, whose ranks have columns
-        of the logits only."""
+        """With a grammar those among the tokens that it allows."""
         return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
 
     def _reason(self, error: OSError) -> Exception:
