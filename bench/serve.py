@@ -10,9 +10,7 @@ the engine's own time to its first token; and free text beside text under a JSON
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -21,13 +19,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
+from bench import serving
 from bench.data.heldout import ROOT
-from bench.heldout import DEMO, read_prompts
 
 SCHEMA = {
     "type": "array", "minItems": 200,
@@ -130,9 +125,7 @@ def over_http(url: str, prompt: list[int], tokens: int, more: dict[str, Any] | N
 
 def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """One row."""
-    flags = ["--plan", "none", "--threads", "1", "--kept-memory", "0", "--no-adapt", "--no-self-switch"]
-    if steps != "full":
-        flags += ["--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
+    flags = serving.flags(steps)
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "list", "schema": SCHEMA}}}
     found: dict[str, list[Answer]] = {"session": [], "http": [], "schema": []}
     with session(flags) as child, server(flags) as url:
@@ -157,17 +150,11 @@ def measure(steps: str, prompts: list[list[int]], tokens: int) -> dict[str, Any]
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default="full,2,5")
-    parser.add_argument("--requests", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    texts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
-    prompts = [text[:64] for text in texts[: args.requests]]
+    args = serving.options(__doc__).parse_args()
+    prompts = serving.prompts(args.requests)
     rows = []
     print("steps   session tok/s   http tok/s   share   first byte   schema tok/s   slower   a round slower")
-    for steps in args.steps.split(","):
+    for steps in args.steps:
         row = measure(steps, prompts, args.tokens)
         rows.append(row)
         rate = row["tokens_per_second"]
@@ -177,8 +164,7 @@ def main() -> None:
             f" {row['schema_round_slower']:>15.1%}",
             flush=True,
         )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": os.uname().machine, "rows": rows}, indent=1), encoding="utf-8")
+    serving.write(args.json, rows)
 
 
 if __name__ == "__main__":

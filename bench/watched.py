@@ -9,9 +9,6 @@ costs a prompt, and what it was sent.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
 import subprocess
 import tempfile
@@ -22,9 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from bench.heldout import DEMO, read_prompts
+from bench import serving
 from bench.serve import Answer, over_http, server
 
 SETTLE = 0.2  # seconds in which rank 0 has heard that somebody listens, or nobody does any more
@@ -47,9 +42,7 @@ def listener(url: str, file: Path) -> Iterator[None]:
 
 def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """One row."""
-    flags = ["--plan", "none", "--threads", "1", "--kept-memory", "0", "--no-adapt", "--no-self-switch"]
-    if steps != "full":
-        flags += ["--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
+    flags = serving.flags(steps)
     if ranks > 1:
         flags += ["--mode", "async", "--draft-steps", "4"]
     found: dict[bool, list[Answer]] = {False: [], True: []}
@@ -75,18 +68,13 @@ def measure(steps: str, ranks: int, prompts: list[list[int]], tokens: int) -> di
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", default="full,2,5")
+    parser = serving.options(__doc__)
     parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--requests", type=int, default=6)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    texts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
-    prompts = [text[:64] for text in texts[: args.requests]]
+    prompts = serving.prompts(args.requests)
     rows = []
     print("steps  ranks   alone tok/s   watched tok/s     cost   rounds heard   bytes a round")
-    for steps in args.steps.split(","):
+    for steps in args.steps:
         for ranks in map(int, args.ranks.split(",")):
             row = measure(steps, ranks, prompts, args.tokens)
             rows.append(row)
@@ -96,8 +84,7 @@ def main() -> None:
                 f" {row['bytes'] / max(row['rounds'], 1):>10.0f}",
                 flush=True,
             )
-    if args.json is not None:
-        args.json.write_text(json.dumps({"machine": os.uname().machine, "rows": rows}, indent=1), encoding="utf-8")
+    serving.write(args.json, rows)
 
 
 if __name__ == "__main__":

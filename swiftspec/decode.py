@@ -37,6 +37,6 @@ def decode(drafter: Drafter, verifier: Verifier, tell: Observer = nobody) -> Ite
         drafter.observe(result)
         tell("observed", result)
         verifier.settle()
-        tell("settled")
+        tell("settled", proposal, result)
         yield proposal, result
         tell("taken")

@@ -187,8 +187,9 @@ class LLM:
         return self.engine.stream(prompt, sampling, cancelled)
 
     def listen(self, listener: Listener | None) -> None:
-        """From the next request on this hears, on the decoding thread, each line that a trace of it has; None: nobody
-        does, and nothing is recorded. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
+        """From the next request on this hears, on the decoding thread and several rounds at a time, what a trace of it
+        has; None: nobody does, and nothing is recorded. `observe.rounds.opened` makes a line of each, at any time and
+        in any thread. See docs/reference/trace.md; arrays in a line are `observe.lines.plain`'s."""
         self.roles.recorder.listener = listener
 
     def close(self, *, comes_again: bool = False) -> None:

@@ -22,7 +22,7 @@ from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.model.files import read_config
 from swiftspec.observe.lines import Record, head_of
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.trace import DraftTrace, ParticleTrace, Switch, TreeTrace
+from swiftspec.observe.trace import DraftLane, ParticleTrace, Switch, TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
@@ -143,7 +143,7 @@ def _observers(
 ) -> Switch:
     """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
     asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
-    lanes = [] if local is None else [DraftTrace(local, log.draft)]
     told = parts.drafter.watch if isinstance(parts.drafter, GroupDrafter) else lambda on: None
-    lane = TreeTrace(log, lambda: parts.verifier.busy, asked, target.probabilities)
-    return Switch(lambda: log.wanted, *lanes, lane, told=told)
+    lane = None if local is None else DraftLane(local)
+    watcher = TreeTrace(log, lambda: target.busy, asked, target.probabilities, lane)
+    return Switch(lambda: log.wanted, watcher, told)

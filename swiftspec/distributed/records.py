@@ -21,7 +21,7 @@ def pack_record(request: int, round_: int, record: Record) -> Words:
     Request, round, its counts, its spans and forwards as doubles of two words each, rows of the forwards, and of the
     tree's nodes the tokens, twice the parents plus whether they are expanded, and the logarithms by their bits.
     """
-    forwards, tree = record["forwards"], record["tree"].arrays()
+    forwards, tree = record["forwards"], record["tree"]
     there = [name for name in SPANS if name in record]
     times = [moment for name in there for moment in record[name]]
     times += [moment for began, ended, _ in forwards for moment in (began, ended)]

@@ -1,5 +1,8 @@
-"""Rounds on record: what both lanes did and when. Made by observers of the loops and hooks of the models, which are
+"""Rounds on record: what both lanes did and when. Noted by observers of the loops and hooks of the models, which are
 there only while somebody records; docs/reference/trace.md has the lines field by field.
+
+Between two forwards all code runs cold, several times as slowly as in a tight loop. So what runs there is as little as
+can be: the time of each event, and copies of what will not be there later. `rounds.Round` makes sense of them.
 
 Times are seconds of `time.perf_counter`, which all processes of one machine share.
 """
@@ -10,11 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from swiftspec.messages import Proposal, VerifyResult
-from swiftspec.observe.lines import DIGITS, Record, Tree
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.lines import Record
 from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.rounds import Forward, Grown, Round, lane_of
 
-Forward = tuple[float, float, int]  # begin, end, rows
 Observer = Callable[..., None]  # as swiftspec.decode has it
 Probabilities = Callable[
     [Sequence[int], Sequence[int]], Sequence[float] | None
@@ -52,92 +55,41 @@ class Forwards:
 
 
 class Watcher(Protocol):
-    """An observer that can be switched."""
+    """What is to be done at some of a loop's events, by their names, with what they are about; then their time goes to
+    `times`."""
 
-    def watch(self, on: bool) -> None: ...
-    def __call__(self, event: str, *about: Any) -> None: ...
+    times: list[float]
+    acts: dict[str, Callable[..., None]]
+
+    def watch(self, on: bool) -> None:
+        """Sets or takes away its hooks."""
+        ...
 
 
 class Switch:
-    """Observers that cost nothing while nobody wants to know: `wanted` is asked when a request opens. `told` hears of a
-    change, before anything of that request."""
+    """Observes a loop for a watcher, and costs nothing while nobody wants to know: `wanted` is asked when a request
+    opens. `told` hears of a change, before anything of that request."""
 
     def __init__(
-        self, wanted: Callable[[], bool], *watchers: Watcher, told: Callable[[bool], None] = lambda on: None
+        self, wanted: Callable[[], bool], watcher: Watcher, told: Callable[[bool], None] = lambda on: None
     ) -> None:
-        self._wanted, self._watchers, self._told = wanted, watchers, told
+        self._wanted, self._watcher, self._told = wanted, watcher, told
         self._on = False
 
     def __call__(self, event: str, *about: Any) -> None:
         if event == "opening" and self._wanted() != self._on:
             self._on = not self._on
-            for watcher in self._watchers:
-                watcher.watch(self._on)
+            self._watcher.watch(self._on)
             self._told(self._on)
         if self._on:
-            for watcher in self._watchers:
-                watcher(event, *about)
+            watcher = self._watcher
+            act = watcher.acts.get(event)
+            if act is not None:
+                act(*about)
+            watcher.times.append(time.perf_counter())
 
 
-class TreeTrace:
-    """Observes the loop on rank 0: the target's lane, and how long a proposal is waited for.
-
-    `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
-    who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
-    the proposal verified last.
-    """
-
-    def __init__(
-        self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities
-    ) -> None:
-        self._log, self._busy, self._asked, self._probabilities = log, busy, asked, probabilities
-        self._at, self._spent = 0.0, 0.0
-        self._plain = False  # the request
-        self._round: int | None = None  # the last one that the drafter was asked in
-        self._opened: tuple[float, float] | None = None
-
-    def watch(self, on: bool) -> None:
-        """It has no hooks."""
-
-    def __call__(self, event: str, *about: Any) -> None:
-        began, self._at = self._at, time.perf_counter()
-        match event:
-            case "opening":
-                self._log.begin(about[0])
-                self._plain, self._round = about[0].sampling.verify_batch == 1, None
-            case "opened":
-                self._opened = began, self._at
-            case "proposed":
-                if not self._plain and self._asked():
-                    self._round = about[0].round
-                    self._log.add(about[0].round, wait=(began, self._at))
-                self._log.release(about[0].round)
-            case "grown":
-                self._spent = self._busy()
-            case "verified":
-                self._note(about[0], about[1], (began, self._at))
-            case "settled":
-                self._know()
-            case "closed":
-                if self._round is not None and self._log.lacks(self._round):
-                    self._log.drain(self._round)
-                self._log.end(about[0])
-
-    def _note(self, proposal: Proposal, result: VerifyResult, verify: tuple[float, float]) -> None:
-        target: Record = {"verify": verify, "forward": self._busy() - self._spent}
-        if self._opened is not None:
-            target["open"], self._opened = self._opened, None
-        self._proposal: Record = {"tokens": proposal.tokens, "parents": proposal.parents}
-        self._log.add(proposal.round, target=target, proposal=self._proposal, path=result.path, tokens=result.tokens)
-
-    def _know(self) -> None:
-        """Once the result is on its way, so that nobody waits for it."""
-        known = self._probabilities(self._proposal["tokens"], self._proposal["parents"])
-        if known is not None:
-            self._proposal["p"] = [None, *(round(value, DIGITS) for value in known)]
-
-
-class Grown(Protocol):
+class Drafting(Protocol):
     """What a draft's lane is read off: a drafter on a model in this process."""
 
     @property
@@ -146,85 +98,137 @@ class Grown(Protocol):
     def tree(self) -> Any: ...
 
 
-class DraftTrace:
-    """Observes the loop that a draft model works in: its lane, of which each round goes to `tell` once it is grown."""
+class DraftLane:
+    """Notes the lane of a drafter round by round."""
 
-    def __init__(self, drafter: Grown, tell: Callable[[int, int, Record], None]) -> None:
-        """`tell` hears request, round, and what the lane says of it."""
-        self._drafter, self._tell = drafter, tell
-        self._forwards = Forwards(drafter.runner)
-        self._spans: dict[str, tuple[float, float]] = {}
-        self._request, self._round, self._at = 0, 0, 0.0
-        self._plain = False  # the request: nobody drafts
-        self._prefix, self._expanded = 0, 0  # KV before this round
+    def __init__(self, drafter: Drafting) -> None:
+        self._drafter, self._forwards = drafter, Forwards(drafter.runner)
+        self._last: Grown = b"", 0, []
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
         self._forwards.watch(on)
 
-    def __call__(self, event: str, *about: Any) -> None:
-        began, self._at = self._at, time.perf_counter()
-        match event:
-            case "opening":
-                self._request, self._plain = about[0].request, about[0].sampling.verify_batch == 1
-            case "drafter opened":
-                self._spans = {"open": (began, self._at)}
-                self._round = 0
-                self._prefix, self._expanded = self._books()
-                self._forwards.take()  # the prompt's
-            case "observed":
-                self._spans["observe"] = began, self._at
-            case "proposed":
-                self._spans["propose"] = began, self._at
-                self._round = about[0].round
-            case "grown" if not self._plain:
-                self._spans["grow"] = began, self._at
-                self._end()
+    def opened(self) -> None:
+        """It has read the prompt."""
+        self.grown()
 
-    def _end(self) -> None:
-        """KV is kept or computed, nothing else: what is missing from the books was wasted."""
-        (prefix, expanded), tree = self._books(), self._drafter.tree
-        forwards, self._spans, spans = self._forwards.take(), {}, self._spans
-        computed = sum(rows for _, _, rows in forwards)
-        wasted = max(self._prefix + self._expanded + computed - prefix - expanded, 0)
-        lane: Record = {**spans, "forwards": forwards, "nodes": tree.count, "expanded": expanded}
-        lane |= {"reused": self._expanded - wasted, "wasted": wasted, "tree": Tree.of(tree)}
-        self._prefix, self._expanded = prefix, expanded
+    def grown(self) -> tuple[Grown, Grown]:
+        """A round, once its tree is grown, and the one before."""
+        drafter, before = self._drafter, self._last
+        self._last = drafter.tree.state.tobytes(), drafter.runner.cache.prefix_len[0], self._forwards.take()
+        return self._last, before
+
+
+class TreeTrace:
+    """Watches the loop on rank 0.
+
+    `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
+    who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
+    the proposal verified last. `lane`: of a drafter in this process.
+    """
+
+    def __init__(
+        self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities,
+        lane: DraftLane | None = None,
+    ) -> None:  # fmt: skip
+        self._log, self._busy, self._asked, self._probabilities, self._lane = log, busy, asked, probabilities, lane
+        self._plain = False  # the request
+        self._spent = 0.0
+        self._drafted, self._grown = False, None  # in this round: the drafter was asked; its lane
+        self.times = list[float]()
+        self.acts: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "opened": self._opened, "grown": self._growing, "settled": self._settled,
+            "closed": log.end,
+        }  # fmt: skip
+
+    def watch(self, on: bool) -> None:
+        """Sets or takes away its hooks."""
+        if self._lane is not None:
+            self._lane.watch(on)
+
+    def _opening(self, opening: Opening) -> None:
+        self._log.begin(opening)
+        self._plain = opening.sampling.verify_batch == 1
+        self.times.clear()
+
+    def _opened(self) -> None:
+        self._spent = self._busy()
+        if self._lane is not None:
+            self._lane.opened()
+
+    def _growing(self) -> None:
+        """It has grown, and verifying begins: who listens works beside that."""
+        self._drafted = not self._plain and self._asked()
+        self._grown = self._lane.grown() if self._lane is not None and self._drafted else None
+        self._log.hand()
+
+    def _settled(self, proposal: Proposal, result: VerifyResult) -> None:
+        """The result is on its way, so nobody waits for it."""
+        known = self._probabilities(proposal.tokens, proposal.parents)
+        busy, times = self._busy(), self.times
+        self._log.add(Round(proposal, result, times, self._drafted, busy - self._spent, known, self._grown))
+        self._spent, self.times = busy, times[-2:]
+
+
+class DraftTrace:
+    """Watches the loop that a draft's ranks work in: each round of its lane goes to `tell` once it is grown."""
+
+    def __init__(self, drafter: Drafting, tell: Callable[[int, int, Record], None]) -> None:
+        """`tell` hears request, round, and what the lane says of it."""
+        self._lane, self._tell = DraftLane(drafter), tell
+        self._request, self._round = 0, 0
+        self.times = list[float]()
+        self.acts: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "drafter opened": self._lane.opened, "proposed": self._proposed,
+            "grown": self._grown,
+        }  # fmt: skip
+        self.watch = self._lane.watch
+
+    def _opening(self, opening: Opening) -> None:
+        self._request = opening.request
+
+    def _proposed(self, proposal: Proposal) -> None:
+        self._round = proposal.round
+
+    def _grown(self) -> None:
+        *times, began, proposed = self.times[-3:]
+        grown = began, proposed, time.perf_counter()
+        lane = lane_of(*self._lane.grown(), self._round == 0, (*times, began), grown)
         self._tell(self._request, self._round, lane)
-
-    def _books(self) -> tuple[int, int]:
-        return self._drafter.runner.cache.prefix_len[0], self._drafter.tree.expanded
+        self.times.clear()
 
 
 class ParticleTrace:
-    """Observes mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
+    """Watches mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
 
     def __init__(self, target: Hooked, draft: Hooked, log: Recorder) -> None:
         self._log, self._lanes = log, {"target": Forwards(target), "draft": Forwards(draft)}
-        self._round, self._at = 0, 0.0
+        self._request, self._round = 0, 0
+        self.times = list[float]()
+        self.acts: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "opened": self._opened, "collected": self._collected, "closed": log.end,
+        }  # fmt: skip
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
         for forwards in self._lanes.values():
             forwards.watch(on)
 
-    def __call__(self, event: str, *about: Any) -> None:
-        began, self._at = self._at, time.perf_counter()
-        match event:
-            case "opening":
-                self._log.begin(about[0])
-            case "opened":
-                self._round = 0
-                for forwards in self._lanes.values():
-                    forwards.take()  # the prompt's
-            case "collected":
-                self._note(about[0], (began, self._at))
-            case "closed":
-                self._log.end(about[0])
+    def _opening(self, opening: Opening) -> None:
+        self._log.begin(opening)
+        self._request = opening.request
 
-    def _note(self, tokens: Sequence[int], span: tuple[float, float]) -> None:
+    def _opened(self) -> None:
+        self._round = 0
+        for forwards in self._lanes.values():
+            forwards.take()  # the prompt's
+
+    def _collected(self, tokens: Sequence[int]) -> None:
         """A round that ends now, and the tokens that all particles have come to share by it."""
+        span = self.times[-1], time.perf_counter()
         lanes = {side: {"forwards": forwards.take()} for side, forwards in self._lanes.items()}
-        self._log.add(self._round, population=span, tokens=tokens, **lanes)
-        self._round += 1
-        self._log.release()
+        about = {"request": self._request, "round": self._round, "population": span, "tokens": tokens}
+        self._log.add({**about, **lanes})
+        self._log.hand()
+        self._round, self.times = self._round + 1, []

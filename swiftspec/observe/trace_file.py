@@ -12,7 +12,8 @@ from typing import Any
 
 from swiftspec import files
 from swiftspec.errors import UserError
-from swiftspec.observe.lines import VERSION, Record, Texts, opened, plain
+from swiftspec.observe.lines import VERSION, Record, Texts, plain
+from swiftspec.observe.rounds import Noted, opened
 
 LONGEST = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
 
@@ -36,9 +37,9 @@ class TraceFile:
             why = "nobody reads this pipe yet, start its reader first" if alone else error.strerror
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
-    def write(self, lines: Iterable[Record]) -> None:
-        """Writes these lines, and all that was written before."""
-        for line in map(opened, lines):
+    def write(self, noted: Iterable[Noted]) -> None:
+        """Writes the lines of these, and all that was written before."""
+        for line in map(opened, noted):
             texts = {} if self.spell is None else self._texts.new(line, self.spell)
             self._try(self._file.write, json.dumps(line | texts, default=plain) + "\n")
         self._try(self._file.flush)

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from swiftspec.errors import UserError
-from swiftspec.observe.lines import Record, opened
+from swiftspec.observe.lines import Record
 from swiftspec.observe.recorder import Listener
+from swiftspec.observe.rounds import Noted, Round, opened
 from swiftspec.serve.terminal import ACCEPTED, note, visible
 
 MOST = 2000  # rounds that are kept
@@ -26,7 +27,7 @@ class Rounds:
 
     def __init__(self, listen: Callable[[Listener | None], None], spell: Callable[[int], str]) -> None:
         self._listen, self._spell = listen, spell
-        self._known: deque[Record] = deque(maxlen=MOST)
+        self._known: deque[Round] = deque(maxlen=MOST)
         self._on = False
 
     def command(self, rest: str, console: Console) -> None:
@@ -45,9 +46,8 @@ class Rounds:
             for line in shown(opened(self._known[-1 - int(rest or 0)]), self._spell):
                 console.print(line, soft_wrap=True)
 
-    def _hear(self, line: Record) -> None:
-        if "proposal" in line:
-            self._known.append(line)
+    def _hear(self, noted: Sequence[Noted]) -> None:
+        self._known += (one for one in noted if isinstance(one, Round))
 
 
 @dataclass(frozen=True, slots=True)

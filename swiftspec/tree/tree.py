@@ -36,12 +36,11 @@ class DraftTree:
     """
 
     def __init__(self, nodes: int, slots: int) -> None:
-        self.token = np.zeros(nodes, dtype=np.int64)
-        self.parent = np.zeros(nodes, dtype=np.int64)
-        self.slot = np.zeros(nodes, dtype=np.int64)  # `slots` where it has none
-        self.logprob = np.zeros(nodes)
+        self.state = np.zeros(2 + 4 * nodes, dtype=np.int64)  # one array, so that it is copied at once
+        self.token, self.parent, self.slot, logprob = self.state[2:].reshape(4, nodes)  # slot: `slots` for none
+        self.logprob = logprob.view(np.float64)
         self.visible = np.zeros((slots + 1, slots), dtype=np.bool_)
-        self.sizes = np.zeros(2, dtype=np.int64)  # nodes, tree slots in use
+        self.sizes = self.state[:2]  # nodes, tree slots in use
         self.slots = slots
         self.reset(0)
 

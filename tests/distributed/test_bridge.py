@@ -26,8 +26,8 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.model.loader import load_model
-from swiftspec.observe.lines import opened
 from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.rounds import Round
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Pause
 from swiftspec.tree.tree import DraftTree
@@ -197,19 +197,18 @@ def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypa
 def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
     drafter, _, _ = bridge
     drafter._records = recorder = Recorder()
-    recorder.listener = list[Any]().append
+    recorder.listener = list[Any]().extend
     recorder.begin(opening([4, 5], GREEDY))
     drafter.open(opening([4, 5], GREEDY))
     drafter.watch(True)
-    drafter.propose()
-    recorder.add(0, tokens=(9,))
+    recorder.add(Round(drafter.propose(), result(1, 0, 1), [], True, 0.0, None, None))
     drafter.observe(result(1, 0, 1))
     drafter.propose()
     assert recorder.lacks(0), "not in the midst of a request"
     recorder.begin(opening([4, 5], GREEDY, request=2))
     drafter.open(opening([4, 5], GREEDY, request=2))
-    drafter.propose()
-    recorder.add(0, tokens=(9,))
+    last = Round(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
+    recorder.add(last)
     drafter.drain(0)
-    line = opened(recorder._rounds[0])
-    assert line["draft"]["nodes"] == 1 and line["draft"]["tree"]["tokens"].tolist() == [7]
+    lane = last.line()["draft"]
+    assert lane["nodes"] == 1 and lane["tree"]["tokens"].tolist() == [7]

@@ -11,7 +11,8 @@ from swiftspec.distributed.obeying import Follower
 from swiftspec.distributed.wire import Words, pack
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from tests.support.fuzz.messages import BOUNDS, FakeRole
+from tests.support.fuzz.roles import FakeRole
+from tests.support.fuzz.words import BOUNDS
 
 OPENING = pack(Opening(1, (3, 1, 4), SamplingParams(), 3, "eager", (0,)))
 PROPOSAL, RESULT = pack(Proposal.root_only(1, 0, 2, 4)), pack(VerifyResult(1, 0, 2, (0,), (9,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening
-from swiftspec.observe.lines import opened
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.rounds import Noted, Round, opened
 from swiftspec.params import SamplingParams
 from tests.support.roles import drafter_of, verifier_of
 
@@ -27,13 +29,20 @@ def engine(mode: str, dtype: torch.dtype) -> LLM:
     return LLM(DEMO / "target", None if mode == "ar" else DEMO / "draft", plan, dtype=dtype)
 
 
+class Heard(list[dict[str, Any]]):
+    """The lines of what a listener hears."""
+
+    def __call__(self, noted: Sequence[Noted]) -> None:
+        self.extend(map(opened, noted))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["ar", "serial", "smc"])
 def test_a_listener_changes_nothing_and_costs_nothing_once_gone(mode: str, dtype: torch.dtype) -> None:
-    llm, heard = engine(mode, dtype), list[dict[str, Any]]()
+    llm, heard = engine(mode, dtype), Heard()
     sampling = SamplingParams(seed=3, max_tokens=24, ignore_eos=True)
     alone = llm.generate(PROMPT, sampling).token_ids
-    llm.listen(heard.append)
+    llm.listen(heard)
     stream = llm.stream(PROMPT, sampling)
     first = next(stream)
     llm.listen(None)  # from the next request on
@@ -49,10 +58,10 @@ def test_a_listener_changes_nothing_and_costs_nothing_once_gone(mode: str, dtype
 
 
 def test_the_tree_holds_the_proposal_and_goes_on_in_the_next_round() -> None:
-    llm, heard = engine("serial", torch.float32), list[dict[str, Any]]()
-    llm.listen(heard.append)
+    llm, heard = engine("serial", torch.float32), Heard()
+    llm.listen(heard)
     llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
-    trees = [opened(line)["draft"]["tree"] for line in heard[1:-1]]
+    trees = [line["draft"]["tree"] for line in heard[1:-1]]
     for line, tree in zip(heard[1:-1], trees, strict=True):
         proposal, named = line["proposal"], dict[tuple[int, int], int]()
         for node, (token, parent) in enumerate(zip(tree["tokens"].tolist(), tree["parents"].tolist())):
@@ -70,8 +79,8 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
     """Of native steps as of those on plain torch, and for the tokens that it draws greedily the largest."""
     found: list[list[Any]] = []
     for penalty in (1.0, 1.0001):  # which is for eager steps
-        llm, heard = engine("serial", torch.float32), list[dict[str, Any]]()
-        llm.listen(heard.append)
+        llm, heard = engine("serial", torch.float32), Heard()
+        llm.listen(heard)
         llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=penalty))
         found.append(heard[1:-1])
         assert verifier_of(llm).steps.name == ("eager" if penalty > 1 else "native")
@@ -84,8 +93,8 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
 
 
 def test_how_a_request_ends() -> None:
-    llm, heard = engine("serial", torch.float32), list[dict[str, Any]]()
-    llm.listen(heard.append)
+    llm, heard = engine("serial", torch.float32), Heard()
+    llm.listen(heard)
     stream = llm.stream(PROMPT, SamplingParams(max_tokens=24, ignore_eos=True))
     next(stream)
     stream.close()
@@ -101,18 +110,57 @@ def _broken() -> None:
     raise UserError("broken")
 
 
-def test_what_the_draft_says_late_is_dropped() -> None:
-    heard: list[dict[str, Any]] = []
-    recorder = Recorder()
-    recorder.listener = heard.append
+def verified(round_: int) -> Round:
+    """A round of request 2 whose draft is elsewhere."""
+    proposal, result = Proposal(2, round_, 1, (4,), (-1,)), VerifyResult(2, round_, 1, (0,), (5,))
+    return Round(proposal, result, [float(at) for at in range(7)], True, 0.5, None, None)
+
+
+def test_what_the_draft_says_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TOGETHER", 0.0)
+    heard, recorder, drained = Heard(), Recorder(), list[int]()
+    recorder.listener, recorder.drain = heard, drained.append
     recorder.begin(Opening(2, (1, 2), SamplingParams(), 2))
-    recorder.add(0, tokens=(5,))
-    recorder.draft(1, 0, {"nodes": 1})
+    recorder.add(verified(0))
+    recorder.draft(1, 0, lambda: {"nodes": 1})
+    recorder.draft(2, 1, lambda: {"nodes": 1})
     assert recorder.lacks(0)
-    recorder.draft(2, 0, {"nodes": 2})
-    recorder.add(1, wait=(0, 1))
-    recorder.release(1)
-    recorder.draft(2, 0, {"nodes": 3})
-    assert not recorder.lacks(0) and recorder.lacks(1)
+    recorder.draft(2, 0, lambda: {"nodes": 2})
+    assert not recorder.lacks(0)
+    recorder.hand()
+    recorder.draft(2, 0, lambda: {"nodes": 3})
+    recorder.add(verified(1))
+    assert recorder.lacks(1) and len(heard) == 2
     recorder.end(Stats())
-    assert heard[1:-1] == [{"request": 2, "round": 0, "tokens": (5,), "draft": {"nodes": 2}}]
+    assert drained == [1]
+    assert heard[1:-1] == [
+        {
+            "request": 2, "round": 0, "wait": (2.0, 3.0), "proposal": {"tokens": (4,), "parents": (-1,)}, "path": (0,),
+            "tokens": (5,), "target": {"open": (1.0, 2.0), "verify": (4.0, 5.0), "forward": 0.5}, "draft": {"nodes": 2},
+        },
+        {
+            "request": 2, "round": 1, "wait": (2.0, 3.0), "proposal": {"tokens": (4,), "parents": (-1,)}, "path": (0,),
+            "tokens": (5,), "target": {"verify": (4.0, 5.0), "forward": 0.5},
+        },
+    ]  # fmt: skip
+
+
+def test_rounds_are_heard_several_at_once() -> None:
+    """The first line of a request at once, the rounds together, all at its end; a trace file changes nothing."""
+    recorder, heard = Recorder(), list[int]()
+    recorder.listener = lambda noted: heard.append(len(noted))
+    recorder.begin(Opening(2, (1, 2), SamplingParams(), 2))
+    for round_ in range(3):
+        recorder.add(verified(round_))
+        recorder.hand()
+    recorder.end(Stats())
+    assert heard[0] == 1 and sum(heard) == 5 and len(heard) <= 5
+
+
+def test_a_lane_that_makes_no_sense_is_left_out() -> None:
+    def read() -> dict[str, Any]:
+        raise ValueError
+
+    noted = verified(0)
+    noted.draft = read
+    assert "draft" not in opened(noted)

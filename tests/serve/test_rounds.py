@@ -10,18 +10,23 @@ import pytest
 from rich.console import Console
 
 from swiftspec.errors import UserError
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.observe.rounds import Round
 from swiftspec.serve.rounds import Rounds
 
-LINE: dict[str, Any] = {
-    "request": 1, "round": 4, "path": [0, 1], "tokens": [5, 7],
-    "proposal": {"tokens": [3, 5, 6], "parents": [-1, 0, 0], "p": [None, 0.5, 0.25]},
-    "draft": {
-        "tree": {
-            "tokens": np.array([3, 5, 6, 7, 8, 9, 4]), "parents": np.array([-1, 0, 0, 1, 1, 3, 2]),
-            "logprobs": np.log([1, 0.8, 0.1, 0.4, 0.2, 0.4, 0.1]), "expanded": np.array([1, 1, 1, 1, 0, 0, 0]),
-        }
-    },
+LANE: dict[str, Any] = {
+    "tree": {
+        "tokens": np.array([3, 5, 6, 7, 8, 9, 4]), "parents": np.array([-1, 0, 0, 1, 1, 3, 2]),
+        "logprobs": np.log([1, 0.8, 0.1, 0.4, 0.2, 0.4, 0.1]), "expanded": np.array([1, 1, 1, 1, 0, 0, 0]),
+    }
 }  # fmt: skip
+
+
+def noted(round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any) -> Round:
+    """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's lane."""
+    proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
+    p, lane = more or (None, None)
+    return Round(proposal, result, [0.0] * 7, True, 0.0, p, lane)
 
 
 def test_a_tree_is_shown() -> None:
@@ -31,10 +36,10 @@ def test_a_tree_is_shown() -> None:
     with pytest.raises(UserError, match="no round is on record: /tree on, then ask again"):
         rounds.command("", console)
     rounds.command("on", console)
-    heard[0]({"request": 1, "begin": {}})
+    heard[0]([{"request": 1, "begin": {}}])
     with pytest.raises(UserError, match="ask something"):
         rounds.command("", console)
-    heard[0](LINE)
+    heard[0]([noted(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: LANE)])
     rounds.command("0", console)
     assert out.getvalue().splitlines()[1:] == [
         "round 4: 2 guesses verified, 1 right; the target adds 't7'",
@@ -58,6 +63,6 @@ def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
     rounds, out = Rounds(heard.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
     console = Console(file=out, width=100, color_system=None)
     rounds.command("on", console)
-    heard[0]({"round": 0, "path": [0], "tokens": [1], "proposal": {"tokens": [3, 5, 6], "parents": [-1, 0, 1]}})
+    heard[0]([noted(0, (-1, 0, 1), (0,), (1,))])
     rounds.command("", console)
     assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  wrong", "   └─ '\\x1b[31m'  wrong"]

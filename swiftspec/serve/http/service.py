@@ -9,18 +9,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
 from threading import Lock
 from types import FrameType
 from typing import TYPE_CHECKING, Any, overload
 
 from swiftspec.distributed.keeping import Keeping, Member
 from swiftspec.errors import NotFinite, RankLost, UserError
+from swiftspec.observe.rounds import Noted
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
 from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.front import defaults_of
-from swiftspec.serve.http.lines import Lines
+from swiftspec.serve.http.lines import as_frame
 from swiftspec.serve.http.wire import FrontEndLost, Wire
 from swiftspec.serve.keeping.kept import Kept
 from swiftspec.serve.session import Session, open_session
@@ -198,12 +200,12 @@ class Service:
             self._left = True
 
     def _watch(self, on: bool) -> None:
-        self._session.llm.listen(Lines(self._say) if on else None)
+        self._session.llm.listen(self._say if on else None)
 
-    def _say(self, make: Callable[[], frames.Frame]) -> None:
+    def _say(self, noted: Sequence[Noted]) -> None:
         """For whoever listens; nobody is lost where that is nobody any more."""
         with suppress(FrontEndLost):
-            self._teller.wire.send(make)
+            self._teller.wire.send(partial(as_frame, noted))
 
     def _drain(self) -> None:
         if not self._drained:

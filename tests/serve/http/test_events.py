@@ -13,14 +13,14 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from swiftspec.messages import Opening
-from swiftspec.observe.lines import Tree
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.rounds import Round
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http import events as module
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.events import Events, router
 from swiftspec.serve.http.frames import Event, Ready
-from swiftspec.serve.http.lines import Lines
+from swiftspec.serve.http.lines import as_frame
 from swiftspec.serve.http.remote import RemoteEngine
 from swiftspec.serve.text import TextCodec
 from swiftspec.tree.tree import DraftTree
@@ -186,15 +186,13 @@ def test_lines_as_they_travel() -> None:
     tree = DraftTree(9, 2)
     tree.reset(7)
     tree.add_children(tree.best_leaves(1).nodes, np.array([[3, 4]]), np.array([[-0.5, float("-inf")]]))
-    made: list[Any] = []
-    lines = Lines(made.append)
     opening = Opening(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
-    lines({"request": 1, "begin": {"prompt": opening.prompt, "sampling": {"logit_bias": {3: 1.0}}}})
-    lines({"request": 1, "round": 0, "tokens": (9,), "draft": {"tree": Tree.of(tree)}})
-    lines({"request": 1, "round": 1, "tokens": (9,), "draft": dict})
-    lines({"request": 1, "end": {}})
-    told = [event for make in made for event in make().events]
-    assert [event.kind for event in told] == ["begin", "round", "round", "end"] and len(made) <= 3
+    begin = {"request": 1, "begin": {"prompt": opening.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
+    proposal, result = Proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
+    grown: Any = tree.state.tobytes(), 1, [(0.0, 0.5, 1)]
+    noted = Round(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))
+    told = as_frame([begin, noted, {"request": 1, "end": {}}]).events
+    assert [event.kind for event in told] == ["begin", "round", "end"]
     assert told[0].tokens == [5, 6] and told[1].tokens == [3, 4, 7, 9]
     assert json.loads(told[1].line)["draft"]["tree"] == {
         "tokens": [7, 3, 4], "parents": [-1, 0, 0], "logprobs": [0.0, -0.5, -9999.0], "expanded": [1, 0, 0],

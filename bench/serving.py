@@ -1,0 +1,42 @@
+"""What the benchmarks of a server share: their options, the server's flags, prompts and rows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from bench.heldout import DEMO, read_prompts
+
+
+def options(doc: str | None) -> argparse.ArgumentParser:
+    """--steps, --requests, --tokens and --json."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", default="full,2,5", type=lambda text: text.split(","))
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def flags(steps: str) -> list[str]:
+    """Of rounds of a fixed shape, whose steps are emulated: so many milliseconds of the target's, a twentieth of that
+    of the draft's; "full": as fast as it goes."""
+    fixed = ["--plan", "none", "--threads", "1", "--kept-memory", "0", "--no-adapt", "--no-self-switch"]
+    return fixed if steps == "full" else [*fixed, "--emulate", f"target={steps}ms,draft={float(steps) / 20:g}ms"]
+
+
+def prompts(requests: int) -> list[list[int]]:
+    """So many held-out ones, of 64 tokens each."""
+    texts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
+    return [text[:64] for text in texts[:requests]]
+
+
+def write(file: Path | None, rows: list[dict[str, Any]]) -> None:
+    """Writes the rows as JSON, if they are wanted."""
+    if file is not None:
+        file.write_text(json.dumps({"machine": os.uname().machine, "rows": rows}, indent=1), encoding="utf-8")

@@ -1,0 +1,108 @@
+"""Roles and a channel for hostile messages: they hold what they are given to what a model could do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from tests.support.fuzz.words import BOUNDS, Message
+
+FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are no numbers
+
+
+class FakeChannel:
+    """Says what it is told to, then is gone."""
+
+    peer = "rank 9"
+
+    def __init__(self, says: Sequence[Message]) -> None:
+        self._says = iter(says)
+
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
+        np.array(words, np.int32)  # as a wire does
+
+    def recv(self, timeout: float | None = None) -> Message:
+        try:
+            kind, words = next(self._says)
+        except StopIteration:
+            raise ConnectionError("rank 9 is gone") from None
+        return kind, list(words)
+
+    def close(self) -> None: ...
+
+
+class FakeRole:
+    """Verifier and drafter of one rank. Holds what it is given to what a model could index by."""
+
+    runner = None  # which keeps nothing
+
+    def __init__(self) -> None:
+        self.busy, self.draft_steps = 0.0, 3
+        self.steps_known = [SimpleNamespace(name="eager")]
+        self.opening: Opening | None = None
+
+    def choose(self, opening: Opening) -> SimpleNamespace:
+        assert opening.steps in ("", "eager")
+        return self.steps_known[0]
+
+    def open(self, opening: Opening) -> None:
+        sound(opening.tokens)
+        typed(opening.sampling)
+        self.opening, self.at, self.root, self.round = opening, len(opening.tokens) - 1, opening.tokens[-1], 0
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        assert self.opening is not None and (proposal.prefix_len, proposal.tokens[0]) == (self.at, self.root)
+        sound(proposal.tokens, BOUNDS.nodes)
+        self._move((7,))
+        return VerifyResult(proposal.request, proposal.round, proposal.prefix_len, (0,), (7,))
+
+    def settle(self) -> None: ...
+
+    def observe(self, result: VerifyResult) -> None:
+        assert self.opening is not None and result.prefix_len == self.at
+        sound(result.tokens)
+        self.round = result.round
+        self._move(result.tokens)
+
+    def propose(self) -> Proposal:
+        assert self.opening is not None
+        return Proposal.root_only(self.opening.request, self.round, self.at, self.root)
+
+    def grow(self) -> None:
+        assert self.opening is not None
+
+    def reply(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.opening = None
+
+    def _move(self, tokens: Sequence[int]) -> None:
+        self.at, self.root = self.at + len(tokens), tokens[-1]
+
+
+def sound(tokens: Sequence[int], most: int = BOUNDS.context + BOUNDS.nodes) -> None:
+    """What a model's embedding can be asked for."""
+    assert 1 <= len(tokens) <= most and all(0 <= token < BOUNDS.vocab for token in tokens)
+
+
+def typed(sampling: SamplingParams) -> None:
+    """What a sampler can compute with, and what a model's sizes allow."""
+    default = asdict(SamplingParams(max_tokens=1))
+    for name, value in asdict(sampling).items():
+        assert value is None or type(value) in (type(default[name]), *([int] if name not in FLAGS else [])), name
+    whole = (
+        *sampling.stop_token_ids,
+        *sampling.negative_prompt_ids,
+        *sampling.logit_bias,
+        sampling.seed,
+        sampling.top_k,
+    )
+    assert all(type(each) is int for each in whole) and all(type(each) is str for each in sampling.stop)
+    assert sampling.top_k <= BOUNDS.vocab
+    assert all(0 <= each < BOUNDS.vocab for each in (*sampling.logit_bias, *sampling.negative_prompt_ids))
