@@ -36,7 +36,7 @@ chat: $(VENV)/.installed
 	@$(BIN)/python -m swiftspec.serve $(ARGS)
 
 test: $(VENV)/.installed $(VENV)/.test
-	@$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 # pytest leaves with 5 when it finds no test to run; having no slow tests is no failure.
 test-slow: $(VENV)/.installed $(VENV)/.test

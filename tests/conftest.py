@@ -14,13 +14,13 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run two at a time and by groups (`make test-slow`), those that start several ranks or processes stay
-    on one worker, one after the other; what only computes runs beside them."""
+    """Where tests run two at a time and by groups (`make test`, `make test-slow`), those of a file share a worker and
+    what they have set up. Slow ones that start several ranks or processes all stay on one worker, one after the other;
+    what only computes runs beside them."""
     for item in items:
-        if {"distributed", "fuzz", "lab", "serve"} & {part.name for part in item.path.parents}:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif item.get_closest_marker("slow") is not None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        slow = item.get_closest_marker("slow") or item.get_closest_marker("long")
+        ranks = slow and {"distributed", "fuzz", "lab", "serve"} & {part.name for part in item.path.parents}
+        item.add_marker(pytest.mark.xdist_group("ranks" if ranks else item.path.name))
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
-from langchain_openai import ChatOpenAI
 
 from swiftspec.serve.__main__ import main
+from tests.support.clients import anthropic, openai
 from tests.support.served import ROOT, Served
 from tests.support.toy_pair import make_pair
 
@@ -130,6 +128,8 @@ def test_anthropic(server: Served) -> None:
 
 
 def test_langchain(server: Served) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds
+
     chat = ChatOpenAI(base_url=f"{server.url}/v1", api_key="-", model="swiftspec-demo", temperature=0, max_tokens=24)  # pyright: ignore
     text = expected("def add(a, b):", 24, "--temperature", "0")
     assert chat.invoke("def add(a, b):").content == text
