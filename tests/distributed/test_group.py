@@ -67,11 +67,19 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq")])
+def long(*values: Any) -> Any:
+    """A kind of pair and a split that each occur without the other."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
-@EVERY_PAIR
-@pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
+@pytest.mark.parametrize(
+    ("kind", "x", "y"),
+    [
+        *[("llama", 1, 1), slow("llama", 2, 1), slow("llama", 3, 1), slow("llama", 2, 2), slow("llama", 1, 3)],
+        *[long("qwen2", 1, 1), long("qwen2", 2, 1), slow("qwen2", 3, 1), long("qwen2", 2, 2), long("qwen2", 1, 3)],
+        *[slow("awq", 1, 1), long("awq", 2, 1), long("awq", 3, 1), slow("awq", 2, 2), long("awq", 1, 3)],
+    ],
+)
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
     plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
@@ -81,8 +89,14 @@ def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) ->
     assert answers[0]["rounds"] < 50 and answers[0]["draft_busy"] > 0
 
 
-@EVERY_PAIR
-@pytest.mark.parametrize(("mode", "x", "y"), [("serial", 2, -1), slow("serial", 3, -1), ("ar", 3, -1)])
+@pytest.mark.parametrize(
+    ("kind", "mode", "x", "y"),
+    [
+        *[("llama", "serial", 2, -1), slow("llama", "serial", 3, -1), ("llama", "ar", 3, -1)],
+        *[long("qwen2", "serial", 2, -1), slow("qwen2", "serial", 3, -1), long("qwen2", "ar", 3, -1)],
+        *[slow("awq", "serial", 2, -1), long("awq", "serial", 3, -1), slow("awq", "ar", 3, -1)],
+    ],
+)
 def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: int, y: int) -> None:
     pair = pairs[kind]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y})
@@ -238,7 +252,7 @@ def test_ranks_of_several_machines(pool: Pool, pairs: Pairs) -> None:
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
 
 
-@pytest.mark.parametrize("count", [slow(350), pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [slow(350), long(1000)])
 def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> None:
     """Random lengths and stops, on 1 + 1: the answers of one process, and memory that does not grow."""
     pair = pairs["llama"]
