@@ -16,9 +16,11 @@ LONGEST = ("test_emulated_gpu", "test_group", "test_lives", "test_serve_ranks", 
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where tests run two at a time (`make test`, `make test-slow`), those of a file share a worker and what they have
     set up. The longest files come first, so that none of them is left for the end."""
+    if not config.pluginmanager.hasplugin("xdist"):  # a bare machine with a GPU
+        return
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(item.path.name))
