@@ -72,10 +72,10 @@ def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Itera
 
 
 @contextmanager
-def running(ranks: int, target_tp: int = 1, target: str = "40ms") -> Iterator[Job]:
+def running(ranks: int, target_tp: int = 1) -> Iterator[Job]:
     """A server of so many ranks. In the end nothing is left of it."""
     split = ["--mode", "async", "--target-tp", str(target_tp), "--draft-tp", str(ranks - target_tp)]
-    with Served([*split, *EXACT, "--queue-timeout", "60", "--emulate", f"target={target},draft=2ms"], ranks) as served:
+    with Served([*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks) as served:
         job = Job(served, ranks)
         job.wait_until_up(WHOLE)
         yield job
@@ -157,18 +157,17 @@ def test_each_target_rank_costs_the_request_that_runs_and_no_other(
 
 
 @pytest.mark.slow
-def test_a_request_that_has_shown_nothing_is_tried_again() -> None:
-    with running(2, target="400ms") as job:
-        long_prompt = Asked("word " * 1200, 3)
-        told = list[Told]()
-        asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
-        rank_0 = job.process(0)
-        asking.start()
-        until(lambda: job.health()["running"] == 1, 20.0)
-        assert hurt("kill", rank_0)
-        asking.join(60.0)
-        again = asked(job, long_prompt)
-        assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
+def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: Job) -> None:
+    job, long_prompt, told = pair_of_ranks, Asked("word " * 1200, 3), list[Told]()
+    job.wait_until_up(WHOLE)
+    asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
+    rank_0 = job.process(0)
+    asking.start()
+    until(lambda: job.health()["running"] == 1, 20.0)
+    assert hurt("kill", rank_0) and not told
+    asking.join(60.0)
+    again = asked(job, long_prompt)
+    assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
 
 
 @pytest.mark.parametrize("rank", [long(1), slow(0)])
