@@ -12,15 +12,18 @@ from tests.support.ranks import Pool
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
 
+LONGEST = ("test_emulated_gpu", "test_group", "test_lives", "test_serve_ranks", "test_chaos", "test_sanitized")
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run two at a time and by groups (`make test-slow`), those that start several ranks or processes stay
-    on one worker, one after the other; what only computes runs beside them."""
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where tests run two at a time (`make test`, `make test-slow`), those of a file share a worker and what they have
+    set up. The longest files come first, so that none of them is left for the end."""
+    if not config.pluginmanager.hasplugin("xdist"):  # a bare machine with a GPU
+        return
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
-        if {"distributed", "fuzz", "lab", "serve"} & {part.name for part in item.path.parents}:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif item.get_closest_marker("slow") is not None:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
+        item.add_marker(pytest.mark.xdist_group(item.path.name))
 
 
 @pytest.fixture(autouse=True)

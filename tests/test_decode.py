@@ -25,7 +25,7 @@ from tests.support.roles import drafter_of, make_drafter, opening, put, verifier
 from tests.support.tiny import ROPES, make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
-TOKENS = 200
+TOKENS = 100
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 SAMPLED = SamplingParams(
     temperature=0.8,
@@ -68,8 +68,8 @@ def test_ar_equals_transformers(tmp_path: Path, family: str, rope: str, tie: boo
     )
     ids = torch.tensor([PROMPT])
     with torch.no_grad():
-        text = model.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
-    sampling = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        text = model.generate(ids, max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+    sampling = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     ours = make_llm(tmp_path).generate(PROMPT, sampling)
     assert ours.token_ids == text[0, len(PROMPT) :].tolist() and ours.finish_reason == "length"
     assert len(set(ours.token_ids)) > 10, "a text that repeats itself would prove little"
@@ -122,7 +122,9 @@ def test_serial_equals_ar(pair: tuple[Path, Path], sampling: SamplingParams, pla
     assert tree.token_ids == plain and len(tree.token_ids) == TOKENS
     if llm.config.verify_batch > 1:
         assert tree.stats.rounds < 0.75 * TOKENS
-    assert llm.generate(PROMPT, sampling).token_ids == plain, "a second request starts clean"
+    assert llm.generate(PROMPT, replace(sampling, max_tokens=30)).token_ids == plain[:30], (
+        "a second request starts clean"
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -130,7 +132,7 @@ def test_serial_equals_ar_with_an_unrelated_draft(tmp_path: Path, family: str) -
     """Padded heads of unequal sizes, and a draft whose every guess is wrong most of the time."""
     make_checkpoint(tmp_path / "t", family=family, vocab=80, layers=2, dtype=torch.float64, seed=5)
     make_checkpoint(tmp_path / "d", family=family, vocab=72, layers=1, dtype=torch.float64, seed=6)
-    for sampling in (replace(GREEDY, max_tokens=100), replace(SAMPLED, max_tokens=100)):
+    for sampling in (replace(GREEDY, max_tokens=60), replace(SAMPLED, max_tokens=60)):
         plain = LLM(tmp_path / "t", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
         tree = LLM(tmp_path / "t", tmp_path / "d", dtype=torch.float64, vocab_size=64).generate(PROMPT, sampling)
         assert tree.token_ids == plain.token_ids and max(plain.token_ids) < 64
@@ -173,8 +175,8 @@ class Failing:
 def test_a_drafter_that_fails_midway_changes_nothing(
     pair: tuple[Path, Path], sampling: SamplingParams, calls: int
 ) -> None:
-    sampling = replace(sampling, max_tokens=100)
-    plain = plain_text(pair[0], sampling.temperature, 100)
+    sampling = replace(sampling, max_tokens=60)
+    plain = plain_text(pair[0], sampling.temperature)[:60]
     llm = make_llm(*pair)
     put(llm, Failing(drafter_of(llm), calls))
     answer = llm.generate(PROMPT, sampling)
@@ -190,15 +192,15 @@ def test_both_roles_open_again_in_the_middle_of_a_text(pair: tuple[Path, Path]) 
     plain = plain_text(pair[0], SAMPLED.temperature)
     llm = make_llm(*pair)
     drafter, verifier = FallbackDrafter(drafter_of(llm)), verifier_of(llm)
-    middle = opening([*PROMPT, *plain[:50]], SAMPLED, len(PROMPT), request=7)
+    middle = opening([*PROMPT, *plain[:30]], SAMPLED, len(PROMPT), request=7)
     for role in (drafter, verifier):
         role.open(middle)
     tokens: list[int] = []
     for _, result in decode(drafter, verifier):
         tokens += result.tokens
-        if len(tokens) >= 100:
+        if len(tokens) >= 60:
             break
-    assert tokens[:100] == plain[50:150]
+    assert tokens[:60] == plain[30:90]
 
 
 def logprobs(model: transformers.PreTrainedModel, temperature: float = 1.0) -> slow_reference.LogProbs:
@@ -216,11 +218,11 @@ def test_rounds_are_those_of_the_algorithm(
 ) -> None:
     target, draft = (transformers.AutoModelForCausalLM.from_pretrained(p, dtype=torch.float64) for p in pair)
     draft_laws = logprobs(draft, calibration)
-    text, count = slow_reference.rounds(logprobs(target), draft_laws, PROMPT, 60, bs=bs, w=w, d=d)
+    text, count = slow_reference.rounds(logprobs(target), draft_laws, PROMPT, 40, bs=bs, w=w, d=d)
     llm = make_llm(*pair, verify_batch=bs, draft_leaves=w, draft_steps=d, calibration=calibration)
-    ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    ours = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert (ours.token_ids, ours.stats.rounds) == (text, count)
-    assert count < 45
+    assert count < 30
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -230,17 +232,17 @@ def test_rejection_goes_on_through_many_trees(pair: tuple[Path, Path], ahead: bo
     llm = make_llm(*pair, verify="reject", **shape)
     if ahead:
         put(llm, make_drafter(drafter_of(llm).runner, llm.config, ahead=True))
-    sampling = replace(SAMPLED, max_tokens=80)
+    sampling = replace(SAMPLED, max_tokens=50)
     first = llm.generate(PROMPT, sampling)
-    assert len(first.token_ids) == 80 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
-    assert first.stats.rounds < 60
+    assert len(first.token_ids) == 50 and llm.generate(PROMPT, sampling).token_ids == first.token_ids
+    assert first.stats.rounds < 38
     seen = Acceptance.of(first.stats.verified)
     assert seen.judged == seen.tried_child[0] and seen.expected_rate is not None and 0 < seen.expected_rate < 1
     plainly = make_llm(*pair, **shape).generate(PROMPT, sampling)
     assert Acceptance.of(plainly.stats.verified).expected_rate is None
     put(llm, Failing(drafter_of(llm), 40))
     answer = llm.generate(PROMPT, sampling)
-    assert len(answer.token_ids) == 80 and answer.stats.drafter_lost == "the draft model left"
+    assert len(answer.token_ids) == 50 and answer.stats.drafter_lost == "the draft model left"
 
 
 def test_what_draws_cannot_serve_is_refused(pair: tuple[Path, Path]) -> None:

@@ -49,14 +49,15 @@ def test_generation_stops_cleanly_at_the_end_of_the_context(llm: LLM, path: Path
 @pytest.mark.parametrize(("bs", "w", "d"), [(3, 1, 8), (4, 1, 8), (8, 2, 16)])
 def test_a_deep_tree_ends_with_the_context_too(path: Path, bs: int, w: int, d: int) -> None:
     """A narrow tree of a draft that is always right reaches far beyond the last token that fits."""
-    llm = LLM(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=CONTEXT)
-    plain = LLM(path, dtype=torch.float64, max_model_len=CONTEXT)
+    context = 40
+    llm = LLM(path, path, EngineConfig("serial", bs, w, d), dtype=torch.float64, max_model_len=context)
+    plain = LLM(path, dtype=torch.float64, max_model_len=context)
     sure = SamplingParams(temperature=0.001, seed=1, ignore_eos=True)
     for length in range(4, 12):
         prompt = [(7 * i) % 60 for i in range(length)]
         answer = llm.generate(prompt, sure)
         assert answer.token_ids == plain.generate(prompt, sure).token_ids
-        assert len(answer.token_ids) == CONTEXT - length
+        assert len(answer.token_ids) == context - length
 
 
 @pytest.mark.parametrize("length", [CONTEXT - 1, CONTEXT - 2, CONTEXT - 7])

@@ -21,6 +21,7 @@ from tests.support.roles import drafter_of, make_drafter, put, verifier_of
 from tests.support.tiny import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+TOKENS = 20
 LONG = [(7 * i + i // 5) % 60 for i in range(60)]
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -40,7 +41,7 @@ Json = dict[str, Any]
 
 
 def sampling(name: str = "greedy", **more: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 30, "ignore_eos": True, **REQUESTS[name], **more})
+    return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, **REQUESTS[name], **more})
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +74,13 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
         assert got.token_ids == plain and got.stats.drafter_lost is None, (bs, d)
         sizes = [len(parents) for parents, _, _ in got.stats.verified]
         assert max(sizes) == (bs or config.verify_batch), (bs, d)
-        told = answer.metrics(llm.config.for_request(asked), got.stats, 30)
+        told = answer.metrics(llm.config.for_request(asked), got.stats, TOKENS)
         assert told["verify_batch"] == max(sizes) and told["policy"] is None
         assert told["draft_steps"] == (0 if bs == 1 else d or config.steps)
         if bs == 1:
-            assert got.stats.rounds == 30 and got.stats.drafted == got.stats.draft_busy_time == 0
+            assert got.stats.rounds == TOKENS and got.stats.drafted == got.stats.draft_busy_time == 0
         else:
-            assert got.stats.rounds < 30 and got.stats.draft_busy_time > 0
+            assert got.stats.rounds < TOKENS and got.stats.draft_busy_time > 0
 
 
 @BOTH
@@ -151,7 +152,7 @@ def test_rejection_proposes_no_more_than_is_asked_for(pair: Pair) -> None:
     llm = made(pair, EngineConfig(verify="reject"))
     for bs, d in ((None, None), (1, None), (2, 1), (5, 2), (None, 3)):
         stats = llm.generate(PROMPT, sampling("sampled", verify_batch=bs, draft_steps=d)).stats
-        assert stats.tokens == 30 and stats.drafter_lost is None
+        assert stats.tokens == TOKENS and stats.drafter_lost is None
         assert max(len(parents) for parents, _, _ in stats.verified) == (bs or 8)
 
 

@@ -14,6 +14,7 @@ from bench.large import Bench, Options, arguments
 from bench.large_report import Row, agreement, table, verdicts
 from bench.measured import Measured, Task, Work
 from swiftspec.errors import UserError
+from swiftspec.serve.settings import Settings
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -55,6 +56,10 @@ def test_settings_that_this_version_lacks_are_a_line(tmp_path: Path, monkeypatch
     run = bench(tmp_path, "--only", "decode")
     run.run()
     assert run.skipped == ["swiftspec odd: this version has no --twist and no --turn"] and not run.rows
+
+
+def test_this_version_has_all_settings_of_ours() -> None:
+    assert {name for one in large.OUR_OPTIONS for name in one.settings} <= Settings.table.flags.keys()
 
 
 def test_a_run_that_fails_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,8 +171,9 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_peers(tmp_path: Path) -> None:
-    """Grown, started, measured and told; the second time nothing is grown."""
+def test_a_run_without_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grown, started, measured and told, by two of our option sets; the second time nothing is grown."""
+    monkeypatch.setattr(large, "OUR_OPTIONS", [one for one in large.OUR_OPTIONS if one.name in ("ar", "serial")])
     (tmp_path / "target.json").write_text(json.dumps(SHAPE))
     (tmp_path / "draft.json").write_text(json.dumps(SMALL))
     flags = ["--shapes", f"{tmp_path}/target.json,{tmp_path}/draft.json", "--tokens", "8", "--prompt", "40"]

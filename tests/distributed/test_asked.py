@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,6 @@ SLOW = [name for name in SPLITS if name != "async 2 + 1"]
 EVERY = pytest.mark.parametrize(
     "split", ["async 2 + 1", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

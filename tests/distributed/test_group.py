@@ -23,10 +23,10 @@ from tests.support.roles import drafter_of, make_drafter, put
 from tests.support.tiny import make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
-GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
+GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
 SAMPLED = {
     "temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "logit_bias": {"7": 1.5},
-    "seed": 1234, "max_tokens": 60, "ignore_eos": True,
+    "seed": 1234, "max_tokens": 40, "ignore_eos": True,
 }  # fmt: skip
 GUIDED = {"guidance_scale": 2.0, "negative_prompt_ids": [9, 4, 40]}
 REQUESTS = [
@@ -67,22 +67,36 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-EVERY_PAIR = pytest.mark.parametrize("kind", ["llama", slow("qwen2"), slow("awq")])
+def long(*values: Any) -> Any:
+    """A kind of pair and a split that each occur without the other."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
-@EVERY_PAIR
-@pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(3, 1), slow(2, 2), slow(1, 3)])
+@pytest.mark.parametrize(
+    ("kind", "x", "y"),
+    [
+        *[("llama", 1, 1), slow("llama", 2, 1), slow("llama", 3, 1), slow("llama", 2, 2), slow("llama", 1, 3)],
+        *[long("qwen2", 1, 1), long("qwen2", 2, 1), slow("qwen2", 3, 1), long("qwen2", 2, 2), long("qwen2", 1, 3)],
+        *[slow("awq", 1, 1), long("awq", 2, 1), long("awq", 3, 1), slow("awq", 2, 2), long("awq", 1, 3)],
+    ],
+)
 def test_async_equals_ar(pool: Pool, pairs: Pairs, kind: str, x: int, y: int) -> None:
     pair = pairs[kind]
     plan = {"mode": "async", "target_tp": x, "draft_tp": y, "draft_steps": 3}
     answers = decode(pool, pair, plan)
     assert [answer["tokens"] for answer in answers] == plain(pair[0])
     assert all(answer["lost"] is None for answer in answers)
-    assert answers[0]["rounds"] < 50 and answers[0]["draft_busy"] > 0
+    assert answers[0]["rounds"] < 34 and answers[0]["draft_busy"] > 0
 
 
-@EVERY_PAIR
-@pytest.mark.parametrize(("mode", "x", "y"), [("serial", 2, -1), slow("serial", 3, -1), ("ar", 3, -1)])
+@pytest.mark.parametrize(
+    ("kind", "mode", "x", "y"),
+    [
+        *[("llama", "serial", 2, -1), slow("llama", "serial", 3, -1), ("llama", "ar", 3, -1)],
+        *[long("qwen2", "serial", 2, -1), slow("qwen2", "serial", 3, -1), long("qwen2", "ar", 3, -1)],
+        *[slow("awq", "serial", 2, -1), long("awq", "serial", 3, -1), slow("awq", "ar", 3, -1)],
+    ],
+)
 def test_one_group_equals_ar(pool: Pool, pairs: Pairs, kind: str, mode: str, x: int, y: int) -> None:
     pair = pairs[kind]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y})
@@ -154,7 +168,7 @@ def test_rounds_are_the_same_in_groups(
     expected = [alone.generate(prompt, sampling_from(values)) for prompt, values in sampled]
     answers = decode(pool, pair, {"mode": mode, "target_tp": x, "draft_tp": y, **shape}, requests=sampled)
     assert [(a["tokens"], a["rounds"]) for a in answers] == [(e.token_ids, e.stats.rounds) for e in expected]
-    assert all(a["lost"] is None and a["rounds"] < 50 for a in answers)
+    assert all(a["lost"] is None and a["rounds"] < 34 for a in answers)
 
 
 @functools.cache
@@ -177,7 +191,7 @@ def test_rounds_are_those_of_the_algorithm_one_round_late(
     pair = pairs["llama"]
     worth = AheadDrafter.YIELD if catch_up else None
     laws = logprobs(pair[0]), logprobs(pair[1])
-    text, count = slow_reference.rounds(*laws, PROMPT, 60, bs=bs, w=w, d=d, ahead=True, worth=worth)
+    text, count = slow_reference.rounds(*laws, PROMPT, 40, bs=bs, w=w, d=d, ahead=True, worth=worth)
     plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}
     plan["catch_up"] = catch_up
     for draft_tp in (1, 2):
@@ -238,13 +252,13 @@ def test_ranks_of_several_machines(pool: Pool, pairs: Pairs) -> None:
     assert [answer["tokens"] for answer in answers] == plain(pairs["llama"][0])
 
 
-@pytest.mark.slow
-def test_a_thousand_requests_in_a_row(pool: Pool, pairs: Pairs) -> None:
+@pytest.mark.parametrize("count", [slow(350), long(1000)])
+def test_hundreds_of_requests_in_a_row(pool: Pool, pairs: Pairs, count: int) -> None:
     """Random lengths and stops, on 1 + 1: the answers of one process, and memory that does not grow."""
     pair = pairs["llama"]
     draw = random.Random(5)
     requests: list[tuple[list[int], dict[str, Any]]] = []
-    for seed in range(1000):
+    for seed in range(count):
         prompt = [draw.randrange(64) for _ in range(draw.choice((1, 2, 7, 40, 300)))]
         values: dict[str, Any] = {
             "temperature": draw.choice((0, 0.7, 1)),
@@ -260,7 +274,7 @@ def test_a_thousand_requests_in_a_row(pool: Pool, pairs: Pairs) -> None:
     for (prompt, values), answer in zip(requests, answers, strict=True):
         alone = llm.generate(prompt, sampling_from(values))
         assert (answer["tokens"], answer["reason"], answer["lost"]) == (alone.token_ids, alone.finish_reason, None)
-    assert answers[-1]["megabytes"] < answers[200]["megabytes"] + 5
+    assert answers[-1]["megabytes"] < answers[200]["megabytes"] + (2 if count < 1000 else 5)
 
 
 @pytest.mark.parametrize(

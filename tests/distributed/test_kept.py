@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,13 +22,6 @@ SPLITS: dict[str, tuple[int, Json]] = {
     "async 2 + 1": (3, {"mode": "async", "target_tp": 2, "draft_tp": 1, "draft_steps": 2}),
     "async 1 + 2": (3, {"mode": "async", "target_tp": 1, "draft_tp": 2, "draft_steps": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(3)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

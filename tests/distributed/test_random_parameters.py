@@ -51,7 +51,7 @@ def test_some_sets(pool: Pool, pair: tuple[Path, Path], split: str) -> None:
     assert differ(pool, pair, split, sets=6, each=6, seed=1) == []
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("sets", [pytest.param(24, marks=pytest.mark.slow), pytest.param(96, marks=pytest.mark.long)])
 @pytest.mark.parametrize("split", SPLITS)
-def test_sixty_sets(pool: Pool, pair: tuple[Path, Path], split: str) -> None:
-    assert differ(pool, pair, split, sets=60, each=10, seed=2) == []
+def test_many_sets(pool: Pool, pair: tuple[Path, Path], split: str, sets: int) -> None:
+    assert differ(pool, pair, split, sets, each=8, seed=2) == []

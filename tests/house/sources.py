@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +23,12 @@ def native_sources() -> dict[str, str]:
     csrc = ROOT / "csrc"
     files = [file for file in sorted(csrc.rglob("*")) if file.is_file()]
     return {file.relative_to(csrc).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a module, which is only read: every rule asks for it."""
+    return ast.parse(source)
 
 
 def room(path: str) -> str:
@@ -71,10 +78,15 @@ def names(path: str, tree: ast.AST) -> Iterator[str]:
             yield ".".join(["?", *reversed(parts)])
 
 
+@functools.cache
+def names_in(path: str, source: str) -> frozenset[str]:
+    return frozenset(names(path, parsed(source)))
+
+
 def uses(path: str, source: str, wanted: set[str]) -> list[str]:
     """Which of the wanted names occur: a dotted one from the start, a bare one as any part."""
     found = set()
-    for name in names(path, ast.parse(source)):
+    for name in names_in(path, source):
         found |= {w for w in wanted if name == w or name.startswith(w + ".")}
         found |= {w for w in wanted if "." not in w and w in name.split(".")}
     return sorted(found)
@@ -86,7 +98,7 @@ def imported_files(sources: Mapping[str, str]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path, source in sources.items():
         found[path] = set()
-        for name in imports(path, ast.parse(source)):
+        for name in imports(path, parsed(source)):
             target = path_of.get(name) or path_of.get(name.rpartition(".")[0])
             if target not in (None, path):
                 found[path].add(target)

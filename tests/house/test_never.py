@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.house.sources import imports, native_sources, python_sources, room, uses
+from tests.house.sources import imports, native_sources, parsed, python_sources, room, uses
 from tests.house.test_rooms import FLOORS, PEOPLE
 
 MAX_LINES = 320
@@ -60,7 +60,7 @@ def nobody_waits_for_a_device(path: str, source: str) -> list[str]:
 def grpc_in_one_file(path: str, source: str) -> list[str]:
     if path == "distributed/grpc.py":
         return []
-    found = imports(path, ast.parse(source))
+    found = imports(path, parsed(source))
     return [f"{path} imports {name}" for name in found if name.partition(".")[0] in ("grpc", "grpc_tools")]
 
 
@@ -69,7 +69,7 @@ def switches_are_parameters(path: str, source: str) -> list[str]:
     banned = set() if for_people(path) else ENVIRONMENT | OUTPUT
     if path == "distributed/launcher.py":
         banned -= ENVIRONMENT
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     printing = [] if for_people(path) else [f"{path}:{call.lineno} prints" for call in calls if is_print(call)]
     return [f"{path} uses {name}" for name in uses(path, source, banned)] + printing
 
@@ -79,7 +79,7 @@ def is_print(call: ast.Call) -> bool:
 
 
 def no_pickle(path: str, source: str) -> list[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     tops = {name.partition(".")[0] for name in imports(path, tree)}
     complaints = [f"{path} imports {top}" for top in sorted(tops & PICKLERS)]
     complaints += [f"{path} uses {name}" for name in uses(path, source, PICKLING)]
@@ -108,7 +108,7 @@ def no_module_state(path: str, source: str) -> list[str]:
     nothing writes to. Rooms for people may do as they like."""
     if path != "__init__.py" and for_people(path):
         return []
-    tree = ast.parse(source)
+    tree = parsed(source)
     complaints = [f"{path} uses {name}" for name in uses(path, source, CACHES)]
     tables = {name for name, value in module_assignments(tree) if is_mutable(value)}
     complaints += [

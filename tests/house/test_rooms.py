@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tests.house.sources import circles, imported_files, imports, python_sources, room, uses
+from tests.house.sources import circles, imported_files, imports, parsed, python_sources, room, uses
 
 ROOMS = (
     "errors", "setting", "files", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime",
@@ -24,7 +24,7 @@ ON_DEMAND = {"swiftspec.llm.LLM", "swiftspec.config.EngineConfig", "swiftspec.pa
 
 
 def import_directions(path: str, source: str) -> list[str]:
-    found = list(imports(path, ast.parse(source)))
+    found = list(imports(path, parsed(source)))
     if path == "__init__.py":
         allowed = ON_DEMAND | set(sys.stdlib_module_names)
         return [f"{path} imports {name}" for name in found if name not in allowed and room_of(name) not in allowed]
@@ -53,7 +53,7 @@ def light_imports(path: str, source: str) -> list[str]:
     if path == "__init__.py" or FLOORS[room(path)] >= PEOPLE:
         return []
     allowed = LIGHT | HEAVY_FILES.get(path, set())
-    tops = {name.partition(".")[0] for name in imports(path, ast.parse(source))}
+    tops = {name.partition(".")[0] for name in imports(path, parsed(source))}
     return [f"{path} imports {top}" for top in sorted(tops - allowed)]
 
 
@@ -73,7 +73,7 @@ def strangers(path: str, source: str) -> list[str]:
 def forwards(path: str, source: str) -> list[str]:
     if room(path) in ("runtime", "smc"):
         return []
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
     called = [ast.unparse(call.func) for call in calls]
     return [f"{path} calls {name}" for name in called if f".{name}".endswith(".model.forward")]
 

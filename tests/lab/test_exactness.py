@@ -142,7 +142,7 @@ def test_rounding_is_named_where_only_single_answers_part(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_embedded_pair_passes() -> None:
-    flags = ["--raw", "--temperature", "1", "--samples", "600"]
+    flags = ["--raw", "--temperature", "1", "--samples", "400"]
     assert main(flags) == 0
     assert main([*flags, "--verify", "reject"]) == 0
 

@@ -147,16 +147,12 @@ PLANS = [
 
 
 @pytest.mark.slow
-def test_every_split_is_as_fast_as_predicted(tmp_path: Path) -> None:
+def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None:
     """The real runtime on three ranks, at step times so long that it hardly matters what else the machine does."""
     file = tmp_path / "table.json"
     file.write_text(json.dumps(TABLE))
     prompt = TextCodec(Path(__file__).parents[2] / "swiftspec" / "demo" / "target").encode("def fibonacci(n):\n")
-    pool = Pool(3)
-    try:
-        found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
-    finally:
-        pool.close()
+    found = pool.run(3, "paced", emulate=str(file), plans=PLANS, prompts=[prompt], max_tokens=48)[0]
     given = emulation.parse(str(file))
     assert given.target is not None and given.draft is not None
     speeds = {}

@@ -79,18 +79,18 @@ def test_flags_that_return(model: str, flags: int, clean_every: int, outcome: st
     assert walk(model, 2, 10, 2, 2, 0, flags, clean_every, -1) == outcome
 
 
-def run_threads(binary: str) -> None:
-    runs = [("sum", ranks, 4, 4000 // ranks, NEAR_WRAP) for ranks in (2, 3, 8)]
-    runs += [("sum", 2, 4, 100, 0), ("ring", 8, 2000, FIRST_LINE), ("ring", 8, 500, 0)]
+def run_threads(binary: str, times: int) -> None:
+    runs = [("sum", ranks, 4, times * 1000 // ranks, NEAR_WRAP) for ranks in (2, 3, 8)]
+    runs += [("sum", 2, 4, 100, 0), ("ring", 8, times * 500, FIRST_LINE), ("ring", 8, 500, 0)]
     runs += [("shm", ranks) for ranks in (1, 2, 4)]
     for arguments in runs:
         run = subprocess.run([binary, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300)
         assert (run.returncode, run.stdout) == (0, "ok\n"), f"{arguments}: {run.stdout}{run.stderr}"
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
-def test_ranks_as_threads(sanitizers: str, tmp_path: Path) -> None:
+def test_ranks_as_threads(sanitizers: str, times: int, tmp_path: Path) -> None:
     """2 to 8 ranks of 4 blocks with random delays across the wrap of the flags, the ring, the shared memory."""
     flags = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
-    run_threads(build(tmp_path / "threads", SOURCES, "-O1", "-g", *flags))
+    run_threads(build(tmp_path / "threads", SOURCES, "-O1", "-g", *flags), times)

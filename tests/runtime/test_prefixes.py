@@ -129,7 +129,9 @@ def every(llm: LLM) -> list[Any]:
     return [verifier_of(llm).runner, drafter_of(llm).runner]
 
 
-@pytest.mark.parametrize("examples", [5, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "examples", [5, pytest.param(40, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
+)
 def test_any_requests(pair: Pair, examples: int) -> None:
     Requests.pair = pair
     Requests.makers = {}

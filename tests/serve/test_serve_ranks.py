@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,15 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 SERVE = ["-m", "swiftspec.serve"]
 EXACT = ["--dtype", "float64", "--prompt", "def add(a", "--ignore-eos", "--json", "--temperature", "0.8", "--seed", "3"]
 LONG = ["--prompt", "def add(a", "--ignore-eos", "--verify-batch", "1", "--draft-steps", "1"]
+
+
+def slow(value: object) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def long(value: object) -> Any:
+    """A case that ends as another does."""
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +121,7 @@ def test_one_command_starts_its_own_ranks(pair: list[str], capsys: pytest.Captur
     assert answer["metrics"]["split"] == {"target_tp": 1, "draft_tp": 1}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [slow(signal.SIGINT), long(signal.SIGTERM), slow(signal.SIGKILL)])
 def test_its_own_ranks_leave_with_it(pair: list[str], number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, *SERVE, *pair, *LONG, "--target-tp", "1", "--draft-tp", "1"], cwd=ROOT, text=True,
@@ -169,8 +178,7 @@ def test_a_rank_that_dies_ends_the_job(pair: list[str], started: list[Ranks], vi
             assert re.match(rf"swiftspec: rank {rank} leaves: .*(is gone|has ended)", last), ends
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [slow(signal.SIGTERM), long(signal.SIGINT)])
 def test_signals_to_torchrun_leave_no_process(pair: list[str], number: signal.Signals) -> None:
     process = subprocess.Popen(
         [sys.executable, *TORCHRUN, "3", *SERVE, *pair, *LONG], cwd=ROOT, text=True, stdout=subprocess.PIPE,

@@ -141,9 +141,18 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["--model", str(target), "--draft-model", str(draft), "--threads", "1"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", CODES)
-@pytest.mark.parametrize("phase", ["libraries", "tokenizers", "target weights", "draft weights", "ready"])
+PHASES = ("libraries", "tokenizers", "target weights", "draft weights", "ready")
+FEW = {(phase, signal.SIGINT) for phase in PHASES} | {("libraries", signal.SIGHUP), ("ready", signal.SIGTERM)}
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
+        pytest.param(phase, number, marks=pytest.mark.slow if (phase, number) in FEW else pytest.mark.long)
+        for phase in PHASES
+        for number in CODES
+    ],
+)
 def test_at_any_moment_of_the_start(pair: list[str], phase: str, number: int) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "swiftspec.serve", *pair, "--prompt", "a", "--ignore-eos", "--verify-batch", "1"],

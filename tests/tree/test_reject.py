@@ -224,7 +224,7 @@ def halve(most: float, true: Callable[[float], bool]) -> float:
 
 
 @pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
-@pytest.mark.parametrize("seed", [1, 2, 3, 6])
+@pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
 def test_a_whole_tree_has_the_outcomes_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int
 ) -> None:

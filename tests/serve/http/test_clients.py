@@ -6,12 +6,10 @@ import asyncio
 import json
 from typing import Any
 
-import anthropic
-import openai
 import pytest
-from langchain_openai import ChatOpenAI
 
 from swiftspec.serve.http.engine import Broken, Refused
+from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 
 TEXT = "def add(a, b):\n    return a + b\n"
@@ -147,6 +145,8 @@ def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
 
 
 def test_langchain(player: Player, plain_url: str) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds
+
     model = ChatOpenAI(model="toy", base_url=f"{plain_url}/v1", api_key="-")  # pyright: ignore[reportArgumentType]
     assert model.invoke("hello").content == TEXT
     assert "".join(str(chunk.content) for chunk in model.stream("hello")) == TEXT

@@ -18,13 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
-from langchain_openai import ChatOpenAI
 
 from swiftspec.serve.__main__ import main
+from tests.support.clients import anthropic, openai
 from tests.support.served import ROOT, Served
 from tests.support.toy_pair import make_pair
 
@@ -130,6 +128,8 @@ def test_anthropic(server: Served) -> None:
 
 
 def test_langchain(server: Served) -> None:
+    from langchain_openai import ChatOpenAI  # takes seconds
+
     chat = ChatOpenAI(base_url=f"{server.url}/v1", api_key="-", model="swiftspec-demo", temperature=0, max_tokens=24)  # pyright: ignore
     text = expected("def add(a, b):", 24, "--temperature", "0")
     assert chat.invoke("def add(a, b):").content == text
@@ -158,7 +158,7 @@ def test_a_schema_is_kept(client: openai.OpenAI) -> None:
             assert set(found) == {"name", "age"} and len(found["name"]) <= 8 and found["age"] <= 99
 
 
-def test_a_thousand_requests_of_which_a_third_are_cut_off(alone: Served) -> None:
+def test_hundreds_of_requests_of_which_a_third_are_cut_off(alone: Served) -> None:
     """None hangs, nothing grows, and every answer that ended is that of the same request alone."""
     dice = random.Random(7)
     with httpx.Client(base_url=alone.url, timeout=60) as client:
@@ -184,7 +184,7 @@ def test_a_thousand_requests_of_which_a_third_are_cut_off(alone: Served) -> None
         for number in range(100):
             whole(number)
         before = alone.cost()
-        for number in range(1000):
+        for number in range(400):
             if dice.random() < 1 / 3:
                 cut(number)
             else:
@@ -193,7 +193,7 @@ def test_a_thousand_requests_of_which_a_third_are_cut_off(alone: Served) -> None
         assert client.get("/health").json()["running"] == 0
     assert after.keys() == before.keys()
     for process, (memory, files) in after.items():
-        assert memory < before[process][0] + (48 << 20) and files <= before[process][1] + 8
+        assert memory < before[process][0] + (32 << 20) and files <= before[process][1] + 8
 
 
 def test_hostile_input_is_refused_and_nobody_falls(alone: Served) -> None:
