@@ -58,7 +58,8 @@ def test_what_a_gpu_must_pass(tmp_path: Path, arch: int) -> None:
         files = [file for file in files if file.stem in DIFFERENT]
 
     def run(file: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", str(file)]
+        options = ("-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout", "400")
+        command = [sys.executable, "-m", "pytest", *options, str(file)]
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
         )
