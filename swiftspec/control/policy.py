@@ -19,7 +19,7 @@ FIRST = 3  # rounds after which the cost of forwards is known
 # A usual acceptance, fitted by eye to the embedded pair with bs = 4, 8, 16 and d up to 6: the text comes down to depth
 # i with the chance USUAL^i, and less often where bs leaves few nodes for a depth.
 USUAL, NODES_A_DEPTH = 0.88, 2.5
-REACH = 2  # d changes by at most this much at a time: how far down the text would come is a guess
+REACH = 2  # d rises by at most this much at a time: how far down the text would come is a guess
 
 
 def decide(m: Measured) -> Decision:
@@ -30,12 +30,12 @@ def decide(m: Measured) -> Decision:
     it is time to try it again.
 
     The first rounds that were ever measured tell what forwards cost here, though not yet how much is accepted; with a
-    usual acceptance that is enough to choose d for models of any size.
+    usual acceptance that is enough to choose d for models of any size, and bs where the time of a plain round is known.
     """
     if not m.config.decides:
         return m.current
-    if m.speculating and m.config.adapt_steps and len(m.trees) == m.rounds == FIRST:
-        return Decision(_steps_by_cost(m), m.nodes, True)
+    if m.config.adapt_steps and len(m.trees) == FIRST and m.rounds == (FIRST if m.speculating else PROBE):
+        return _by_cost(m)
     since = m.rounds - (WINDOW if m.speculating else PROBE)
     if since < 0 or since % EVERY != 0:
         return m.current
@@ -50,34 +50,43 @@ def decide(m: Measured) -> Decision:
     return Decision(*best, True)
 
 
-def _steps_by_cost(m: Measured) -> int:
-    """d with the most tokens a second at a usual acceptance, for the present bs."""
-    forecast = Forecast(m)
+def _by_cost(m: Measured) -> Decision:
+    """After the first rounds: the shape with the most tokens a second at a usual acceptance. Before bs is chosen, a few
+    plain rounds tell what a single row costs."""
     if m.config.mode == "async":
-        return forecast.ratio(m.nodes)
-    tokens, speeds = 1.0, {}
-    for d in range(1, max(MOST_STEPS, m.config.steps) + 1):
-        tokens += USUAL**d * min(1.0, m.nodes / (NODES_A_DEPTH * d)) ** 2
-        seconds = forecast.seconds(d, m.nodes)
-        speeds[d] = tokens / seconds if seconds > 0 else 0.0
-    present = speeds[m.steps] * GAIN
-    return max(speeds, key=lambda d: max(speeds[d], present if d == m.steps else 0.0))
+        return Decision(Forecast(m).ratio(m.nodes), m.nodes, True)
+    free = m.config.adapt_batch and m.config.self_switch
+    if free and m.plain_round is None:
+        return PLAIN
+    forecast, promises = Forecast(m), dict[tuple[int, int], float]()
+    for bs in _halves(m) if free else [m.nodes]:
+        tokens = 1.0
+        for d in range(1, max(MOST_STEPS, m.config.steps) + 1):
+            tokens += USUAL**d * min(1.0, bs / (NODES_A_DEPTH * d)) ** 2
+            seconds = forecast.seconds(d, bs)
+            present = GAIN if (d, bs) == (m.steps, m.nodes) else 1
+            promises[d, bs] = present * tokens / seconds if seconds > 0 else 0.0
+    return Decision(*max(promises, key=lambda shape: promises[shape]), True)
+
+
+def _halves(m: Measured) -> list[int]:
+    """The values of bs that may be chosen: the configured one, its half, its quarter and so on."""
+    return [m.config.verify_batch >> i for i in range(m.config.verify_batch.bit_length() - 1)]
 
 
 def _best_shape(m: Measured, forecast: Forecast) -> tuple[int, int]:
     """The shape (d, bs) that promises most tokens a second. It is the present one unless another promises more by the
     factor `GAIN`.
 
-    bs is the configured one, its half, its quarter and so on. What a smaller shape gives is counted from the rounds
-    seen, what a larger one gives is a guess; so no larger one is tried while `hold` lasts. A draft that grows ahead of
-    the target makes as many expansions for free as fit into a verification. There d is never below that number, and
-    changing d to that number needs no gain.
+    What a smaller shape gives is counted from the rounds seen, what a larger one gives is a guess; so no larger one is
+    tried while `hold` lasts. A draft that grows ahead of the target makes as many expansions for free as fit into a
+    verification. There d is never below that number, and changing d to that number needs no gain.
     """
     ahead, most = m.config.mode == "async", max(MOST_STEPS, m.config.steps)
-    halves = [m.config.verify_batch >> i for i in range(m.config.verify_batch.bit_length() - 1)]
+    halves = _halves(m)
     promises = {}
     for bs in halves if m.config.adapt_batch and halves else [m.nodes]:
-        least = forecast.ratio(bs) if ahead else max(m.steps - REACH, 1)
+        least = forecast.ratio(bs) if ahead else 1
         highest = min((least if ahead else m.steps) + REACH, most)
         for d in range(least, highest + 1) if m.config.adapt_steps else [m.steps]:
             if m.hold <= 0 or (bs <= m.nodes and d <= max(m.steps, least)):

@@ -180,3 +180,21 @@ def test_the_first_rounds_choose_d_by_what_forwards_cost(draft: float, low: int,
     fixed.trees.extend(m.trees)
     fixed.rounds = FIRST
     assert decide(fixed) == fixed.current
+
+
+@pytest.mark.parametrize(("row", "low", "high"), [(0.9, 8, 8), (0.3, 2, 2)])
+def test_a_glance_at_plain_rounds_lets_the_first_rounds_choose_bs_too(row: float, low: int, high: int) -> None:
+    """`row`: the time of a verification of one row, as a part of one of eight."""
+    m = Measured(EngineConfig(self_switch=True, adapt_steps=True, adapt_batch=True))
+    for _ in range(FIRST):
+        m.add(MeasuredRound(1.3, 1.0, 0.3, 1, ()))
+    assert decide(m) == PLAIN
+    m.change(PLAIN)
+    for _ in range(PROBE):
+        assert decide(m) == PLAIN
+        m.add(MeasuredRound(row, row, 0.0, 1, ()))
+    decided = decide(m)
+    assert decided.speculate and low <= decided.nodes <= high
+    m.change(decided)
+    m.add(MeasuredRound(1.3, 1.0, 0.3, 1, ()))
+    assert decide(m) == decided, "from now on acceptance counts, once it is known"
