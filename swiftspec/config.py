@@ -176,6 +176,11 @@ class EngineConfig:
         return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
 
     @property
+    def free_steps(self) -> bool:
+        """Whether d is nobody's word, but as many expansions as come in time; rounds then depend on the clock."""
+        return self.draft_steps is None or self.adapt_steps
+
+    @property
     def most_steps(self) -> int:
         """The largest d that the trees have room for."""
         measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
