@@ -96,12 +96,12 @@ class Replica:
     def apply(self, delta: TreeDelta) -> None:
         """Takes in the next delta. Raises ValueError, and is the same as before but for its root, where it cannot have
         come from the draft of this tree."""
-        if rerooted := self._take_results(delta.round):
+        if self._take_results(delta.round):
             self._find_root()
         parents = self._places(delta)
         if len(delta) > 0:
             self._hang(parents, delta)
-            if self._root is None and not rerooted:
+            if self._root is None:
                 self._find_root()
 
     def best(self, bs: int) -> tuple[list[int], list[int]]:

@@ -42,6 +42,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.deltas: deque[tuple[TreeDelta, dict[Path, float]]] = deque()  # under way
         self.base, self.weight = (ROOT,), 0.0  # where the draft's root is, and what it weighs
         self.known: dict[Path, float] = {(ROOT,): 0.0}
+        self.roots: dict[Path, float] = {}  # where the draft has re-rooted since it spoke
 
     @precondition(lambda self: self.tree.room(CHILDREN) >= 3)
     @rule(w=st.integers(1, 3), count=st.integers(1, 2), data=st.data())
@@ -59,7 +60,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         parents, weights = self.ids.ids[self.tree.parent[new]], self.tree.logprob[new].copy()
         delta = TreeDelta(1, self.taken, count, first, parents, self.tree.token[new].copy(), weights)
         paths = [(*self.base, *path) for path in self.tree.path_tokens(range(before, self.tree.count))]
-        self.deltas.append((delta, dict(zip(paths, (weights + self.weight).tolist(), strict=True))))
+        self.send(delta, dict(zip(paths, (weights + self.weight).tolist(), strict=True)))
 
     @rule(data=st.data())
     def verify(self, data: st.DataObject) -> None:
@@ -75,8 +76,8 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.replica.follow(tokens, self.round)
 
     @precondition(lambda self: self.results)
-    @rule()
-    def take_in(self) -> None:
+    @rule(speaks=st.booleans())
+    def take_in(self, speaks: bool) -> None:
         tokens = self.results.popleft()
         node = self.ids.follow(self.tree, tokens)
         self.base, self.taken = (*self.base, *tokens), self.taken + 1
@@ -86,11 +87,14 @@ class ReplicaMachine(RuleBasedStateMachine):
             self.tree.reset(tokens[-1])
         else:
             self.tree.reroot(node)
-        self.deltas.append((self.nothing(), {self.base: self.weight}))
+        self.roots[self.base] = self.weight
+        if speaks:
+            empty = np.array([], np.int64)
+            self.send(TreeDelta(1, self.taken, 1, self.ids.next, empty, empty, empty.astype(np.float64)), {})
 
-    def nothing(self) -> TreeDelta:
-        empty = np.array([], np.int64)
-        return TreeDelta(1, self.taken, 1, self.ids.next, empty, empty, empty.astype(np.float64))
+    def send(self, delta: TreeDelta, nodes: dict[Path, float]) -> None:
+        self.deltas.append((delta, self.roots | nodes))
+        self.roots = {}
 
     @precondition(lambda self: self.deltas)
     @rule()
@@ -117,7 +121,7 @@ class ReplicaMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_same_when_all_has_come(self) -> None:
-        if not self.deltas and not self.results:
+        if not (self.deltas or self.results or self.roots):
             _, tokens, parents = self.tree.best_subtree(9)
             assert self.replica.best(9) == (tokens, parents)
             assert self.replica.prospects(9, 3) == self.tree.prospects(9, 3)
@@ -130,7 +134,7 @@ class NativeReplicaMachine(ReplicaMachine):
 
 
 for _machine in (ReplicaMachine, NativeReplicaMachine):
-    _machine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    _machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestReplica = ReplicaMachine.TestCase
 TestNativeReplica = NativeReplicaMachine.TestCase
 
