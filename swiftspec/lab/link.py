@@ -24,11 +24,11 @@ class Link:
     @staticmethod
     def parse(text: str) -> Link:
         """`40ms,1Gbit`: the round trip, and the bandwidth where it matters. Raises UserError."""
-        trip, _, rate = text.partition(",")
+        trip, comma, rate = text.partition(",")
         delay = re.fullmatch(NUMBER + "(us|ms|s)", trip.strip())
-        speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if rate else None
+        speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if comma else None
         round_trip = float(delay[1]) * SECONDS[delay[2]] if delay else math.inf
-        bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if rate else math.inf
+        bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if comma else math.inf
         if round_trip > LONGEST or bandwidth <= 0:
             raise UserError(
                 f"--link {shown(text)}: write a round trip of at most {LONGEST:g} s and, if you like, a bandwidth,"
