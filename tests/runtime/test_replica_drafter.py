@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, seed=7)
 SLOTS = 64
 DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
-OPS = {"eager": reference, "native": cpu}
+OPS: dict[str, Any] = {"eager": reference, "native": cpu}
 Rounds = list[tuple[Proposal, VerifyResult]]
 
 
@@ -48,7 +48,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pat
 def runner(path: Path, steps: str) -> Runner:
     if steps == "native" and _C.level() == "none":
         pytest.skip("this CPU has no AVX2")
-    ops: ModuleType = OPS[steps]
+    ops = OPS[steps]
     dtype = torch.float64 if steps == "eager" else torch.bfloat16
     model = load_model(path, dtype=dtype, ops=ops, max_positions=250)
     return make_runner(model, ops, context=180, tree_slots=SLOTS)
