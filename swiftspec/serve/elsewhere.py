@@ -59,14 +59,7 @@ def _open(settings: Settings, phases: Phases, target: RemoteTarget, folder: Temp
     phases.begin("libraries")
     importlib.import_module("torch")
     began = time.perf_counter()
-    options: Options = {"draft_worker": draft_worker(settings), "max_model_len": settings.max_model_len}
-    dtype, threads = target.about.dtype, settings.threads or 1
-    if draft is not None:
-        check_pair(codec, TextCodec(draft))
-        phases.begin("draft weights")
-        options, _, threads = load_options(settings, draft, None)
-        options["progress"] = Weights(phases, "draft weights")
-    options["note"], options["trace"] = phases.note, None if settings.trace is None else Path(settings.trace)
+    options, threads = _options(settings, phases, draft, codec)
     from swiftspec.assemble.elsewhere import assemble_elsewhere
     from swiftspec.llm import Running
 
@@ -76,4 +69,19 @@ def _open(settings: Settings, phases: Phases, target: RemoteTarget, folder: Temp
         running.roles.recorder.file.spell = lambda token: codec.spell([token])
     phases.ready()
     drafts = settings.draft_model or settings.draft_url if plan.mode != "ar" else None
-    return Session(running, codec, target.about.name, drafts, False, dtype, threads, defaults, fetched=folder)
+    about = target.about
+    return Session(running, codec, about.name, drafts, False, about.dtype, threads, defaults, fetched=folder)
+
+
+def _options(settings: Settings, phases: Phases, draft: Path | None, codec: TextCodec) -> tuple[Options, int]:
+    """How a draft of this process is loaded, should there be one, and what else shapes the roles; and its threads."""
+    trace = None if settings.trace is None else Path(settings.trace)
+    if draft is None:
+        worker = draft_worker(settings)
+        return {"draft_worker": worker, "max_model_len": settings.max_model_len, "note": phases.note, "trace": trace}, 1
+    check_pair(codec, TextCodec(draft))
+    phases.begin("draft weights")
+    options, _, threads = load_options(settings, draft, None)
+    options["progress"] = Weights(phases, "draft weights")
+    options["note"] = phases.note
+    return options, threads
