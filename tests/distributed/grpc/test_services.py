@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,9 +18,9 @@ from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, read_opening, read_proposal
 from swiftspec.distributed.grpc.endpoint import MOST_BYTES, Endpoint, Security
 from swiftspec.distributed.grpc.link import Link
-from swiftspec.distributed.grpc.sessions import Sessions, Turns
 from swiftspec.distributed.grpc.service import DRAFT, TARGET
-from swiftspec.distributed.grpc.status import Full, Refused, SessionGone
+from swiftspec.distributed.grpc.sessions import Sessions, Turns
+from swiftspec.distributed.grpc.status import Full, Refused, SessionGone, WorkerLost
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
@@ -99,8 +100,8 @@ def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
 
     wrong = [
         lambda m: m.ClearField("tokens"), lambda m: m.parents.append(0), lambda m: m.tokens.__setitem__(1, 64),
-        lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1), lambda m: m.tokens.__setitem__(1, -1),
-        lambda m: setattr(m, "prefix_len", 3), lambda m: setattr(m, "request", 2),
+        lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1),
+        lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3), lambda m: setattr(m, "request", 2),
         lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20)),
         lambda m: m.drawn.tokens.append(3), lambda m: m.parents.__setitem__(0, 0),
     ]  # fmt: skip
@@ -151,6 +152,26 @@ def test_strangers_are_kept_out(target: Started) -> None:
     for text in ("7070", "host", ":7070", "host:x", "host:70000", "http://host:1"):
         with pytest.raises(UserError, match="HOST:PORT"):
             Endpoint.of(text, "--listen")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
+    command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    guarded = Security("secret", cert.read_bytes(), key.read_bytes())
+    guarded.check_worker(Endpoint("0.0.0.0", 7070))
+    with started("target", target.model, security=guarded) as worker:
+
+        def ping(security: Security) -> pb.PingAnswer:
+            return Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+
+        assert ping(Security("secret", ca=cert.read_bytes())).vocab_size == 64
+        with pytest.raises(WorkerLost):
+            ping(Security("secret"))  # in plain text
+        with pytest.raises(Refused, match="token"):
+            ping(Security("other", ca=cert.read_bytes()))
 
 
 def test_a_worker_says_what_it_is(target: Started) -> None:
