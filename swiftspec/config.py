@@ -101,13 +101,17 @@ class EngineConfig:
     adapt_batch: bool = False  # so does bs, never above verify_batch
     target_tp: int = setting(1, least=1)
     draft_tp: int = -1  # -1: as the mode has it (async 1, serial and smc that of the target, ar 0)
+    target_remote: bool = False  # a worker runs it, and no rank of this job
+    draft_remote: bool = False
     population: PopulationConfig = PopulationConfig()  # mode smc
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.proposal is None:
             object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
-        usual = {"ar": 0, "async": 1}.get(self.mode, self.target_tp)
+        remote = self.target_remote or self.draft_remote
+        require(self.mode != "smc" or not remote, "mode smc runs both models in one place: take a mode with a tree")
+        usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         self._check_rejection()
@@ -176,6 +180,11 @@ class EngineConfig:
         return self.draft_steps if self.draft_steps is not None else DEFAULT_STEPS
 
     @property
+    def free_steps(self) -> bool:
+        """Whether d is nobody's word, but as many expansions as come in time; rounds then depend on the clock."""
+        return self.draft_steps is None or self.adapt_steps
+
+    @property
     def most_steps(self) -> int:
         """The largest d that the trees have room for."""
         measured = self.adapt_steps or (self.mode == "async" and self.draft_steps is None)
@@ -194,4 +203,4 @@ class EngineConfig:
     @property
     def beside(self) -> bool:
         """Whether both models run on one GPU at the same time."""
-        return self.mode == "async" and self.ranks == 1
+        return self.mode == "async" and self.ranks == 1 and not (self.target_remote or self.draft_remote)

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol, Unpack
 
@@ -15,7 +16,8 @@ import torch
 
 from swiftspec.assemble.models import Models
 from swiftspec.assemble.options import Options
-from swiftspec.assemble.roles import assemble
+from swiftspec.assemble.roles import MakeDrafter, Roles, assemble
+from swiftspec.backends.cpu.cache import Writer
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.facts import telling
 from swiftspec.distributed.patient import Outage
@@ -124,31 +126,17 @@ def _short_of_memory() -> Iterator[None]:
         raise UserError("not enough memory for this request: take a smaller max_model_len, or no guidance") from None
 
 
-class LLM:
-    """A target model and perhaps a draft, decoding one request at a time.
-
-    With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
-    where a model cannot be loaded or the pair does not fit.
-    """
+class Running:
+    """Roles that decode one request at a time, wherever their models are."""
 
     def __init__(
-        self,
-        target: str | Path,
-        draft: str | Path | None = None,
-        config: EngineConfig | None = None,
-        *,
-        world: World | None = None,
-        **options: Unpack[Options],
+        self, roles: Roles, load_time: float = 0.0, writer: Writer | None = None, pause: Pause | None = None
     ) -> None:
-        config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
-        with telling(world):
-            models = Models.check(target, draft, config, world, options)
-        began = time.perf_counter()
-        self.roles = assemble(models, config, world, options.get("progress"))
-        self.load_time = time.perf_counter() - began  # seconds until the models were there
-        self.config = self.roles.config
-        self.writer = None if models.cache is None else models.cache.writer
-        self.engine = OneAtATime(self.roles.decoding, self.roles.limits, self.writer, models.pause)
+        """`load_time`: seconds until the models were there. `writer`: of what is kept for the next start. `pause`: what
+        the runners of this process call while they read a prompt."""
+        self.roles, self.load_time, self.writer = roles, load_time, writer
+        self.config = roles.config
+        self.engine = OneAtATime(roles.decoding, roles.limits, writer, pause)
 
     @property
     def stats(self) -> Stats:
@@ -199,6 +187,41 @@ class LLM:
         self.roles.close(comes_again=comes_again)
         if self.writer is not None:
             self.writer.close()
+
+
+class LLM(Running):
+    """A target model and perhaps a draft, decoding one request at a time.
+
+    With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
+    where a model cannot be loaded or the pair does not fit.
+    """
+
+    def __init__(
+        self,
+        target: str | Path,
+        draft: str | Path | None = None,
+        config: EngineConfig | None = None,
+        *,
+        world: World | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        config = config if config is not None else EngineConfig(mode="serial" if draft is not None else "ar")
+        with telling(world):
+            models = Models.check(target, draft, config, world, options)
+        began = time.perf_counter()
+        roles = assemble(models, config, world, options.get("progress"), _drafter_elsewhere(options))
+        writer = None if models.cache is None else models.cache.writer
+        super().__init__(roles, time.perf_counter() - began, writer, models.pause)
+
+
+def _drafter_elsewhere(options: Options) -> MakeDrafter | None:
+    """What makes the drafter of a worker, where one is named."""
+    worker = options.get("draft_worker")
+    if worker is None:
+        return None
+    from swiftspec.assemble.elsewhere import remote_drafter  # gRPC takes a while to import
+
+    return partial(remote_drafter, worker, options.get("note") or (lambda line: None))
 
 
 def serve_rank(

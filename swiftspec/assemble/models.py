@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
 
 import torch
 
 from swiftspec import __version__
+from swiftspec.assemble.loaded import Loaded
 from swiftspec.assemble.memory import Need, check_memory
 from swiftspec.assemble.options import (
     KEPT_MEMORY,
@@ -20,6 +21,7 @@ from swiftspec.assemble.options import (
     Options,
     Ranks,
     RoundingName,
+    Side,
     check_rounding,
     operators,
     own_device,
@@ -43,7 +45,6 @@ from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.full_verifier import FullVerifier
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
-from swiftspec.runtime.prefixes import KeepingRunner
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import kinds
 from swiftspec.runtime.steps.graph import CudaCapture
@@ -51,14 +52,11 @@ from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.threaded import FIRST, BesideDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import Grammars
-from swiftspec.sampling.vocab import VocabShard
 from swiftspec.setting import require
 from swiftspec.smc.population import SMC, region
 from swiftspec.tree.children import BestChildren, Children
 from swiftspec.tree.drawn import LIFETIME, DrawnChildren
 from swiftspec.tree.reject import Rejection
-
-Side = Literal["target", "draft"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +79,8 @@ class Models:
     kept_memory: int
     cache: PackedCache | None
     grammars: Grammars
+    only: Side | None  # what a worker runs of the pair, and for how many sessions
+    sessions: int
     pause: Pause = field(default_factory=Pause)  # what the runners of this process call
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
@@ -89,7 +89,7 @@ class Models:
         target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: Ranks | None, options: Options
     ) -> Models:
         """Raises UserError where pair, config, ranks and options do not fit each other; before anything is loaded."""
-        if plan.mode != "ar" and draft is None:
+        if plan.mode != "ar" and draft is None and not plan.draft_remote:
             raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
         count = 1 if ranks is None else ranks.size
         if plan.ranks != count:
@@ -120,7 +120,7 @@ class Models:
         models = Models(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
             emulate, trace, kept, None if packed is None else PackedCache(packed),
-            Grammars(Path(target), config.eos_token_ids, vocab),
+            Grammars(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
         )  # fmt: skip
         if device.type == "cuda":
             models.check_gpu(plan, options.get("note") or (lambda line: None))
@@ -132,6 +132,8 @@ class Models:
         sides: dict[Side, Path] = {"target": self.target}
         if self.draft is not None and plan.mode != "ar":
             sides["draft"] = self.draft
+        if self.only is not None:
+            sides = {self.only: sides[self.only]}
         needs: list[Need] = []
         for side, path in sides.items():
             config = read_config(path)
@@ -141,7 +143,8 @@ class Models:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
-            needs.append(Need(config, dtype, self._context(plan) + self._slots(side, plan), max(ranks, 1)))
+            slots = self.sessions * (self._context(plan) + self.slots(side, plan))
+            needs.append(Need(config, dtype, slots, max(ranks, 1)))
         apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
@@ -194,14 +197,11 @@ class Models:
         self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
         """The target."""
-        runner, tools = self._runner("target", plan, group, progress)
-        rejection = Rejection if plan.verify == "reject" else None
-        return FullVerifier(runner, kinds.for_target(runner, tools), rejection)
+        return verifier_on(*self._runner("target", plan, group, progress), plan)
 
     def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        runner, tools = self._runner("draft", plan, group, progress)
-        return drafter_on(runner, tools, plan)
+        return drafter_on(*self._runner("draft", plan, group, progress), plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
         """Both models, for mode smc."""
@@ -214,38 +214,32 @@ class Models:
     def _runner(
         self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None
     ) -> tuple[Runner, Tools]:
+        """One of the two models, or this rank's share of it, and the only runner on it."""
+        return self.loaded(side, plan, group, progress).runner(self.slots(side, plan), self.pause)
+
+    def loaded(self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None) -> Loaded:
         """Loads one of the two models, or this rank's share of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
-        context, tree_slots = self._context(plan), self._slots(side, plan)
-        config = read_config(path)
+        context, config = self._context(plan), read_config(path)
         dtype = self._kind(config)
         ops = operators(self.ops, config, dtype, self.device)
-        positions = context + tree_slots
         model = self.load(
-            path, dtype=dtype, device=self.device, ops=ops, max_positions=positions, progress=progress, group=group,
-            rounding=self._rounding(side, ops, dtype),
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.slots(side, plan),
+            progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
             kept=self.cache if ops is cpu else None,
         )  # fmt: skip
-        shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
-        sizes: Any = {"context": context, "tree_slots": tree_slots, "shard": shard}
-        if self.kept_memory > 0:
-            runner = KeepingRunner(model, ops, self.vocab_size, budget=self._kept_tokens(plan), **sizes)
-        else:
-            runner = Runner(model, ops, self.vocab_size, **sizes)
-        runner.rules, runner.pause = self.grammars.rules, self.pause
-        if ops is cuda:
-            runner.prompt_rows = cuda.PROMPT_ROWS
-        if times is not None:
-            runner.hooks.append(emulate.hook(times, 1 if group is None else group.size))
+        hook = None if times is None else emulate.hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.CAPTURES > 0
         priority = FIRST if side == "draft" and plan.beside else 0
-        return runner, Tools(ops, model.fused, CudaCapture(self.capturing, priority) if captures else None)
+        capture = partial(CudaCapture, self.capturing, priority) if captures else None
+        kept = self._kept_tokens(plan) // self.sessions
+        return Loaded(model, ops, self.vocab_size, context, kept, self.grammars.rules, hook, capture)
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot
 
-    def _slots(self, side: Side, plan: EngineConfig) -> int:
+    def slots(self, side: Side, plan: EngineConfig) -> int:
         """Tree slots of a model's cache."""
         if plan.mode == "smc":
             return region(plan.population, self.max_model_len)
@@ -275,7 +269,10 @@ class Models:
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
         """Of the models that a group holds."""
-        paths = (self.target if target else None, self.draft if draft else None)
+        paths = (
+            self.target if target and self.only != "draft" else None,
+            self.draft if draft and self.only != "target" else None,
+        )
         return [path for path in paths if path is not None]
 
     def _kind(self, config: ModelConfig) -> torch.dtype:
@@ -288,6 +285,11 @@ def _told_apart(path: Path) -> str:
         return fingerprint(path)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def verifier_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalVerifier:
+    """A verifier on a model of this process."""
+    return FullVerifier(runner, kinds.for_target(runner, tools), Rejection if plan.verify == "reject" else None)
 
 
 def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
@@ -10,6 +11,7 @@ import torch
 
 from swiftspec.backends import cpu, cuda, library, reference
 from swiftspec.backends.cuda.devices import missing
+from swiftspec.distributed.grpc.endpoint import Security
 from swiftspec.distributed.rank import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
@@ -22,6 +24,7 @@ from swiftspec.observe.emulate import Emulation
 KEPT_MEMORY = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
+Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
 ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
 
@@ -35,6 +38,18 @@ class Ranks(Protocol):
     def local_rank(self) -> int: ...
     @property
     def local_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker at HOST:PORT, as a person names it. `flag`: by which it was named. `tokenizer`: the hash that its own
+    must have, None: any. `timeout`: seconds for a round."""
+
+    url: str
+    flag: str
+    security: Security
+    timeout: float
+    tokenizer: bytes | None = None
 
 
 class Options(TypedDict, total=False):
@@ -54,6 +69,9 @@ class Options(TypedDict, total=False):
     progress: Progress | None
     note: Callable[[str], None] | None  # hears in a line what the models run on where that is not what is fastest
     packed_cache: Path | None  # where what a CPU has packed is kept for the next start; nowhere if left out
+    only: Side | None  # of the pair this process runs that one, as a worker
+    sessions: int  # how many caches a worker's model has room for; 1 if left out
+    draft_worker: Worker | None  # where the draft's model is, should it be at a worker's
     kept_memory: int  # MiB for keys and values of earlier texts, of both models and all their ranks; 1024 if left out
 
 

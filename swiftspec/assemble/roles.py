@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from swiftspec.assemble.limits import RequestLimits
 from swiftspec.assemble.models import Models
@@ -15,14 +15,16 @@ from swiftspec.control.record import Measured
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, nobody
 from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.distributed.patient import Outage, PatientDrafter
+from swiftspec.distributed.patient import Elsewhere, Outage, PatientDrafter, Returns
 from swiftspec.distributed.rank import Progress, Rank
+from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
+from swiftspec.messages import VerifyResult
 from swiftspec.model.files import read_config
 from swiftspec.observe.lines import Record, head_of
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.trace import DraftLane, ParticleTrace, Switch, TreeTrace
+from swiftspec.observe.trace import DraftLane, ParticleTrace, Probabilities, Switch, TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter, NoDrafter
@@ -44,6 +46,24 @@ class Tree:
     verifier: Verifier
 
 
+class AwayDrafter(SteppedDrafter, Elsewhere, Protocol):
+    """A drafter in another process, which may be lost and come back."""
+
+    def catch_up(self, result: VerifyResult, /) -> None:
+        """Rounds without it, as the result of a long one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A drafter in another process, and who looks for it when it is lost; None: nobody does."""
+
+    drafter: AwayDrafter
+    returns: Returns | None
+
+
+MakeDrafter = Callable[[EngineConfig, Bounds], tuple[Away, Callable[[], None]]]  # and what leaves the worker again
+
+
 @dataclass(frozen=True, slots=True)
 class Roles:
     """What rank 0 decodes on: a tree or a population. `config` has d filled in, where it was measured."""
@@ -55,6 +75,7 @@ class Roles:
     rank: Rank | None
     recorder: Recorder
     head: Record  # the first line of what is on record
+    leave: Callable[[], None] = lambda: None  # says goodbye to workers
 
     @property
     def outages(self) -> Sequence[Outage]:
@@ -66,29 +87,37 @@ class Roles:
         """Sends the other ranks home, or see `Rank.leave`, and closes the trace."""
         if self.rank is not None:
             self.rank.leave(comes_again=comes_again)
+        self.leave()
         if self.recorder.file is not None:
             self.recorder.file.close()
 
 
-def assemble(models: Models, config: EngineConfig, world: World | None, progress: Progress | None) -> Roles:
-    """Loads the models and makes the roles of rank 0, or of a process alone."""
+def assemble(
+    models: Models, config: EngineConfig, world: World | None, progress: Progress | None,
+    worker: MakeDrafter | None = None,
+) -> Roles:  # fmt: skip
+    """Loads the models and makes the roles of rank 0, or of a process alone. `worker`: makes the drafter whose model a
+    worker runs, where the config has that."""
     log = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else Rank(world, config, models, progress)
     mode = check_sampling if config.mode == "smc" else config.check_request  # before d is measured: there is more room
-    check = partial(_check, mode, models.grammars)
+    check = partial(check_request, mode, models.grammars)
+    away, leave = None, lambda: None
+    if worker is not None and config.draft_remote and config.mode != "ar":
+        away, leave = worker(config, Bounds(models.vocab_size, models.max_model_len, config.verify_batch))
     if config.mode == "smc":
         parts, decoding = _population(models, config, rank, log, progress)
     else:
-        parts, decoding, config = _tree(models, config, rank, log, progress)
+        parts, decoding, config = _tree(models, config, rank, away, log, progress)
     eos = read_config(models.target).eos_token_ids
     head = head_of(models.described(config))
     if log.file is not None:
         log.file.write([head])
     limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, rank, log, head)
+    return Roles(decoding, parts, config, limits, rank, log, head, leave)
 
 
-def _check(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
+def check_request(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
     """Raises UserError on parameters that the mode cannot serve, or a grammar that is none."""
     mode(sampling)
     if sampling.grammar is not None:
@@ -106,28 +135,40 @@ def _population(
 
 
 def _tree(
-    models: Models, config: EngineConfig, rank: Rank | None, log: Recorder, progress: Progress | None
+    models: Models, config: EngineConfig, rank: Rank | None, away: Away | None, log: Recorder, progress: Progress | None
 ) -> tuple[Tree, TreeDecoding, EngineConfig]:
     """Drafter and verifier, a controller between if the config leaves something to it, and who observes them."""
     if rank is not None:
         verifier, drafter, config = rank.lead(config, log)
         alone, local, parts = rank.verifier, rank.drafter, Tree(drafter, verifier)
+        away = Away(drafter, rank.comeback) if isinstance(drafter, GroupDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
-        local = None if config.mode == "ar" else models.drafter(config, None, progress)
+        local = None if config.mode == "ar" or config.draft_remote else models.drafter(config, None, progress)
+        threaded = config.mode == "async" and not config.draft_remote
+        drafter = local or (NoDrafter() if away is None else away.drafter)
+        parts = Tree(drafter, ThreadedVerifier(alone) if threaded else alone)
         if config.beside and local is not None:
             warm_up(local, alone)
-        parts = Tree(local or NoDrafter(), ThreadedVerifier(alone) if config.mode == "async" else alone)
+    assert isinstance(alone, FullVerifier)
+    return parts, tree_decoding(parts, config, log, alone.probabilities, local, away), config
+
+
+def tree_decoding(
+    parts: Tree, config: EngineConfig, log: Recorder, probabilities: Probabilities, local: LocalDrafter | None,
+    away: Away | None,
+) -> TreeDecoding:  # fmt: skip
+    """Decoding on a drafter of this process (`local`) or another (`away`), or on none. `probabilities`: the target's,
+    as `TreeTrace` has it."""
     controller = None
     if config.mode != "ar" and config.decides:
         controller = Controller(parts.drafter, lambda: Measured(config))
-    assert isinstance(alone, FullVerifier)
-    tell = _observers(log, parts, alone, local, controller)
+    tell = _observers(log, parts, probabilities, local, controller)
     report = (lambda: None) if controller is None else controller.report
-    if rank is None or not isinstance(parts.drafter, GroupDrafter):
-        return parts, decoding_on(controller or parts.drafter, parts.verifier, tell, report), config
-    patient = PatientDrafter(controller or parts.drafter, parts.drafter, rank.comeback)
-    return parts, TreeDecoding(patient, parts.verifier, tell, lambda: patient.lost, report), config
+    if away is None:
+        return decoding_on(controller or parts.drafter, parts.verifier, tell, report)
+    patient = PatientDrafter(controller or away.drafter, away.drafter, away.returns)
+    return TreeDecoding(patient, parts.verifier, tell, lambda: patient.lost, report)
 
 
 def decoding_on(
@@ -139,11 +180,11 @@ def decoding_on(
 
 
 def _observers(
-    log: Recorder, parts: Tree, target: FullVerifier, local: LocalDrafter | None, controller: Controller | None
+    log: Recorder, parts: Tree, probabilities: Probabilities, local: LocalDrafter | None, controller: Controller | None
 ) -> Switch:
     """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
     asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
     told = parts.drafter.watch if isinstance(parts.drafter, GroupDrafter) else lambda on: None
     lane = None if local is None else DraftLane(local)
-    watcher = TreeTrace(log, lambda: target.busy, asked, target.probabilities, lane)
+    watcher = TreeTrace(log, lambda: parts.verifier.busy, asked, probabilities, lane)
     return Switch(lambda: log.wanted, watcher, told)

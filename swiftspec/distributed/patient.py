@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from swiftspec.control.controller import merged
-from swiftspec.distributed.bridge import DrafterLate, GroupDrafter
-from swiftspec.distributed.comeback import Comeback
+from swiftspec.distributed.bridge import DrafterLate
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback import FAILURES
@@ -32,6 +31,32 @@ class Resumed(Drafter, Protocol):
         ...
 
 
+class Elsewhere(Protocol):
+    """A drafter that this process only speaks with (bridge.GroupDrafter, grpc.drafter.GrpcDrafter)."""
+
+    gone: str | None  # why there is nobody to speak with, until `attach` gives another
+    answer_timeout: float  # seconds that a proposal may take
+    open_timeout: float  # and the first one of a request
+
+    def answered(self) -> bool:
+        """Whether the proposal for the result told last is there. Does not wait for it."""
+        ...
+
+    def attach(self, back: Any, /) -> None:
+        """Speaks with this one from now on, who knows of no request."""
+
+
+class Returns(Protocol):
+    """Looks for a drafter that is lost (comeback.Comeback, grpc.redial.Redial)."""
+
+    def take(self) -> Any:
+        """What has come back, for `Elsewhere.attach`, once; None while nothing has."""
+        ...
+
+    def lost(self) -> None:
+        """It does not answer any more."""
+
+
 @dataclass(slots=True)
 class Outage:
     """A time without the draft group: why, and from when to when, in seconds since the request began. `until` is None
@@ -46,7 +71,7 @@ class PatientDrafter:
     """`outages`: those of the request begun last."""
 
     def __init__(
-        self, drafter: Resumed, group: GroupDrafter, comeback: Comeback | None,
+        self, drafter: Resumed, group: Elsewhere, comeback: Returns | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """`drafter`: the group, or a controller around it. `comeback`: None where nobody starts ranks again; the next

@@ -3,7 +3,8 @@ indexed by it. What does not fit raises ValueError."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swiftspec.config import MAX_TREE
@@ -46,6 +47,13 @@ class Standing:
     def require_open(self) -> None:
         if not self.is_open:
             raise ValueError("no request is open")
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around work on the request: where that fails it is open no longer, as nobody knows how far it came."""
+        self.is_open = False
+        yield
+        self.is_open = True
 
     def check(self, proposal: Proposal) -> None:
         """Whether a proposal can be verified here. A wrong root would be a wrong answer, a token outside the vocabulary

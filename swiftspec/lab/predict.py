@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec.errors import UserError
-from swiftspec.lab import latency, simulate
+from swiftspec.lab import apart, latency, simulate
+from swiftspec.lab.link import Link
 from swiftspec.lab.simulate import Acceptance, Times
 from swiftspec.observe.emulate import Emulation
 from swiftspec.profiles import emulation, store
@@ -80,6 +81,14 @@ def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulate.R
     return [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
 
 
+def over_link(link: Link, ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
+    """What drafting over a link gives beside one side alone: the target on all ranks, the draft on one elsewhere."""
+    near, split = (simulate.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
+    plain = simulate.between(*step_times(ranks, 1, 1))
+    found = apart.plans(link, acceptance, bs, w, plain, near, split)
+    return f"\n{apart.table(found)}\n{apart.verdict(found, link, bs, w, split)}\n"
+
+
 def table(rows: Sequence[Row]) -> str:
     """As aligned text."""
     cells = [("run", "d", "tok/s", "5..95 %", "tok/round", "round ms", "target ms", "draft ms", "limited by", "helps")]
@@ -127,6 +136,8 @@ def parser() -> argparse.ArgumentParser:
         "--emulate", metavar="SPEC", help="step times as `serve --emulate` has them, in place of hardware"
     )
     made.add_argument("--ranks", type=int, help="with --emulate (default 4)")
+    made.add_argument("--link", type=Link.parse, help="also drafting over a network of this round trip and bandwidth,"
+                      " such as 40ms,1Gbit")  # fmt: skip
     made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
     made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
     made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
@@ -149,10 +160,12 @@ def main(argv: Sequence[str]) -> int:
         given = _emulation(args, profile)
         ranks = args.ranks or (4 if profile is None else profile["key"]["ranks"])
         step_times, origin = _table(args, given, around), "step times: quoted or given"
-    if ranks < 2:
-        raise UserError("a prediction compares splits: take two ranks or more")
+    if ranks < 2 and args.link is None:
+        raise UserError("a prediction compares splits: take two ranks or more, or a --link")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
     print(table(rows))
+    if args.link is not None:
+        print(over_link(args.link, ranks, acceptance, args.verify_batch, args.draft_leaves, step_times))
     outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
     pair = recorded or "the embedded pair"
     print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")

@@ -54,19 +54,19 @@ def asynchronous(rounds: Rounds, d: int, times: Times) -> Outcome:
         arrives = max(answered + times.link, result + times.settle)
         waiting += arrives - result
         submitted, grown = arrives, answered
-    return _outcome(rounds, submitted, waiting)
+    return outcome(rounds, submitted, waiting)
 
 
 def serial(rounds: Rounds, d: int, times: Times) -> Outcome:
     """In turn: d expansions, then the verification."""
     drafting = times.answer + d * (times.draft + times.expand)
     length = times.target + times.verify + times.settle + drafting
-    return _outcome(rounds, length * len(rounds), drafting * len(rounds))
+    return outcome(rounds, length * len(rounds), drafting * len(rounds))
 
 
 def plain(times: Times, count: int = 1) -> Outcome:
     """The target alone."""
-    return _outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
+    return outcome([(0, 0)] * count, count * (times.target + times.verify + times.settle), 0.0)
 
 
 def run(mode: str, rounds: Rounds, d: int, times: Times) -> Outcome:
@@ -74,7 +74,8 @@ def run(mode: str, rounds: Rounds, d: int, times: Times) -> Outcome:
     return {"async": asynchronous, "serial": serial}[mode](rounds, d, times) if mode != "ar" else plain(times)
 
 
-def _outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
+def outcome(rounds: Rounds, seconds: float, waiting: float) -> Outcome:
+    """Of rounds that took so many seconds, in so many of which the target waited."""
     tokens = sum(accepted + 1 for accepted, _ in rounds)
     return Outcome(tokens / seconds, seconds / len(rounds), waiting / len(rounds), tokens / len(rounds))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swiftspec.config import EngineConfig
@@ -13,16 +13,22 @@ from swiftspec.runtime.steps import Steps
 from swiftspec.tree.children import Children
 from swiftspec.tree.tree import DraftTree
 
+# What an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions.md).
+YIELD = 0.3
+
+
+def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
+    """Whether one more expansion after a result, which takes a d-th of a round, would add more than a d-th of the
+    tokens that the round can expect without; both as `DraftTree.prospects` has them."""
+    return YIELD * leaves > tokens / d
+
 
 class AheadDrafter(LocalDrafter):
     """Grows the tree while the target verifies a part of it (parallel tree generation, paper section 3.1).
 
     Each round expands d times ahead of the result, whenever that comes, and after it by the tree alone, so for a fixed
-    d the rounds of a request are always the same.
+    d the rounds of a request are always the same. `hooks` are called after expansions, with how many were asked for.
     """
-
-    # What an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions.md).
-    YIELD = 0.3
 
     def __init__(
         self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: EngineConfig
@@ -30,10 +36,16 @@ class AheadDrafter(LocalDrafter):
         super().__init__(runner, steps, tree, children, config)
         # Drawn children stay with the paper's rule: which of them are sent must not depend on their own draw.
         self._catch_up = config.catch_up and not children.drawn
+        self.hooks: list[Callable[[int], None]] = []
 
     def open(self, opening: Opening) -> None:
         super().open(opening)
         self.grow()
+
+    def expand(self, count: int = 1) -> None:
+        super().expand(count)
+        for hook in self.hooks:
+            hook(count)
 
     def propose(self) -> Proposal:
         best = self._best()
@@ -52,15 +64,13 @@ class AheadDrafter(LocalDrafter):
     def reply(self) -> Any:
         if self._children.drawn or self._root != 0:
             return None
-        config, worth = self._config, self.YIELD if self._catch_up else 0.0
+        config, worth = self._config, YIELD if self._catch_up else 0.0
         shape = self._nodes, config.draft_leaves, self.expansions
         return self.steps.reply(self.tree, self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
-        """Whether one more expansion now, which takes a d-th of a round, would add more than a d-th of the tokens that
-        the round can expect without."""
-        tokens, leaves = self.tree.prospects(self._nodes, self._config.draft_leaves, self._root)
-        return self.YIELD * leaves > tokens / self.expansions
+        prospects = self.tree.prospects(self._nodes, self._config.draft_leaves, self._root)
+        return expansion_pays(*prospects, self.expansions)
 
     def grow(self) -> None:
         self.expand(self.expansions)

@@ -99,6 +99,8 @@ def _complain(error: UserError, rank: int) -> int:
 def _keep_or_run(argv: Sequence[str], first: bool) -> int:
     """One rank alone, for a person, runs here; whatever else there is runs in processes that are kept."""
     here = launched()
+    if argv[:1] in (["worker"], ["generate"]):
+        return _beside_workers(argv[0], argv[1:], here)
     if not first:
         assert here is not None
         from swiftspec.serve.keeping.job import keep_rank
@@ -123,6 +125,27 @@ def _keep_or_run(argv: Sequence[str], first: bool) -> int:
     from swiftspec.serve.keeping.job import keep_command
 
     return keep_command(here, ranks, argv)
+
+
+def _beside_workers(name: str, argv: Sequence[str], here: Launched | None) -> int:
+    """A worker, or one answer that workers decode."""
+    from swiftspec.serve import oneshot, worker
+    from swiftspec.serve.cli import parse
+    from swiftspec.serve.settings import UsageError
+
+    if here is not None and here.size > 1:
+        raise UsageError(f"`swiftspec {name}` is one process: start it without torchrun")
+    if name == "worker":
+        return worker.main(argv)
+    command = parse(argv)
+    if command.settings.target_url is None:
+        raise UsageError("`swiftspec generate` decodes on a worker: name the target's with --target-url")
+    if command.settings.port is not None:
+        raise UsageError("`swiftspec generate` gives one answer: leave out --port")
+    prompt = oneshot.read_prompt(command)
+    if prompt is None:
+        raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
+    return oneshot.run(command, prompt)
 
 
 def _keep_server(command: Command, here: Launched | None, ranks: int, argv: Sequence[str]) -> int:

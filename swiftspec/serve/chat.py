@@ -15,10 +15,11 @@ from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
 from swiftspec.serve import answer
 from swiftspec.serve.banner import show_banner
+from swiftspec.serve.elsewhere import open_anywhere
 from swiftspec.serve.plan import mismatch
 from swiftspec.serve.race import race
 from swiftspec.serve.rounds import Rounds
-from swiftspec.serve.session import Session, open_session
+from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, explain
 from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.template import TooLong
@@ -45,7 +46,7 @@ def run(settings: Settings, world: World | None = None) -> int:
     """Opens the models and talks until the user leaves. Returns the exit code."""
     phases = Phases()
     try:
-        session = open_session(settings, phases, world, warm_up=True)
+        session = open_anywhere(settings, phases, world, warm_up=True)
     finally:
         phases.close()
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing

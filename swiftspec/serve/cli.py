@@ -17,6 +17,10 @@ Decode one request as fast as this machine allows: a small draft model guesses a
 and the text is exactly the target's. In a terminal it opens a chat; with --prompt, --prompt-file or text on standard
 input it prints one answer and leaves. With no flag at all it runs the small code model that comes with it. With --port
 it serves clients, and a page that shows the draft tree; `replay FILE` serves that page for a trace, without a model."""
+USAGE = """python -m swiftspec.serve [flags]
+       python -m swiftspec.serve replay FILE [--host H] [--port N]
+       python -m swiftspec.serve worker draft|target [--model M] [--listen HOST:PORT] [flags]
+       python -m swiftspec.serve generate --target-url HOST:PORT [--draft-url HOST:PORT] --prompt TEXT [flags]"""
 PRECEDENCE = "Precedence: flag > environment variable > --config file > default."
 
 
@@ -54,7 +58,7 @@ def build_parser(kind: type[Settings] = Settings) -> argparse.ArgumentParser:
     """A parser whose result holds only what was given, as text."""
     parser = Parser(
         prog="swiftspec",
-        usage="python -m swiftspec.serve [flags]\n       python -m swiftspec.serve replay FILE [--host H] [--port N]",
+        usage=USAGE,
         description=ABOUT,
         epilog=PRECEDENCE,
         formatter_class=_Formatter,

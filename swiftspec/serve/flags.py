@@ -24,8 +24,8 @@ from swiftspec.config import (
 from swiftspec.params import SAMPLING, STOPPING, SamplingParams
 from swiftspec.setting import Config, Setting, declared, setting
 
-MODELS, SERVER = "models", "server"
-GROUPS = (MODELS, SERVER, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
+MODELS, SERVER, NETWORK = "models", "server", "workers: models on other machines or devices"
+GROUPS = (MODELS, SERVER, NETWORK, SPECULATION, PARTICLES, SAMPLING, STOPPING)  # as they follow each other in --help
 CONTRADICTS = {  # what a mode does otherwise: a setting that shapes it is refused
     "ar": (POPULATION,), "serial": (POPULATION,), "async": (POPULATION,), "smc": (TREE, AHEAD),
 }  # fmt: skip
@@ -128,10 +128,44 @@ class OwnSettings:
         "URL", "off",
     )  # fmt: skip
 
+    draft_url: str | None = setting(
+        None, "The draft runs at this worker (`swiftspec worker draft`). While that is away the target decodes alone.",
+        NETWORK, "HOST:PORT", "off", shapes=DRAFT,
+    )  # fmt: skip
+    target_url: str | None = setting(
+        None, "The target runs at this worker (`swiftspec worker target`), and no model is needed here.", NETWORK,
+        "HOST:PORT", "off",
+    )  # fmt: skip
+    remote_timeout: float = setting(
+        20.0, "Longest wait for a target's worker: for a round so long, for a prompt ten times.", NETWORK, "SECONDS",
+        least=0.1, most=86_400,
+    )  # fmt: skip
+    listen: str | None = setting(
+        None, "Where a worker listens. Open to other machines it needs --tls-cert, --tls-key and --token.", NETWORK,
+        "HOST:PORT", "127.0.0.1:7070, a draft 7071",
+    )  # fmt: skip
+    max_sessions: int = setting(
+        4, "Orchestrators that a worker serves at once, each with a cache; the one that rested longest makes room.",
+        NETWORK, "N", least=1, most=1024,
+    )  # fmt: skip
+    session_idle: float = setting(
+        600.0, "A session that rests so long gives up its memory.", NETWORK, "SECONDS", least=1, most=10_000_000
+    )
+    token: str | None = setting(
+        None, "What a client of a worker must show; @FILE: it stands in that file. Others on this machine can read it"
+        " off the command line: rather set the environment variable.", NETWORK, "TOKEN|@FILE", "none",
+    )  # fmt: skip
+    tls_cert: str | None = setting(None, "A worker's certificate, PEM.", NETWORK, "FILE", "none: no TLS")
+    tls_key: str | None = setting(None, "Its private key, PEM.", NETWORK, "FILE", "none")
+    tls_ca: str | None = setting(
+        None, "Certificates that vouch for a worker, PEM. Other machines are reached over TLS in any case.", NETWORK,
+        "FILE", "the system's",
+    )  # fmt: skip
+
     mode: str | None = setting(
         None, "async: the draft group grows the tree while the target group verifies. serial: in turns, on one group."
         " ar: one token per forward, no draft. smc: weighted particles in place of verification, approximate.",
-        SPECULATION, choices=MODES, shown="with a draft model async on several ranks, serial on one; else ar",
+        SPECULATION, choices=MODES, shown="without a draft ar; async on several ranks or with a worker; else serial",
     )  # fmt: skip
     plan: str = setting(
         "auto", "Fill what is open of mode, split and tree from a profile of this machine and pair: the one in"

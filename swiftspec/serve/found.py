@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -38,10 +38,12 @@ class Found:
     @staticmethod
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
+        check_workers(settings, ranks)
         model, draft_model = _names(settings)
         if settings.revision is not None and is_folder(expanded(model)):
             raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")
-        plan = settings.make_plan(draft_model is not None, ranks)  # nonsense shows before anything is fetched
+        drafts = draft_model is not None or settings.draft_url is not None
+        plan = settings.make_plan(drafts, ranks)  # nonsense shows before anything is fetched
         emulation_of(settings)
         if not all(is_folder(expanded(name)) for name in (model, draft_model) if name is not None):
             phases.begin("download")
@@ -56,6 +58,8 @@ class Found:
             plan = planned(settings, target, draft, ranks, phases).make_plan(True, ranks)
         if plan.mode == "ar":
             draft_model, draft = None, None
+        elif plan.draft_remote:
+            draft_model = settings.draft_url
         return Found(model, draft_model, target, draft, plan)
 
 
@@ -117,10 +121,32 @@ def _names(settings: Settings) -> tuple[str, str | None]:
     """Target and draft as the settings name them; the embedded pair where they name no target."""
     if settings.model is not None:
         return settings.model, settings.draft_model
-    target = DEMO / "target"
-    if not (target / "config.json").is_file():
-        raise UserError(f"the embedded models are missing ({target}): name yours with --model and --draft-model")
-    return str(target), settings.draft_model or str(DEMO / "draft")
+    embedded = embedded_model("draft") if settings.draft_url is None else None
+    return embedded_model("target"), settings.draft_model or embedded
+
+
+def embedded_model(side: Literal["target", "draft"]) -> str:
+    """Where a model of the embedded pair lies. Raises UserError where it is missing."""
+    path = DEMO / side
+    if not (path / "config.json").is_file():
+        raise UserError(f"the embedded models are missing ({path}): name yours with --model and --draft-model")
+    return str(path)
+
+
+def check_workers(settings: Settings, ranks: int) -> None:
+    """Raises UsageError where what is said of workers makes no sense."""
+    for ours, url in (("model", "target_url"), ("draft_model", "draft_url")):
+        if getattr(settings, url) is not None and getattr(settings, ours) is not None:
+            raise UsageError(f"{flag_name(ours)} and {flag_name(url)} name one model twice: leave one out")
+    url = "target_url" if settings.target_url is not None else "draft_url"
+    if getattr(settings, url) is None:
+        return
+    if settings.mode == "smc":
+        raise UsageError(f"mode smc runs both models in one place: leave {flag_name(url)} out, or take another mode")
+    if ranks > 1:
+        raise UsageError(f"{flag_name(url)} is for one rank, not {ranks}: the worker has the others' part")
+    if settings.port is not None and settings.target_url is not None:
+        raise UsageError("--port serves a target of this machine: start the server where the target is")
 
 
 def emulation_of(settings: Settings) -> Emulation | None:

@@ -11,7 +11,8 @@ from swiftspec import files
 from swiftspec.errors import UserError
 from swiftspec.serve import answer
 from swiftspec.serve.cli import Command
-from swiftspec.serve.session import Session, open_session
+from swiftspec.serve.elsewhere import open_anywhere
+from swiftspec.serve.session import Session
 from swiftspec.serve.settings import UsageError
 from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.terminal import Interrupt, Phases, visible
@@ -64,7 +65,7 @@ def run(command: Command, prompt: str, world: World | None = None) -> int:
     """Prints the completion as it comes, or one JSON object at the end. Returns the exit code."""
     phases = Phases(quiet=command.json)
     try:
-        session = open_session(command.settings, phases, world)
+        session = open_anywhere(command.settings, phases, world)
     finally:
         phases.close()
     try:

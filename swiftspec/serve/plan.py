@@ -10,19 +10,19 @@ MOST_RANKS = 64  # of a command without a launcher
 
 
 def split_ranks(
-    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, gpu: bool = False
+    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, alone: bool = False
 ) -> tuple[int, int]:
     """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
 
-    One rank with a `gpu` may run both models at the same time, which is 1 and 0. With both open the draft gets a
-    quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    `alone`: one rank will do for mode async, as both models run on its GPU, or a worker runs one; that is 1 and 0. With
+    both open the draft gets a quarter of the ranks, since a small model gains little from more (paper, Table 1).
     """
     if mode != "async":
         require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
         usual = 0 if mode == "ar" else ranks
         require(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
         return ranks, usual
-    if gpu and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
+    if alone and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
         return 1, 0
     require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
     if target_tp is not None and draft_tp is not None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
@@ -20,19 +21,20 @@ from swiftspec.serve.streams import warn
 from swiftspec.serve.template import Renderer
 from swiftspec.serve.terminal import Phases
 from swiftspec.serve.text import Message, TextCodec, check_pair, may_have_template
+from swiftspec.serve.workers import draft_worker
 
 if TYPE_CHECKING:
     from swiftspec.assemble.options import Options
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
-    from swiftspec.llm import LLM
+    from swiftspec.llm import Running
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """A loaded pair. `embedded`: it is the one that comes with SwiftSpec."""
 
-    llm: LLM
+    llm: Running
     codec: TextCodec
     model: str
     draft_model: str | None
@@ -41,6 +43,7 @@ class Session:
     threads: int
     defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
     kept_in: str | None = None  # where the user wants packed weights to be kept
+    fetched: TemporaryDirectory[str] | None = None  # the tokenizer of a target elsewhere
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
@@ -79,6 +82,8 @@ class Session:
             self.llm.close(comes_again=comes_again)
         finally:
             self.codec.close()
+            if self.fetched is not None:
+                self.fetched.cleanup()
         writer = self.llm.writer
         if writer is not None and writer.trouble is not None and self.kept_in is not None:
             warn(f"--packed-cache {self.kept_in} is not complete, and the next start packs again: {writer.trouble}")
@@ -129,7 +134,9 @@ def open_session(
     from swiftspec.llm import LLM
 
     options, dtype, threads = load_options(settings, found.target, world)
-    options |= {"vocab_size": codec.size, "progress": _Weights(phases), "note": phases.note}
+    options |= {"vocab_size": codec.size, "progress": Weights(phases), "note": phases.note}
+    if (worker := options.get("draft_worker")) is not None:
+        options["draft_worker"] = replace(worker, tokenizer=codec.digest)
     try:
         llm = LLM(found.target, found.draft, found.plan, world=world, **options)
     except (MemoryError, RuntimeError) as error:
@@ -178,15 +185,17 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "emulate": emulation_of(settings),
         "trace": None if settings.trace is None else Path(settings.trace),
         "packed_cache": cache_folder(settings),
+        "draft_worker": draft_worker(settings),
     }
     return options, dtype, threads
 
 
-class _Weights:
+class Weights:
     """The loader tells of bytes; whose they are follows from the order, in which each begins with none."""
 
-    def __init__(self, phases: Phases) -> None:
-        self._phases = phases
+    def __init__(self, phases: Phases, *names: str) -> None:
+        """`names`: of the phases, in that order; those of a pair if left out."""
+        self._phases, self._names = phases, names or ("target weights", "draft weights")
         self._models, self._began = 0, 0.0
 
     def __call__(self, what: str, done: int, count: int) -> None:
@@ -194,4 +203,4 @@ class _Weights:
             self._models, self._began = self._models + 1, time.monotonic()
         rate = done / max(time.monotonic() - self._began, 1e-3)
         step = f"{done / 1e9:.1f} of {count / 1e9:.1f} GB, {rate / 1e9:.1f} GB/s"
-        self._phases.begin("target weights" if self._models == 1 else "draft weights", step)
+        self._phases.begin(self._names[min(self._models, len(self._names)) - 1], step)

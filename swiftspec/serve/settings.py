@@ -95,7 +95,9 @@ class Settings(Attributes):
     def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
         """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
         needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
-        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 else "serial")
+        remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
+        apart = any(remote.values())
+        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
         if mode != "ar" and not has_draft:
             raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
         for part in CONTRADICTS[mode]:
@@ -107,11 +109,13 @@ class Settings(Attributes):
             )
         table = self.table
         try:
-            target_tp, draft_tp = split_ranks(mode, ranks, self.target_tp, self.draft_tp, gpu=self.device == "cuda")
+            target_tp, draft_tp = split_ranks(
+                mode, ranks, self.target_tp, self.draft_tp, alone=self.device == "cuda" or apart
+            )
             population = table.population(**self._values_of(table.population))
             return table.engine(
                 mode=mode, target_tp=target_tp, draft_tp=draft_tp, population=population,
-                **self._follows_clock(mode), **self._values_of(table.engine),
+                **remote, **self._follows_clock(mode), **self._values_of(table.engine),
             )  # fmt: skip
         except UserError as error:
             raise UsageError(str(error)) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,11 @@ HUB_REFUSALS = {
     "RepositoryNotFoundError": "no such model, or a private one that needs `hf auth login`",
     "RevisionNotFoundError": "no such revision",
 }
+TOKENIZER_FILES = (  # all that it takes to speak of a model's tokens without its weights
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
 MOST_TEXT = 64 << 20  # bytes of a text of which no context is known; nobody means to give a model more
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # all that they need is in tokenizer.json
 
@@ -72,6 +79,12 @@ class TextCodec:
         self.byte_tokens = frozenset(
             number for token, number in self.vocab.items() if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token)
         )
+
+    @property
+    def digest(self) -> bytes:
+        """The hash of the map from ids to tokens: where two tokenizers have the same, they make a pair."""
+        known = sorted((number, token) for token, number in self.vocab.items())
+        return hashlib.sha256(json.dumps(known, separators=(",", ":")).encode()).digest()
 
     def close(self) -> None:
         """Ends the process that renders the chat template."""

@@ -99,7 +99,7 @@ class DraftTree:
         """
         weights = self.logprob[: self.count]
         if root != 0:
-            weights = np.where(self._below(root), weights, NEG_INF)
+            weights = np.where(self.below(root), weights, NEG_INF)
         if first > 0:
             old = (np.arange(self.count) < first) & (weights > NEG_INF)
             weights = np.where(old, 1.0, weights)
@@ -114,7 +114,7 @@ class DraftTree:
         the tokens that a round can expect), and those of the w likeliest leaves."""
         weights = np.exp(self.logprob[: self.count] - self.logprob[root])
         if root != 0:
-            weights = np.where(self._below(root), weights, 0.0)
+            weights = np.where(self.below(root), weights, 0.0)
         leaves = weights[self.slot[: self.count] == self.slots]
         return float(np.sort(weights)[::-1][:bs].sum()), float(np.sort(leaves)[::-1][:w].sum())
 
@@ -141,12 +141,12 @@ class DraftTree:
         if slot == self.slots:  # a leaf: nothing below it
             self.reset(int(self.token[node]))
             return above, []
-        inside = self._below(node)
+        inside = self.below(node)
         kept = np.flatnonzero(self.visible[: self.expanded, slot])
         self._keep(np.flatnonzero(inside), kept)
         return above, kept.tolist()
 
-    def _below(self, node: int) -> NDArray[np.bool_]:
+    def below(self, node: int) -> NDArray[np.bool_]:
         """[count], which nodes lie below `node`, itself among them."""
         slot = int(self.slot[node])
         if slot == self.slots:

@@ -14,7 +14,7 @@ import transformers
 from swiftspec import _C
 from swiftspec.config import DEFAULT_STEPS, EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.ahead_drafter import YIELD
 from tests.model.test_loader import quantise
 from tests.support import slow_reference
 from tests.support.jobs import sampling_from
@@ -189,7 +189,7 @@ def test_rounds_are_those_of_the_algorithm_one_round_late(
     pool: Pool, pairs: Pairs, bs: int, w: int, d: int, catch_up: bool
 ) -> None:
     pair = pairs["llama"]
-    worth = AheadDrafter.YIELD if catch_up else None
+    worth = YIELD if catch_up else None
     laws = logprobs(pair[0]), logprobs(pair[1])
     text, count = slow_reference.rounds(*laws, PROMPT, 40, bs=bs, w=w, d=d, ahead=True, worth=worth)
     plan = {"mode": "async", "verify_batch": bs, "draft_leaves": w, "draft_steps": d, "calibration": 1.0}

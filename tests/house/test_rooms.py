@@ -19,7 +19,9 @@ ROOMS = (
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}
 PEOPLE = FLOORS["profiles"]  # from here on a person is spoken to
 LIGHT = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "swiftspec"}
-HEAVY_FILES = {"distributed/grpc.py": {"grpc", "google"}, "sampling/grammar.py": {"llguidance"}}
+HEAVY = {  # of files and folders
+    "distributed/grpc/": {"grpc", "grpc_health", "grpc_reflection", "google"}, "sampling/grammar.py": {"llguidance"},
+}  # fmt: skip
 ON_DEMAND = {"swiftspec.llm.LLM", "swiftspec.config.EngineConfig", "swiftspec.params.SamplingParams"}
 
 
@@ -52,7 +54,7 @@ def room_of(name: str) -> str:
 def light_imports(path: str, source: str) -> list[str]:
     if path == "__init__.py" or FLOORS[room(path)] >= PEOPLE:
         return []
-    allowed = LIGHT | HEAVY_FILES.get(path, set())
+    allowed = LIGHT.union(*(heavy for where, heavy in HEAVY.items() if path.startswith(where)))
     tops = {name.partition(".")[0] for name in imports(path, parsed(source))}
     return [f"{path} imports {top}" for top in sorted(tops - allowed)]
 
@@ -163,7 +165,7 @@ GOOD = [
     ("backends/cpu/x.py", "from swiftspec import _C\nfrom .. import reference"),
     ("model/weights.py", "from safetensors import safe_open\nfrom .config import ModelConfig"),
     ("runtime/drafter.py", "from swiftspec.model.loader import load\nlogits = self.model.forward(batch)"),
-    ("distributed/grpc.py", "import grpc"),
+    ("distributed/grpc/link.py", "import grpc"),
     ("serve/chat.py", "from swiftspec import demo\nimport typer"),
     ("__init__.py", "import importlib\nif TYPE_CHECKING:\n    from swiftspec.llm import LLM\n__version__ = '1'"),
 ]

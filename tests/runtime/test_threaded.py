@@ -172,11 +172,11 @@ def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoin
 
 
 def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
-    assert split_ranks("async", 1, None, None, gpu=True) == (1, 0)
+    assert split_ranks("async", 1, None, None, alone=True) == (1, 0)
     with pytest.raises(UserError, match="two ranks"):
         split_ranks("async", 1, None, None)
     with pytest.raises(UserError, match="two ranks"):
-        split_ranks("async", 1, None, 1, gpu=True)
+        split_ranks("async", 1, None, 1, alone=True)
     assert EngineConfig("async", draft_tp=0).ranks == 1
     settings = Settings.model_validate({"mode": "async", "device": "cuda"})
     assert settings.make_plan(has_draft=True).draft_tp == 0

@@ -105,7 +105,7 @@ class Steps(Kind, Protocol):
 
     def reply(self, tree: DraftTree, *where: Any) -> Any:
         """What can answer the next result without Python, at its arrival; None where nothing can. `where`: request,
-        position of the root, bs, w, d, and what an expansion is worth (`AheadDrafter.YIELD`)."""
+        position of the root, bs, w, d, and what an expansion is worth (`ahead_drafter.YIELD`)."""
 
 
 T = TypeVar("T", bound=Kind)

@@ -1,0 +1,217 @@
+"""What a worker answers: the methods of its service, for any number of sessions at once.
+
+Bytes become messages here and not before, so that what is none is refused in a line like everything else. A request
+that comes again, word for word, gets the same answer: a client whose connection broke cannot know whether it was heard.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic
+
+import grpc
+from google.protobuf.message import Message
+
+from swiftspec import __version__, files
+from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.convert import (
+    PROTOCOL,
+    Identity,
+    parsed,
+    proposal_to,
+    read_opening,
+    read_proposal,
+    read_result,
+    result_to,
+)
+from swiftspec.distributed.grpc.drafting import Drafting
+from swiftspec.distributed.grpc.sessions import Session, Sessions, Turns, W
+from swiftspec.distributed.grpc.status import status_of
+from swiftspec.distributed.grpc.verifying import Verifying
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.model.fingerprint import LARGEST
+
+DRAFT, TARGET = "swiftspec.v1.DraftService", "swiftspec.v1.TargetService"
+PIECE = 1 << 20  # bytes of a file in one message
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a worker says of itself."""
+
+    identity: Identity
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    def to_message(self) -> pb.PingAnswer:
+        return pb.PingAnswer(
+            protocol=PROTOCOL, version=__version__, name=self.name, model=self.identity.model,
+            tokenizer=self.identity.tokenizer, vocab_size=self.vocab_size, max_model_len=self.max_model_len,
+            eos_token_ids=self.eos_token_ids, dtype=self.dtype, clock=time.time_ns(),
+        )  # fmt: skip
+
+
+class Service(Generic[W]):
+    """What both kinds of workers have in common."""
+
+    name: str  # of the service
+    once: str  # its method for one round
+
+    def __init__(self, about: About, sessions: Sessions[W]) -> None:
+        self.sessions = sessions
+        self._about, self._turns = about, Turns()
+
+    def handlers(self) -> Any:
+        """What a gRPC server takes."""
+        return grpc.method_handlers_generic_handler(self.name, self._methods())
+
+    def _methods(self) -> dict[str, Any]:
+        once, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+        behaviours = {self.once: self._once, "EndSession": self._end, "Ping": self._ping}
+        methods = {name: once(each, response_serializer=_serialized) for name, each in behaviours.items()}
+        return {**methods, "Stream": stream(self._stream, response_serializer=_serialized)}
+
+    def _ping(self, data: bytes, context: Any) -> Message:
+        return self._about.to_message()
+
+    def _end(self, data: bytes, context: Any) -> Message:
+        with refusing(context):
+            self.sessions.end(parsed(pb.EndSessionRequest, data).session)
+        return pb.EndSessionAnswer()
+
+    def _once(self, data: bytes, context: Any) -> Message:
+        with refusing(context):
+            return self._answered(data, context)[1]
+
+    def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[Message]:
+        """What need not be done before an answer is done after it, while it is on its way."""
+        for data in requests:
+            with refusing(context):
+                session, answer = self._answered(data, context)
+            yield answer
+            with refusing(context), self.sessions.at_work(session), self._turns:
+                self._afterwards(session.work)
+
+    def _answered(self, data: bytes, context: Any) -> tuple[Session[W], Any]:
+        began, came = time.time_ns(), time.perf_counter_ns()
+        session, act = self._read(data, lambda: not context.is_active())
+        with self.sessions.at_work(session):
+            if session.last is not None and session.last[0] == data:
+                return session, session.last[1]
+            asked = time.perf_counter_ns()
+            with self._turns:
+                queue, busy = time.perf_counter_ns() - asked, session.busy
+                answer = act()
+            session.busy = session.work.busy
+            answer.session = session.id
+            answer.telemetry.span, answer.telemetry.began = secrets.randbits(64), began
+            answer.telemetry.wall, answer.telemetry.queue = time.perf_counter_ns() - came, queue
+            answer.telemetry.model = int(1e9 * (session.busy - busy))
+            session.last = data, answer
+        return session, answer
+
+    @abstractmethod
+    def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[W], Callable[[], Any]]:
+        """Whose request it is, and what makes its answer. Raises whatever `status_of` knows."""
+
+    @abstractmethod
+    def _afterwards(self, work: W) -> None:
+        """What a session does once its answer is out."""
+
+
+class DraftService(Service[Drafting]):
+    """A draft model's."""
+
+    name, once = DRAFT, "GenerateDrafts"
+
+    def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[Drafting], Callable[[], Any]]:
+        request = parsed(pb.DraftRequest, data)
+        if request.HasField("opening"):
+            opening, shape = read_opening(request.opening, self._about.identity)
+            session = self.sessions.open(request.session, shape)
+            act = partial(session.work.open, opening, cancelled)
+        elif request.HasField("result"):
+            session = self.sessions.find(request.session)
+            act = partial(session.work.observe, read_result(request.result))
+        else:
+            raise ValueError("a request with neither an opening nor a result")
+        return session, partial(self._propose, session.work, request.draft_steps, act)
+
+    def _propose(self, work: Drafting, steps: int, act: Callable[[], Proposal]) -> pb.DraftAnswer:
+        work.set_steps(steps)
+        return pb.DraftAnswer(proposal=proposal_to(act()))
+
+    def _afterwards(self, work: Drafting) -> None:
+        work.grow()
+
+
+class TargetService(Service[Verifying]):
+    """A target model's."""
+
+    name, once = TARGET, "VerifyDrafts"
+
+    def __init__(self, about: About, sessions: Sessions[Verifying], tokenizer: tuple[Path, ...]) -> None:
+        """`tokenizer`: the files that a client needs in order to speak of tokens."""
+        super().__init__(about, sessions)
+        self._files = tokenizer
+
+    def _methods(self) -> dict[str, Any]:
+        read = grpc.unary_stream_rpc_method_handler(self._read_tokenizer, response_serializer=_serialized)
+        return {**super()._methods(), "ReadTokenizer": read}
+
+    def _read_tokenizer(self, data: bytes, context: Any) -> Iterator[Message]:
+        for file in self._files:
+            with refusing(context):
+                whole = files.read_bytes(file, most=LARGEST)
+            yield pb.FilePiece(name=file.name, data=whole[:PIECE])
+            for start in range(PIECE, len(whole), PIECE):
+                yield pb.FilePiece(data=whole[start : start + PIECE])
+
+    def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[Verifying], Callable[[], Any]]:
+        request = parsed(pb.VerifyRequest, data)
+        if request.HasField("opening"):
+            opening, shape = read_opening(request.opening, self._about.identity)
+            session = self.sessions.open(request.session, shape)
+            return session, lambda: _opened(session.work.open(opening, cancelled))
+        if request.HasField("proposal"):
+            session, proposal = self.sessions.find(request.session), read_proposal(request.proposal)
+            return session, lambda: _verified(session.work.verify(proposal))
+        raise ValueError("a request with neither an opening nor a proposal")
+
+    def _afterwards(self, work: Verifying) -> None:
+        work.settle()
+
+
+def _opened(kept: int) -> pb.VerifyAnswer:
+    return pb.VerifyAnswer(opened=pb.Opened(kept=kept))
+
+
+def _verified(result: VerifyResult) -> pb.VerifyAnswer:
+    return pb.VerifyAnswer(result=result_to(result))
+
+
+@contextmanager
+def refusing(context: Any) -> Iterator[None]:
+    """Around work on a call: what a client can mend, or must know, becomes the call's status. Anything else is a fault
+    of ours, which gRPC logs."""
+    try:
+        yield
+    except Exception as error:
+        told = status_of(error)
+        if told is None:
+            raise
+        context.abort(*told)
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -1,0 +1,41 @@
+"""A network between draft and target, as a prediction takes it and a relay plays it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from swiftspec.errors import UserError, shown
+
+SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
+LONGEST = 60.0  # seconds of a round trip
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A wire with the same delay and bandwidth both ways."""
+
+    round_trip: float  # seconds, of a message of no length
+    bandwidth: float = math.inf  # bytes a second
+
+    @staticmethod
+    def parse(text: str) -> Link:
+        """`40ms,1Gbit`: the round trip, and the bandwidth where it matters. Raises UserError."""
+        trip, comma, rate = text.partition(",")
+        delay = re.fullmatch(NUMBER + "(us|ms|s)", trip.strip())
+        speed = re.fullmatch(NUMBER + "(kbit|Mbit|Gbit)", rate.strip()) if comma else None
+        round_trip = float(delay[1]) * SECONDS[delay[2]] if delay else math.inf
+        bandwidth = float(speed[1]) * BITS[speed[2].lower()] / 8 if speed else 0.0 if comma else math.inf
+        if round_trip > LONGEST or bandwidth <= 0:
+            raise UserError(
+                f"--link {shown(text)}: write a round trip of at most {LONGEST:g} s and, if you like, a bandwidth,"
+                " such as 40ms or 40ms,1Gbit"
+            )
+        return Link(round_trip, bandwidth)
+
+    def one_way(self, size: int) -> float:
+        """Seconds until a message of so many bytes is there."""
+        return self.round_trip / 2 + size / self.bandwidth

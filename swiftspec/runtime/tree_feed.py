@@ -1,0 +1,100 @@
+"""The draft's end of a replica: what its tree grows, told as it grows (see tree/replica.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from swiftspec.config import EngineConfig
+from swiftspec.messages import Opening, VerifyResult
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.drafter import Drafter
+from swiftspec.tree.replica import NodeIds, TreeDelta
+
+
+class LedDrafter(Drafter, Protocol):
+    """A drafter as its group is led, d included."""
+
+    @property
+    def draft_steps(self) -> int: ...
+
+    @draft_steps.setter
+    def draft_steps(self, steps: int, /) -> None: ...
+
+
+class TreeFeed:
+    """Has a drafter grow its tree ahead of the results, and sends what each growing adds.
+
+    With d fixed a result is followed by the expansions that the tree alone asks for (`AheadDrafter.propose`) and by d
+    more, with no word in between. With d free the tree grows for as long as `grow` is called, an expansion at a time.
+    Drawn children are not for a feed: what of them is sent must not depend on the clock.
+    """
+
+    def __init__(
+        self,
+        drafter: AheadDrafter,
+        send: Callable[[TreeDelta], None],
+        config: EngineConfig,
+        led: LedDrafter | None = None,
+    ) -> None:
+        """`led`: the same drafter with all ranks of its group, where there are several."""
+        assert config.proposal != "sample", "what is sent of drawn children must not depend on the clock"
+        self._drafter, self._send, self._config = drafter, send, config
+        self._led: LedDrafter = led or drafter
+        self._ids = NodeIds()
+        drafter.hooks.append(self._tell)
+
+    def open(self, opening: Opening) -> None:
+        """Begins a request. The prompt is read, and the first growth sent."""
+        shape = self._config.for_request(opening.sampling)
+        self._free, self._most = shape.free_steps, shape.most_steps
+        steps = 1 if self._free else shape.steps
+        if self._led.draft_steps != steps:
+            self._led.draft_steps = steps
+        self._request = opening.request
+        self._ids.open()
+        self._begin(0)
+        self._led.open(opening)
+        self._turn()
+
+    def observe(self, result: VerifyResult) -> None:
+        """Takes in a result."""
+        self._drafter.settle()
+        self._ids.follow(self._drafter.tree, result.tokens)
+        self._begin(result.round + 1)
+        self._led.observe(result)
+        self._turn()
+
+    def grow(self) -> bool:
+        """To be called while there is nothing else to do. False: the tree is not to grow on before the next result,
+        which has been said."""
+        if not self._free or self._ended:
+            return False
+        if self._expansions < self._most:
+            self._led.grow()
+        else:
+            self._tell(1)
+        return not self._ended
+
+    def close(self) -> None:
+        """Ends the request."""
+        self._led.close()
+
+    def _begin(self, round_: int) -> None:
+        self._round, self._expansions, self._ended = round_, 0, False
+
+    def _turn(self) -> None:
+        if not self._free:
+            self._led.propose()
+            self._led.grow()
+
+    def _tell(self, expansions: int) -> None:
+        """Sends what has been added by so many expansions, be it nothing."""
+        tree, first, known = self._drafter.tree, self._ids.next, len(self._ids)
+        new = slice(known, tree.count)
+        self._ids.add(tree.count - known)
+        self._expansions += expansions
+        self._ended = tree.count == known
+        parents = self._ids.ids[tree.parent[new]]
+        added = parents, tree.token[new].copy(), tree.logprob[new].copy()
+        self._send(TreeDelta(self._request, self._round, expansions, first, *added))

@@ -1,0 +1,105 @@
+"""`swiftspec worker draft|target`: one model, for whoever decodes on it from elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.serve.cli import parse
+from swiftspec.serve.found import embedded_model
+from swiftspec.serve.session import Weights, load_options
+from swiftspec.serve.settings import Settings, UsageError
+from swiftspec.serve.terminal import Phases
+from swiftspec.serve.text import TOKENIZER_FILES, TextCodec, locate
+from swiftspec.serve.workers import security_of
+
+if TYPE_CHECKING:
+    from swiftspec.distributed.grpc.service import Service
+
+PORTS = {"target": 7070, "draft": 7071}  # on the loopback, where --listen names no other
+ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs a worker until a signal ends it. Returns the exit code."""
+    side = argv[0] if argv else ""
+    if side not in ("draft", "target"):
+        raise UsageError("which model does the worker run? `swiftspec worker draft` or `swiftspec worker target`")
+    command = parse(argv[1:])
+    if command.prompt is not None or command.prompt_file is not None or command.json:
+        raise UsageError("a worker's clients bring their prompts: leave out --prompt, --prompt-file and --json")
+    settings = command.settings
+    for name in ("port", "draft_model", "draft_url", "target_url", "target_tp", "draft_tp"):
+        if name in settings.model_fields_set and getattr(settings, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} is not for a worker, which runs the one --model: leave it out"
+            )
+    return run(side, settings)
+
+
+def run(side: Literal["draft", "target"], settings: Settings) -> int:
+    """Loads the model, listens, and leaves once a signal has come and the requests under way are over; they may take
+    --drain-timeout for that. A second signal ends it at once."""
+    from swiftspec.distributed.grpc.endpoint import Endpoint
+
+    endpoint, security = Endpoint.of(settings.listen or f"127.0.0.1:{PORTS[side]}", "--listen"), security_of(settings)
+    security.check_worker(endpoint)
+    phases = Phases()
+    try:
+        path = locate(settings.model or embedded_model(side), settings.revision)
+        phases.begin("libraries")
+        from swiftspec.distributed.grpc.server import Server
+
+        service = _service(side, settings, path, phases)
+        server = Server(service, endpoint, security, settings.max_sessions)
+        phases.ready()
+    finally:
+        phases.close()
+    print(f"swiftspec: {side} worker listening on {Endpoint(endpoint.host, server.port)}", file=sys.stderr, flush=True)
+    over = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, before[number])
+        over.set()
+
+    before: dict[int, Any] = {}
+    for number in ASKS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, end)
+    try:
+        server.run(over)
+        server.stop(settings.drain_timeout)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _service(side: Literal["draft", "target"], settings: Settings, path: Path, phases: Phases) -> Service[Any]:
+    from swiftspec.assemble.workers import Room, make_service
+
+    phases.begin("tokenizers")
+    codec = TextCodec(path)
+    options, _, _ = load_options(settings, path, None)
+    options |= {"vocab_size": codec.size, "progress": Weights(phases, f"{side} weights"), "note": phases.note}
+    tree = {name: getattr(settings, name) for name in ("verify_batch", "draft_leaves", "draft_steps")}
+    mode = "serial" if side == "draft" else "ar"
+    shape = EngineConfig(mode=mode, adapt_steps=side == "draft" and settings.draft_steps is None, **tree)
+    room = Room(settings.max_sessions, settings.session_idle, shape)
+    own = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
+    phases.begin(f"{side} weights")
+    try:
+        return make_service(side, path, path.name, codec.digest, own, room, **options)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        raise UserError(
+            "not enough memory for this model: take a smaller --max-model-len, fewer --max-sessions, or --dtype"
+        ) from None

@@ -1,0 +1,241 @@
+"""What workers answer to messages that are good, late, twice, wrong or none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, read_opening, read_proposal
+from swiftspec.distributed.grpc.endpoint import MOST_BYTES, Endpoint, Security
+from swiftspec.distributed.grpc.link import Link
+from swiftspec.distributed.grpc.service import DRAFT, TARGET
+from swiftspec.distributed.grpc.sessions import Sessions, Turns
+from swiftspec.distributed.grpc.status import Full, Refused, SessionGone, WorkerLost
+from swiftspec.errors import UserError
+from swiftspec.messages import Opening, Proposal
+from swiftspec.params import SamplingParams
+from tests.support.tiny import make_checkpoint
+from tests.support.workers import TOKENIZER, Started, started
+
+TEXT = (5, 17, 3)
+GREEDY = SamplingParams(temperature=0)
+SHAPE = EngineConfig(mode="serial", draft_steps=2)
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=64)
+    with started("target", path) as worker:
+        yield worker
+
+
+class Client:
+    """Calls a target's worker without any of the client's own checks."""
+
+    def __init__(self, worker: Started) -> None:
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security())
+        about = link.ping(10)
+        self.own = Identity(about.model, about.tokenizer)
+
+    def raw(self, data: bytes) -> pb.VerifyAnswer:
+        return pb.VerifyAnswer.FromString(self._channel.unary_unary(f"/{TARGET}/VerifyDrafts")(data, timeout=20))
+
+    def ask(self, **asks: Any) -> pb.VerifyAnswer:
+        return self.raw(pb.VerifyRequest(**asks).SerializeToString())
+
+    def opening(self, shape: EngineConfig = SHAPE) -> pb.Opening:
+        return opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), shape, self.own)
+
+    def refused(self, code: grpc.StatusCode, call: Callable[[], object]) -> str:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        error: Any = caught.value
+        assert error.code() == code, error.details()
+        assert error.details() and "\n" not in error.details() and len(error.details()) < 400
+        return error.details()
+
+
+@pytest.fixture
+def client(target: Started) -> Client:
+    return Client(target)
+
+
+def test_a_round_is_applied_once(client: Client) -> None:
+    opened = client.ask(opening=client.opening())
+    assert len(opened.session) == 16 and opened.opened.kept == 0 and opened.telemetry.model > 0
+    ask = {"session": opened.session, "proposal": proposal_to(Proposal.root_only(1, 0, 2, TEXT[-1]))}
+    first, twice = client.ask(**ask), client.ask(**ask)
+    assert first == twice and len(first.result.tokens) == 1
+    token = first.result.tokens[0]
+    other = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
+    assert "over" in client.refused(
+        Code.FAILED_PRECONDITION, lambda: client.ask(session=opened.session, proposal=other)
+    )
+    after = client.ask(session=opened.session, proposal=proposal_to(Proposal.root_only(1, 1, 3, token)))
+    assert after.result.prefix_len == 3, "what was refused has changed nothing"
+    assert "over" in client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(**ask))
+
+
+def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
+    session = client.ask(opening=client.opening()).session
+    good = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
+
+    def asked(change: Callable[[Any], object], what: Any = good, name: str = "proposal") -> Callable[[], object]:
+        message = type(what).FromString(what.SerializeToString())
+        change(message)
+        return lambda: client.ask(session=session, **{name: message})
+
+    wrong = [
+        lambda m: m.ClearField("tokens"), lambda m: m.parents.append(0), lambda m: m.tokens.__setitem__(1, 64),
+        lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1),
+        lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3), lambda m: setattr(m, "request", 2),
+        lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20)),
+        lambda m: m.drawn.tokens.append(3), lambda m: m.parents.__setitem__(0, 0),
+    ]  # fmt: skip
+    for change in wrong:
+        client.refused(Code.INVALID_ARGUMENT, asked(change))
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.raw(b"\xff no message"))
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(session=session))
+    client.refused(Code.NOT_FOUND, lambda: client.ask(session=bytes(16), proposal=good))
+    client.refused(Code.RESOURCE_EXHAUSTED, lambda: client.raw(bytes(MOST_BYTES + 1)))
+    assert len(client.ask(session=session, proposal=good).result.tokens) >= 1, "the session is as it was"
+
+
+def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
+    def asked(**changes: Any) -> Callable[[], object]:
+        message = client.opening()
+        for name, value in changes.items():
+            setattr(message, name, value)
+        return lambda: client.ask(opening=message)
+
+    assert "version 1" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=2))
+    assert "tokenizers" in client.refused(Code.FAILED_PRECONDITION, asked(tokenizer=b"other"))
+    assert "another model" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
+    client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))
+    large = client.opening(EngineConfig(mode="serial", verify_batch=17))
+    told = client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(opening=large))
+    assert "room for verify_batch 16" in told
+    bad = client.opening()
+    bad.sampling.temperature = float("nan")
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
+
+
+def test_strangers_are_kept_out(target: Started) -> None:
+    guarded = Security(token="secret")
+    with started("target", target.model, security=guarded) as worker:
+        for security in (Security(), Security(token="other")):
+            with pytest.raises(Refused, match="token is missing or wrong"):
+                Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, guarded)
+        assert link.ping(10).tokenizer == TOKENIZER
+        stream = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security()).stream()
+        with pytest.raises(Refused):
+            stream.recv(10)
+    for bare in (Security(), Security(token="secret"), Security(cert=b"", key=b"")):
+        with pytest.raises(UserError, match="open to other machines"):
+            bare.check_worker(Endpoint("0.0.0.0", 7070))
+    with pytest.raises(UserError, match="another machine"):
+        Security().check_client(Endpoint("example.com", 7070), "--target-url")
+    for text in ("7070", "host", ":7070", "host:x", "host:70000", "http://host:1"):
+        with pytest.raises(UserError, match="HOST:PORT"):
+            Endpoint.of(text, "--listen")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
+    command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    guarded = Security("secret", cert.read_bytes(), key.read_bytes())
+    guarded.check_worker(Endpoint("0.0.0.0", 7070))
+    with started("target", target.model, security=guarded) as worker:
+
+        def ping(security: Security) -> pb.PingAnswer:
+            return Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+
+        assert ping(Security("secret", ca=cert.read_bytes())).vocab_size == 64
+        with pytest.raises(WorkerLost):
+            ping(Security("secret"))  # in plain text
+        with pytest.raises(Refused, match="token"):
+            ping(Security("other", ca=cert.read_bytes()))
+
+
+def test_a_worker_says_what_it_is(target: Started) -> None:
+    channel = grpc.insecure_channel(f"127.0.0.1:{target.port}")
+    answer: Any = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=TARGET), timeout=10)  # type: ignore[attr-defined]
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING  # type: ignore[attr-defined]
+    with pytest.raises(Refused, match="worker of the other kind"):
+        Link(f"127.0.0.1:{target.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security()).ping(10)
+
+
+def test_messages_carry_every_field() -> None:
+    names = [field.name for field in fields(SamplingParams)]
+    assert [field.name for field in pb.Sampling.DESCRIPTOR.fields] == names
+    sampling = SamplingParams(
+        temperature=0.5, top_k=3, logit_bias={4: -1.5}, seed=2**64 - 1, max_tokens=9, stop=("a", "b"), logprobs=0,
+        stop_token_ids=(1, 2), grammar="g", negative_prompt_ids=(3,), verify_batch=2,
+    )  # fmt: skip
+    shape = EngineConfig(mode="async", draft_steps=5, calibration=0.3, catch_up=False)
+    own, opening = Identity(b"m", b"t"), Opening(3, TEXT, sampling, 2)
+    assert read_opening(opening_to(opening, shape, own), own) == (opening, shape)
+    proposal = Proposal(1, 2, 3, (4, 5, 6), (-1, 0, 0))
+    assert read_proposal(proposal_to(proposal)) == proposal
+
+
+class Work:
+    busy = 0.0
+
+    def __init__(self, shape: EngineConfig) -> None:
+        self.shape = shape
+
+
+def test_sessions_end_by_rest_and_make_room() -> None:
+    now = [0.0]
+    sessions = Sessions(Work, most=2, idle=10.0, clock=lambda: now[0])
+    first, second = (sessions.open(b"", SHAPE) for _ in range(2))
+    assert sessions.open(first.id, SHAPE) is first
+    now[0] = 1.0
+    with sessions.at_work(first):
+        pass
+    third = sessions.open(b"", SHAPE)
+    with pytest.raises(SessionGone):
+        sessions.find(second.id)
+    with sessions.at_work(first), sessions.at_work(third), pytest.raises(Full, match="--max-sessions"):
+        sessions.open(b"", SHAPE)
+    now[0] = 11.5
+    sessions.sweep()
+    assert len(sessions) == 0
+    with pytest.raises(SessionGone), sessions.at_work(first):
+        pass
+
+
+def test_turns_go_round_in_order() -> None:
+    turns, order, threads = Turns(), list[int](), list[threading.Thread]()
+
+    def work(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        for number in range(5):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+            while len(turns._waiting) <= number:
+                pass
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]

@@ -1,0 +1,198 @@
+"""A draft elsewhere whose tree is fed to a replica: with d fixed the rounds of a drafter here, with d free its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cpu, reference
+from swiftspec.config import EngineConfig
+from swiftspec.decode import decode
+from swiftspec.errors import DrafterLost
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.drafter import Drafter, NoDrafter
+from swiftspec.runtime.replica_drafter import ReplicaDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.tree.replica import Replica, TreeDelta
+from swiftspec.tree.tree import DraftTree
+from tests.support.fed import FedLink, dawdle
+from tests.support.roles import make_drafter, make_runner, make_verifier, opening
+from tests.support.toy_pair import VOCAB, make_pair
+
+PROMPT = [5, 17, 3, 29, 11]
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=0.8, seed=7)
+SLOTS = 64
+DEMO = Path(__file__).parents[2] / "swiftspec" / "demo"
+OPS: dict[str, Any] = {"eager": reference, "native": cpu}
+Rounds = list[tuple[Proposal, VerifyResult]]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Target and draft for each kind of steps: heads of native ones are wider than a toy's."""
+    return {"eager": make_pair(tmp_path_factory.mktemp("pair")), "native": (DEMO / "target", DEMO / "draft")}
+
+
+def runner(path: Path, steps: str) -> Runner:
+    if steps == "native" and _C.level() == "none":
+        pytest.skip("this CPU has no AVX2")
+    ops = OPS[steps]
+    dtype = torch.float64 if steps == "eager" else torch.bfloat16
+    model = load_model(path, dtype=dtype, ops=ops, max_positions=250)
+    return make_runner(model, ops, context=180, tree_slots=SLOTS)
+
+
+def drafter_on(path: Path, config: EngineConfig, steps: str) -> AheadDrafter:
+    drafter = make_drafter(runner(path, steps), config)
+    assert isinstance(drafter, AheadDrafter)
+    return drafter
+
+
+def rounds(drafter: Drafter, verifier: LocalVerifier, sampling: SamplingParams, tokens: int = 40) -> Rounds:
+    """Two requests, one after the other."""
+    found: Rounds = []
+    for request in (1, 2):
+        opened = opening(PROMPT[: 3 + request], sampling, request=request)
+        verifier.open(opened)
+        drafter.open(opened)
+        made = 0
+        for proposal, result in decode(drafter, verifier):
+            found.append((proposal, result))
+            made += len(result.tokens)
+            if made >= tokens:
+                break
+        verifier.close()
+        drafter.close()
+    return found
+
+
+def fed(path: Path, config: EngineConfig, steps: str, pause: Callable[[], None]) -> ReplicaDrafter:
+    link = FedLink(drafter_on(path, config, steps), config, pause)
+    return ReplicaDrafter(link, Replica(DraftTree(1 + SLOTS * config.children, SLOTS), link.vocab), config)
+
+
+SHAPES = {
+    "d 1": (EngineConfig("async", verify_batch=6, draft_leaves=3, draft_steps=1), GREEDY),
+    "d 4": (EngineConfig("async", verify_batch=4, draft_leaves=4, draft_steps=4), SAMPLED),
+    "the paper's rule": (EngineConfig("async", verify_batch=6, draft_leaves=2, draft_steps=2, catch_up=False), SAMPLED),
+    "of a request": (EngineConfig("async"), replace(SAMPLED, verify_batch=5, draft_steps=2)),
+    "a full tree": (EngineConfig("async", verify_batch=8, draft_leaves=8, draft_steps=7), GREEDY),
+}
+
+
+CASES = [*((name, "eager") for name in SHAPES), ("d 4", "native"), ("the paper's rule", "native")]
+
+
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_with_d_fixed_the_rounds_are_those_of_a_drafter_here(
+    pairs: dict[str, tuple[Path, Path]], name: str, steps: str
+) -> None:
+    config, sampling = SHAPES[name]
+    target, draft = pairs[steps]
+    verifier = make_verifier(runner(target, steps))
+    here = rounds(drafter_on(draft, config, steps), verifier, sampling)
+    assert rounds(fed(draft, config, steps, dawdle(3)), verifier, sampling) == here
+    assert any(len(result.path) > 1 for _, result in here)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_with_d_free_the_text_is_the_targets_own(pairs: dict[str, tuple[Path, Path]], sampling: SamplingParams) -> None:
+    config = EngineConfig("async", verify_batch=6, draft_leaves=3)
+    target, draft = pairs["eager"]
+    verifier = make_verifier(runner(target, "eager"))
+    plain = text(rounds(NoDrafter(), verifier, sampling))
+    found = rounds(fed(draft, config, "eager", dawdle(5)), verifier, sampling)
+    assert text(found) == plain and len(found) < 70, "of 80 tokens"
+
+
+def text(found: Rounds) -> list[list[int]]:
+    """The first tokens of both requests."""
+    both = [
+        [token for _, result in found if result.request == request for token in result.tokens] for request in (1, 2)
+    ]
+    return [tokens[:40] for tokens in both]
+
+
+class Script:
+    """A link that hands out what it was given, and notes whether it was waited for."""
+
+    busy = 0.0
+
+    def __init__(self, deltas: list[TreeDelta | None]) -> None:
+        """None: nothing is here; a wait goes past it."""
+        self.deltas, self.waits = deltas, 0
+
+    def open(self, opening: Opening) -> None:
+        pass
+
+    def send(self, result: VerifyResult) -> None:
+        pass
+
+    def take(self, *, wait: bool) -> TreeDelta | None:
+        delta = self.deltas.pop(0) if self.deltas else None
+        if delta is None and wait:
+            self.waits += 1
+            return self.take(wait=True)
+        return delta
+
+    def close(self) -> None:
+        pass
+
+
+def grown(round_: int, first: int, parents: list[int], tokens: list[int], request: int = 1) -> TreeDelta:
+    weights = -np.arange(first, first + len(parents)) / 8
+    return TreeDelta(request, round_, 1, first, np.array(parents, np.int64), np.array(tokens, np.int64), weights)
+
+
+def scripted(*deltas: TreeDelta | None, steps: int | None = None) -> tuple[ReplicaDrafter, Script]:
+    config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps)
+    link = Script(list(deltas))
+    drafter = ReplicaDrafter(link, Replica(DraftTree(40, 20), VOCAB), config)
+    drafter.open(opening(PROMPT, GREEDY))
+    return drafter, link
+
+
+def test_with_d_free_only_a_lack_of_nodes_is_waited_for() -> None:
+    stale = grown(0, 1, [0], [9], request=7)
+    drafter, link = scripted(
+        None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]),  # a wait, then a proposal
+        None, None,  # the next is there already
+        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]),  # one where the text left the tree
+        grown(3, 11, [], []),  # and the draft's last word
+    )  # fmt: skip
+    first = drafter.propose()
+    assert (link.waits, first.tokens, first.parents) == (1, (PROMPT[-1], 8, 9), (-1, 0, 0))
+    at = first.prefix_len
+    drafter.observe(VerifyResult(1, 0, at, (0, 1), (8,)))
+    drafter.grow()
+    assert drafter.propose() == Proposal(1, 1, at + 1, (8, 8, 9), (-1, 0, 0)) and link.waits == 1
+    drafter.observe(VerifyResult(1, 1, at + 1, (0,), (4,)))
+    assert drafter.propose() == Proposal(1, 2, at + 2, (4, 1, 2), (-1, 0, 0)) and link.waits == 2
+    drafter.observe(VerifyResult(1, 2, at + 2, (0, 1), (1,)))
+    assert drafter.propose() == Proposal(1, 3, at + 3, (1,), (-1,)) and link.waits == 2
+
+
+NONSENSE = {
+    "node 1 comes next": grown(0, 2, [0], [8]),
+    "under nodes that are not in the tree": grown(0, 1, [5], [8]),
+    "2 expansions, where 1 are due": replace(grown(0, 1, [0], [8]), expansions=2),
+}
+
+
+@pytest.mark.parametrize("reason", NONSENSE)
+def test_a_draft_that_sends_nonsense_is_lost(reason: str) -> None:
+    drafter, _ = scripted(NONSENSE[reason], steps=1)
+    with pytest.raises(DrafterLost, match=reason):
+        drafter.propose()

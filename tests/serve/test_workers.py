@@ -1,0 +1,166 @@
+"""Workers and `generate` as people start them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.serve.__main__ import main
+from swiftspec.serve.workers import security_of
+from tests.support.served import ROOT, Served, hear
+
+SERVE = (sys.executable, "-m", "swiftspec.serve")
+PROMPT = ("--raw", "--prompt", "def read_lines(path):", "--json", "--max-tokens", "48", "--ignore-eos")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "SWIFTSPEC_TOKEN": "secret"}
+
+
+class Worker:
+    """`swiftspec worker SIDE`, listening; `url` says where."""
+
+    def __init__(self, side: str, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [*SERVE, "worker", side, "--listen", "127.0.0.1:0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env=ENVIRONMENT, preexec_fn=hear,
+        )  # fmt: skip
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if found := re.search(r"worker listening on (\S+)", line):
+                self.url = found[1]
+                return
+        raise AssertionError("".join(said))
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextmanager
+def workers(*flags: str) -> Iterator[dict[str, Worker]]:
+    found: dict[str, Worker] = {}
+    try:
+        for side in ("target", "draft"):
+            found[side] = Worker(side, *flags)
+        yield found
+    finally:
+        for worker in found.values():
+            worker.process.kill()
+            worker.process.wait()
+
+
+def command(*flags: str) -> list[str]:
+    return [*SERVE, *flags]
+
+
+def finished(flags: Sequence[str]) -> tuple[int, str, str]:
+    done = subprocess.run(command(*flags), cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    return done.returncode, done.stdout, done.stderr
+
+
+def answer(flags: Sequence[str]) -> dict:
+    code, out, err = finished(flags)
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.slow
+def test_a_split_over_processes_gives_the_text_of_one() -> None:
+    sampled = (*PROMPT, "--temperature", "0.8", "--seed", "5")
+    plain = answer((*sampled, "--mode", "ar"))
+    with workers() as found:
+        target, draft = found["target"], found["draft"]
+        both = ("--target-url", target.url, "--draft-url", draft.url)
+        for mode in ("async", "serial"):
+            told = answer(("generate", *both, *sampled, "--mode", mode))
+            assert told["token_ids"] == plain["token_ids"] and told["metrics"]["drafter_lost"] is None
+            assert told["timings"]["draft_n_accepted"] > 0
+        assert answer((*sampled, "--draft-url", draft.url))["token_ids"] == plain["token_ids"]
+        local_draft = ("--draft-model", str(ROOT / "swiftspec/demo/draft"))
+        told = answer(("generate", "--target-url", target.url, *local_draft, *sampled))
+        assert told["token_ids"] == plain["token_ids"] and told["timings"]["draft_n_accepted"] > 0
+        with Served(("--draft-url", draft.url), variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
+            import httpx
+
+            body = {
+                "prompt": "def read_lines(path):",
+                "max_tokens": 48,
+                "temperature": 0.8,
+                "seed": 5,
+                "ignore_eos": True,
+            }
+            came = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
+            assert came["choices"][0]["text"] == plain["text"]
+        assert draft.end(signal.SIGKILL) == -signal.SIGKILL
+        told = answer(("generate", *both, *sampled))
+        assert told["token_ids"] == plain["token_ids"] and "not been reached" in told["metrics"]["drafter_lost"]
+        assert target.end(signal.SIGTERM) == 0
+        code, out, err = finished(("generate", *both, *sampled, "--remote-timeout", "1"))
+        assert code == 1 and not out and re.search(r"error: --target-url \S+ is gone: .*; start it with", err)
+
+
+@pytest.mark.slow
+def test_either_side_may_be_killed_while_it_decodes() -> None:
+    """A drafter costs speed; a target ends the answer, in a line and in time."""
+    flags = ("--max-model-len", "1000", "--emulate", "target=20ms,draft=1ms")
+    with workers(*flags) as found:
+        both = ("--target-url", found["target"].url, "--draft-url", found["draft"].url, "--remote-timeout", "2")
+        text = [*both, "--raw", "--prompt", "def f(", "--max-tokens", "400", "--ignore-eos", "--temperature", "0"]
+        running = subprocess.Popen(
+            command("generate", *text), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+        )
+        assert running.stdout is not None
+        first = running.stdout.read(10)
+        found["draft"].end(signal.SIGKILL)
+        more = running.stdout.read(40)
+        assert first and more, "it goes on alone"
+        found["target"].end(signal.SIGKILL)
+        began = time.monotonic()
+        _, err = running.communicate(timeout=60)
+        assert running.returncode == 1 and time.monotonic() - began < 30
+        lines = [line for line in err.decode().splitlines() if "error" in line]
+        assert len(lines) == 1 and "--target-url" in lines[0] and "is gone" in lines[0]
+
+
+NONSENSE = [
+    (("worker",), "which model"),
+    (("worker", "draft", "--port", "1"), "not for a worker"),
+    (("worker", "target", "--listen", "0.0.0.0:1"), "open to other machines"),
+    (("worker", "target", "--listen", "nowhere"), "HOST:PORT"),
+    (("worker", "target", "--prompt", "x"), "bring their prompts"),
+    (("generate", "--prompt", "x"), "--target-url"),
+    (("generate", "--target-url", "example.com:1", "--prompt", "x"), "another machine"),
+    (("--target-url", "127.0.0.1:1", "--model", "x", "--prompt", "x"), "one model twice"),
+    (("--draft-url", "127.0.0.1:1", "--mode", "smc", "--prompt", "x"), "both models in one place"),
+    (("--target-url", "127.0.0.1:1", "--prompt", "x"), "is gone"),
+]
+
+
+@pytest.mark.parametrize(("flags", "told"), NONSENSE)
+def test_nonsense_is_told_in_a_line(flags: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) in (1, 2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(lines) == 1 and told in lines[0]
+
+
+def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:
+    from swiftspec.serve.cli import parse
+
+    (tmp_path / "token").write_text("secret\n")
+    (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")
+    read = security_of(parse(["--token", f"@{tmp_path / 'token'}", "--tls-ca", str(tmp_path / "ca.pem")]).settings)
+    assert read.token == "secret" and read.ca is not None and read.metadata == (("authorization", "Bearer secret"),)
+    for flags in (["--token", f"@{tmp_path / 'none'}"], ["--tls-ca", str(tmp_path / "token")], ["--token", "a b\n"]):
+        with pytest.raises(UserError):
+            security_of(parse(flags).settings)

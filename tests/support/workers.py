@@ -1,0 +1,81 @@
+"""Workers in this process, on the loopback, and orchestrators that decode on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftspec.assemble.elsewhere import RemoteTarget, assemble_elsewhere
+from swiftspec.assemble.options import Options, Side, Worker
+from swiftspec.assemble.workers import Room, make_service
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.grpc.endpoint import Endpoint, Security
+from swiftspec.distributed.grpc.server import Server
+from swiftspec.llm import LLM, Running
+
+TOKENIZER = bytes(32)  # the models of tests have none
+OPTIONS: Options = {"dtype": torch.float64}
+ROOM = {
+    "target": EngineConfig(mode="ar", verify_batch=16),
+    "draft": EngineConfig(mode="serial", verify_batch=16, draft_leaves=8, adapt_steps=True),
+}
+OPEN = Security()
+
+
+@dataclass
+class Started:
+    """A worker, which may be stopped and started again at the same port."""
+
+    side: Side
+    model: Path
+    sessions: int = 3
+    security: Security = OPEN
+    port: int = 0
+    tokenizer: bytes = TOKENIZER
+
+    def start(self) -> Started:
+        room = Room(self.sessions, 600.0, ROOM[self.side])
+        self.service = make_service(self.side, self.model, self.side, self.tokenizer, (), room, **OPTIONS)
+        self.server = Server(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
+        self.port = self.server.port
+        return self
+
+    def stop(self) -> None:
+        self.server.stop()
+
+    def named(self, timeout: float = 20.0, security: Security = OPEN) -> Worker:
+        """As an orchestrator names it."""
+        return Worker(f"127.0.0.1:{self.port}", f"--{self.side}-url", security, timeout)
+
+
+@contextmanager
+def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
+    worker = Started(side, model, **how).start()
+    try:
+        yield worker
+    finally:
+        worker.stop()
+
+
+@contextmanager
+def on_workers(
+    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), **plan: Any
+) -> Iterator[Running]:
+    """An orchestrator: each model is a worker's, or loaded here."""
+    remote = {"target_remote": isinstance(target, Worker), "draft_remote": isinstance(draft, Worker)}
+    config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
+    options: Options = {**OPTIONS, "draft_worker": draft if isinstance(draft, Worker) else None}
+    here = draft if isinstance(draft, Path) else None
+    if isinstance(target, Worker):
+        running = Running(assemble_elsewhere(RemoteTarget(target), here, config, tokenizer, **options))
+    else:
+        running = LLM(target, here, config, **options)
+    try:
+        yield running
+    finally:
+        running.close()

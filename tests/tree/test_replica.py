@@ -1,0 +1,170 @@
+"""The replica against the draft's tree and against plain paths, however late growth and results arrive."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftspec.backends.cpu.decoder import HostDecoder
+from swiftspec.runtime.steps.native import NativeTree
+from swiftspec.tree.replica import NodeIds, Replica, TreeDelta
+from swiftspec.tree.tree import NEG_INF, DraftTree
+
+SLOTS, CHILDREN, VOCAB, ROOT = 24, 3, 5, 4
+Path = tuple[int, ...]  # tokens from the opening's root on
+
+
+class ReplicaMachine(RuleBasedStateMachine):
+    """A draft that grows and takes in results, and a replica that hears of both late. `known` has what was delivered:
+    the nodes by their paths, in the order of creation, with their weights summed over all re-roots."""
+
+    def make(self) -> DraftTree:
+        return DraftTree(1 + SLOTS * CHILDREN, SLOTS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree, self.ids = self.make(), NodeIds()
+        self.tree.reset(ROOT)
+        self.ids.open()
+        self.replica = Replica(self.make(), VOCAB)
+        self.replica.open(ROOT)
+        self.text: Path = (ROOT,)
+        self.round = self.taken = 0
+        self.results: deque[Path] = deque()  # the draft has not taken in yet
+        self.deltas: deque[tuple[TreeDelta, dict[Path, float]]] = deque()  # under way
+        self.base, self.weight = (ROOT,), 0.0  # where the draft's root is, and what it weighs
+        self.known: dict[Path, float] = {(ROOT,): 0.0}
+        self.roots: dict[Path, float] = {}  # where the draft has re-rooted since it spoke
+
+    @precondition(lambda self: self.tree.room(CHILDREN) >= 3)
+    @rule(w=st.integers(1, 3), count=st.integers(1, 2), data=st.data())
+    def grow(self, w: int, count: int, data: st.DataObject) -> None:
+        first, before = self.ids.next, self.tree.count
+        for _ in range(count):
+            if self.tree.room(CHILDREN) < w or len(nodes := self.tree.best_leaves(w).nodes) == 0:
+                break
+            weights = st.sampled_from([0.0, -0.5, -1.0, -1.0, -3.0, NEG_INF])  # ties, sure children, dead children
+            tokens = [data.draw(st.permutations(range(VOCAB)))[:CHILDREN] for _ in nodes]
+            logprobs = [[data.draw(weights) for _ in range(CHILDREN)] for _ in nodes]
+            self.tree.add_children(nodes, np.array(tokens), np.array(logprobs))
+        new = slice(before, self.tree.count)
+        self.ids.add(self.tree.count - before)
+        parents, weights = self.ids.ids[self.tree.parent[new]], self.tree.logprob[new].copy()
+        delta = TreeDelta(1, self.taken, count, first, parents, self.tree.token[new].copy(), weights)
+        paths = [(*self.base, *path) for path in self.tree.path_tokens(range(before, self.tree.count))]
+        self.send(delta, dict(zip(paths, (weights + self.weight).tolist(), strict=True)))
+
+    @rule(data=st.data())
+    def verify(self, data: st.DataObject) -> None:
+        """The target takes a path that the draft has, or had, and perhaps goes on beyond it."""
+        below = [path for path in self.known if path[: len(self.text)] == self.text]
+        held = [(*self.base, *path) for path in self.tree.path_tokens(range(self.tree.count))]
+        paths = [*below, *(path for path in held if path[: len(self.text)] == self.text), self.text]
+        path = data.draw(st.sampled_from(paths))
+        extra = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=int(path == self.text), max_size=2))
+        tokens = (*path[len(self.text) :], *extra)
+        self.text, self.round = (*self.text, *tokens), self.round + 1
+        self.results.append(tokens)
+        self.replica.follow(tokens, self.round)
+
+    @precondition(lambda self: self.results)
+    @rule(speaks=st.booleans())
+    def take_in(self, speaks: bool) -> None:
+        tokens = self.results.popleft()
+        node = self.ids.follow(self.tree, tokens)
+        self.base, self.taken = (*self.base, *tokens), self.taken + 1
+        weight = NEG_INF if node is None else float(self.tree.logprob[node])
+        self.weight = self.weight + weight if weight > NEG_INF else 0.0
+        if node is None:
+            self.tree.reset(tokens[-1])
+        else:
+            self.tree.reroot(node)
+        self.roots[self.base] = self.weight
+        if speaks:
+            empty = np.array([], np.int64)
+            self.send(TreeDelta(1, self.taken, 1, self.ids.next, empty, empty, empty.astype(np.float64)), {})
+
+    def send(self, delta: TreeDelta, nodes: dict[Path, float]) -> None:
+        self.deltas.append((delta, self.roots | nodes))
+        self.roots = {}
+
+    @precondition(lambda self: self.deltas)
+    @rule()
+    def deliver(self) -> None:
+        delta, nodes = self.deltas.popleft()
+        self.replica.apply(delta)
+        self.known |= nodes
+
+    @rule(bs=st.integers(1, 9))
+    def propose(self, bs: int) -> None:
+        tokens, parents = self.replica.best(bs)
+        paths: list[Path] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*paths[parent], token) if parent >= 0 else self.text)
+        assert tokens[0] == self.text[-1] and paths == self.expected(bs)
+
+    def expected(self, bs: int) -> list[Path]:
+        """By weight, of equal ones the earlier; the root alone where it was not delivered, or is dead."""
+        if self.known.get(self.text, NEG_INF) == NEG_INF:
+            return [self.text]
+        below = [path for path in self.known if path[: len(self.text)] == self.text]
+        live = [path for path in below if self.known[path] > NEG_INF]
+        return sorted(live, key=lambda path: -self.known[path])[:bs]
+
+    @invariant()
+    def the_same_when_all_has_come(self) -> None:
+        if not (self.deltas or self.results or self.roots):
+            _, tokens, parents = self.tree.best_subtree(9)
+            assert self.replica.best(9) == (tokens, parents)
+            assert self.replica.prospects(9, 3) == self.tree.prospects(9, 3)
+
+
+class NativeReplicaMachine(ReplicaMachine):
+    def make(self) -> DraftTree:
+        native: Any = HostDecoder  # its trees need no model
+        return NativeTree(1 + SLOTS * CHILDREN, SLOTS, native)
+
+
+for _machine in (ReplicaMachine, NativeReplicaMachine):
+    _machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestReplica = ReplicaMachine.TestCase
+TestNativeReplica = NativeReplicaMachine.TestCase
+
+
+def delta(parents: Sequence[int], tokens: Sequence[int], weights: Sequence[float], first: int = 1) -> TreeDelta:
+    return TreeDelta(1, 0, 1, first, np.array(parents), np.array(tokens), np.array(weights))
+
+
+GOOD = delta([0, 0, 1], [1, 2, 1], [-1.0, -2.0, -1.5])
+BAD = {
+    "stands at round 0": replace(GOOD, round=1),
+    "node 1 comes next": replace(GOOD, first=2),
+    "has room for": delta([0] * 9, range(9), [-1.0] * 9),
+    "not in the tree": delta([0, 2], [1, 2], [-1.0, -2.0]),
+    "not in the tree, either": delta([-1], [1], [-1.0]),
+    "outside 0..4": delta([0], [VOCAB], [-1.0]),
+    "outweighs its parent": delta([0, 1], [1, 1], [-1.0, -0.5]),
+    "outweighs its parent, or is none": delta([0], [1], [float("nan")]),
+    "same token twice": delta([0, 0], [1, 1], [-1.0, -1.0]),
+    "beyond the tree's room": delta([0, 1, 2, 3], [1, 1, 1, 1], [-1.0] * 4),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
+    replica = Replica(DraftTree(8, 3), VOCAB)
+    replica.open(ROOT)
+    with pytest.raises(ValueError, match=reason.partition(",")[0]):
+        replica.apply(BAD[reason])
+    replica.apply(GOOD)
+    assert replica.best(9) == ([ROOT, 1, 1, 2], [-1, 0, 1, 0])
+    with pytest.raises(ValueError, match="expanded before"):
+        replica.apply(delta([1], [2], [-1.5], first=4))
