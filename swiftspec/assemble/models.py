@@ -141,7 +141,8 @@ class Models:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
-            needs.append(Need(config, dtype, self._context(plan) + self._slots(side, plan), max(ranks, 1)))
+            slots = (self._context(plan) + self._slots(side, plan)) * plan.sequences
+            needs.append(Need(config, dtype, slots, max(ranks, 1)))
         apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
@@ -204,11 +205,11 @@ class Models:
         return drafter_on(runner, tools, plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
-        """Both models, for mode smc."""
+        """Both models and the groups of particles on them, for mode smc."""
         target, tools = self._runner("target", plan, group, progress)
         draft, draft_tools = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-        steps = kinds.for_population(target, tools, draft_tools)
+        steps = kinds.for_population(target, tools, draft_tools, plan.population.smc_groups)
         return SMC(target, draft, steps, plan.population, longest=self.max_model_len, lag=lag)
 
     def _runner(
@@ -229,7 +230,7 @@ class Models:
         )  # fmt: skip
         shard = None if group is None else VocabShard(group, model.head_rows, self.vocab_size)
         sizes: Any = {"context": context, "tree_slots": tree_slots, "shard": shard}
-        if self.kept_memory > 0:
+        if self.kept_memory > 0 and plan.sequences == 1:
             runner = KeepingRunner(model, ops, self.vocab_size, budget=self._kept_tokens(plan), **sizes)
         else:
             runner = Runner(model, ops, self.vocab_size, **sizes)
