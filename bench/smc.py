@@ -156,14 +156,12 @@ def memory(args: argparse.Namespace) -> None:
     assert isinstance(smc, SMC)
     each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
-    smc.open(Opening(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
-    counts = []
-    while True:
-        counts.append(smc.target.cache.kv_len()[0])
-        if not smc.launch():
-            break
+    group = smc.admit(Opening(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
+    counts = [len(prompt)]
+    while smc.launch():
         smc.collect()
-    answer = smc.finish()
+        counts.append(smc.target.cache.prefix_len[group.sequence] + group.used)
+    answer = smc.finish(group)
     print(f"\n64 particles, prompt of 1,000 tokens, {each} cache bytes a token (both models)")
     print(f"  after the fan-out: {counts[0]} slots, {counts[0] * each / 2**20:.1f} MiB")
     print(f"  most while 64 tokens were added to each: {max(counts)} slots, {max(counts) * each / 2**20:.1f} MiB")

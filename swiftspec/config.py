@@ -43,6 +43,10 @@ class PopulationConfig:
         0, "Draft tokens of a round that are verified exactly, by rejection; the rest is weighted.", PARTICLES, "K",
         must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
     )  # fmt: skip
+    smc_groups: int = setting(
+        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", least=1, most=256,
+        shapes=POPULATION,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -199,6 +203,11 @@ class EngineConfig:
     def ranks(self) -> int:
         """G, the ranks that the plan is for."""
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of a model's cache. A guided request takes a second one."""
+        return self.population.smc_groups if self.mode == "smc" else 1
 
     @property
     def beside(self) -> bool:

@@ -6,10 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol, Unpack
+from typing import Any, Protocol, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -25,10 +25,14 @@ from swiftspec.distributed.rank import Rank
 from swiftspec.distributed.world import World
 from swiftspec.engine import Chunk, Completion, Decoding, Engine, Limits, Stats
 from swiftspec.errors import UserError, shown
+from swiftspec.messages import Opening
 from swiftspec.observe.recorder import Listener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Cancelled, Pause
 from swiftspec.setting import meant, require
+from swiftspec.smc.decoding import ParticleDecoding, Request
+
+Piece = TypeVar("Piece")
 
 
 class Beside(Protocol):
@@ -52,7 +56,7 @@ class OneAtATime(Engine):
         super().__init__(decoding, limits)
         self._beside, self._pause = beside, pause if pause is not None else Pause()
         self._lock = threading.RLock()  # held while a round is decoded
-        self._open: tuple[Generator[Chunk], int] | None = None  # a request that has begun and not ended, and its thread
+        self._open: tuple[Generator[Any], int] | None = None  # a request that has begun and not ended, and its thread
         self._closed = False
 
     def stream(
@@ -65,9 +69,47 @@ class OneAtATime(Engine):
         is read, from this thread: once it is true the stream ends, without a chunk."""
         sampling = sampling if sampling is not None else SamplingParams()
         require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {shown(sampling)}")
-        tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
         with self._turn():
-            return self._rounds(super().stream(meant("the prompt", tuple[int, ...], tokens), sampling), cancelled)
+            return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
+
+    def batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cancelled: Callable[[int], bool] = lambda index: False,
+    ) -> tuple[list[Request], Generator[tuple[int, Chunk]]]:
+        """Requests side by side: what becomes of each, and their chunks. Raises UserError before anything is computed,
+        where one of them cannot be served or the decoding takes one at a time."""
+        decoding = self.decoding
+        if not isinstance(decoding, ParticleDecoding):
+            raise UserError("only mode smc decodes several requests at a time: generate them one after the other")
+        requests = [self._request(*each) for each in enumerate(each_with(prompts, sampling))]
+        with self._turn():
+            return requests, self._rounds(
+                self._batch(decoding, requests, cancelled), lambda: cancelled(decoding.reading)
+            )
+
+    def _request(self, index: int, asked: tuple[Sequence[int], SamplingParams]) -> Request:
+        prompt, sampling = asked
+        try:
+            prompt = token_ids(prompt)
+            self.limits.check(prompt, sampling)
+        except UserError as error:
+            raise UserError(f"request {index} of the batch: {error}") from None
+        opening = Opening(index, prompt, sampling, len(prompt))
+        return Request(opening, self._ends(prompt, sampling), Stats(prompt_tokens=len(prompt)))
+
+    def _batch(
+        self, decoding: ParticleDecoding, requests: Sequence[Request], cancelled: Callable[[int], bool]
+    ) -> Generator[tuple[int, Chunk]]:
+        """The chunks of all, until a later request ends them."""
+        self._requests += 1
+        mine = self._requests
+        with closing(decoding.batch(requests, cancelled)) as chunks:
+            for index, chunk in chunks:
+                self.stats = requests[index].stats
+                yield index, chunk
+                require(self._requests == mine, "this batch was ended by a later request: read it to its end first")
 
     def close(self) -> None:
         """Waits for the round under way, if any, and ends its request."""
@@ -76,7 +118,7 @@ class OneAtATime(Engine):
             if self._open is not None:
                 self._open[0].close()
 
-    def _rounds(self, chunks: Generator[Chunk], cancelled: Callable[[], bool]) -> Generator[Chunk]:
+    def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
         """The chunks, each decoded in this stream's turn."""
         if self._beside is not None:
             self._beside.rest()
@@ -101,7 +143,7 @@ class OneAtATime(Engine):
                     self._beside.go()
 
     @contextmanager
-    def _turn(self, mine: Generator[Chunk] | None = None) -> Iterator[None]:
+    def _turn(self, mine: Generator[Any] | None = None) -> Iterator[None]:
         """Keeps other threads out. Raises UserError where one of them is being served, or the engine is closed."""
         taken = self._lock.acquire(blocking=False)
         try:
@@ -113,6 +155,27 @@ class OneAtATime(Engine):
         finally:
             if taken:
                 self._lock.release()
+
+
+def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's, which may be numpy's or torch's. Raises UserError on what is none."""
+    tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
+    return meant("the prompt", tuple[int, ...], tokens)
+
+
+def each_with(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Sequence[int], SamplingParams]]:
+    """Each prompt and its sampling parameters. Raises UserError where there is not one for each, or one for all."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [(prompt, sampling or SamplingParams()) for prompt in prompts]
+    several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)
+    require(several, f"sampling takes SamplingParams, or one for each prompt, not {shown(sampling)}")
+    same = len(sampling) == len(prompts)
+    require(
+        same, f"there are {len(sampling)} sampling parameters for {len(prompts)} prompts: give one, or one for each"
+    )
+    return [*zip(prompts, sampling, strict=True)]
 
 
 @contextmanager
@@ -173,6 +236,34 @@ class Running:
         """Yields a chunk a round, as `Engine.stream` says; closing the iterator ends the request. While the prompt is
         read, which the first step does, `cancelled` is asked now and then: once it is true the stream just ends."""
         return self.engine.stream(prompt, sampling, cancelled)
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Decodes several prompts side by side, in mode smc: as many at a time as there are groups (`smc_groups`), each
+        with its own particles; the others follow as places become free. `sampling`: one for all, or one for each.
+
+        Returns their completions in the order of the prompts. A text depends on its prompt and its seed, not on the
+        others. Raises UserError, before anything is computed, in another mode or where a request cannot be served.
+        """
+        requests, chunks = self.engine.batch(prompts, sampling)
+        tokens: list[list[int]] = [[] for _ in requests]
+        for index, chunk in chunks:
+            tokens[index] += chunk.token_ids
+        stats = [request.stats for request in requests]
+        return [
+            Completion(text, each.finish_reason or "length", each) for text, each in zip(tokens, stats, strict=True)
+        ]
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        cancelled: Callable[[int], bool] = lambda index: False,
+    ) -> Generator[tuple[int, Chunk]]:
+        """As `generate_batch`; yields chunks as they come, each with the index of its prompt. `cancelled` is asked
+        between rounds and while a prompt is read: a request that it names ends without a last chunk."""
+        return self.engine.batch(prompts, sampling, cancelled)[1]
 
     def listen(self, listener: Listener | None) -> None:
         """From the next request on this hears, on the decoding thread and several rounds at a time, what a trace of it

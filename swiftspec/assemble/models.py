@@ -143,7 +143,7 @@ class Models:
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
-            slots = self.sessions * (self._context(plan) + self.slots(side, plan))
+            slots = self.sessions * plan.sequences * (self._context(plan) + self.slots(side, plan))
             needs.append(Need(config, dtype, slots, max(ranks, 1)))
         apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
@@ -204,11 +204,11 @@ class Models:
         return drafter_on(*self._runner("draft", plan, group, progress), plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
-        """Both models, for mode smc."""
+        """Both models and the groups of particles on them, for mode smc."""
         target, tools = self._runner("target", plan, group, progress)
         draft, draft_tools = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-        steps = kinds.for_population(target, tools, draft_tools)
+        steps = kinds.for_population(target, tools, draft_tools, plan.population.smc_groups)
         return SMC(target, draft, steps, plan.population, longest=self.max_model_len, lag=lag)
 
     def _runner(
@@ -233,7 +233,7 @@ class Models:
         captures = self.device.type == "cuda" and ops.CAPTURES > 0
         priority = FIRST if side == "draft" and plan.beside else 0
         capture = partial(CudaCapture, self.capturing, priority) if captures else None
-        kept = self._kept_tokens(plan) // self.sessions
+        kept = self._kept_tokens(plan) // self.sessions if plan.sequences == 1 else 0
         return Loaded(model, ops, self.vocab_size, context, kept, self.grammars.rules, hook, capture)
 
     def _context(self, plan: EngineConfig) -> int:

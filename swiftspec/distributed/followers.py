@@ -26,7 +26,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.prefixes import told
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import SMC, Answer, Report
+from swiftspec.smc.population import SMC, Answer, Group
 
 T = TypeVar("T")
 
@@ -66,10 +66,10 @@ class Team:
         except BaseException as error:
             raise self.failed(call, error) from error
 
-    def end(self, call: Call, act: Callable[[], None]) -> None:
+    def end(self, call: Call, act: Callable[[], None], message: Message | None = None) -> None:
         """Closes something, if only here."""
         if self.broken is None:
-            self.call(call, None, act)
+            self.call(call, message, act)
         else:
             act()
 
@@ -155,45 +155,45 @@ class LeadingDrafter:
 
 
 class LeadingPopulation:
-    """The population of a group's leader, in mode smc."""
+    """The groups of particles of a group of ranks, in mode smc, as its leader decodes them."""
 
     def __init__(self, population: SMC, team: Team) -> None:
         self.population = population
         self._team = team
 
     @property
-    def rounds(self) -> int:
-        return self.population.rounds
-
-    @property
     def drafted(self) -> int:
         return self.population.drafted
-
-    @property
-    def answer(self) -> Answer | None:
-        return self.population.answer
 
     @property
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> int:
+    @property
+    def groups(self) -> Sequence[Group]:
+        return self.population.groups
+
+    @property
+    def has_room(self) -> bool:
+        return self.population.has_room
+
+    def admit(self, opening: Opening, stops: Collection[int], limit: int) -> Group:
         ends = replace(opening.sampling, stop_token_ids=tuple(sorted(stops)), max_tokens=limit)
         opening = replace(opening, sampling=ends, steps=self.population.choose(opening).name)
         opening = told(opening, self.population.target, self.population.draft)
-        return self._team.call(Call.POPULATION_OPEN, opening, partial(self.population.open, opening, stops, limit))
+        return self._team.call(Call.POPULATION_OPEN, opening, partial(self.population.admit, opening, stops, limit))
 
     def launch(self) -> bool:
         return self._team.call(Call.POPULATION_ROUND, None, self.population.launch)
 
-    def collect(self) -> Report:
-        return self.population.collect()  # a follower does so at once
+    def collect(self) -> None:
+        self.population.collect()  # a follower does so at once
 
-    def finish(self) -> Answer:
-        return self.population.finish()  # takes no forward
+    def finish(self, group: Group) -> Answer:
+        return self.population.finish(group)  # takes no forward
 
-    def close(self) -> None:
-        self._team.end(Call.POPULATION_CLOSE, self.population.close)
+    def leave(self, group: Group) -> None:
+        self._team.end(Call.POPULATION_CLOSE, partial(self.population.leave, group), group.sequence)
 
 
 def follow(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.prefixes import told
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import SMC
+from swiftspec.smc.population import SMC, Group
 
 Act = Callable[[], object]
 
@@ -85,20 +85,29 @@ class Follower:
                 ends = opening.sampling
                 if ends.max_tokens is None:
                     raise ValueError("a population is opened with a limit of its tokens")
+                if not smc.has_room:
+                    raise ValueError("a population is opened where there is no room for another")
                 most = self._bounds.context - len(opening.tokens)
                 in_range(ends.max_tokens, 1, max(most, 1), "the tokens of a population")
-                return partial(smc.open, opening, ends.stop_token_ids, ends.max_tokens)
+                return partial(smc.admit, opening, ends.stop_token_ids, ends.max_tokens)
             case Call.POPULATION_ROUND:
-                self._population.require_open()
+                if not smc.groups:
+                    raise ValueError("no request is open")
                 return partial(_round, smc)
             case _:
-                self._population.is_open = False
-                return smc.close
+                sequence = one_word(words, "sequence")
+                leaving = [group for group in smc.groups if group.sequence == sequence]
+                return partial(_leave, smc, leaving)
 
 
 def _round(smc: SMC) -> None:
     smc.launch()
     smc.collect()
+
+
+def _leave(smc: SMC, groups: Sequence[Group]) -> None:
+    for group in groups:
+        smc.leave(group)
 
 
 def _opening(words: Words, standing: Standing, role: Any, *runners: Runner, guided: bool = False) -> Opening:

@@ -16,8 +16,8 @@ class KVCache:
     """One buffer per tensor: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
 
     Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the
-    tree, which is the same tree in every sequence. Tree slots are handed out in order and never reused in place, so
-    their order is topological and the root has tree slot 0; `commit` moves forward and recomputes nothing.
+    tree, the same in every sequence (but see `promote`). Tree slots are handed out in order and never reused in place,
+    so their order is topological and the root has tree slot 0; `commit` moves forward and recomputes nothing.
     """
 
     def __init__(
@@ -25,24 +25,20 @@ class KVCache:
         sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.capacity, self._mover = capacity, mover
-        self._shape = (layers, kv_heads, capacity, head_dim)
-        self._dtype, self._device = dtype, device
+        self._shape, self._dtype, self._device = (layers, kv_heads, capacity, head_dim), dtype, device
         self.prefix_len: list[int] = []
         self.reset(sequences)
 
     def reset(self, sequences: int = 1) -> None:
-        """Forgets everything. Another number of sequences than before means another buffer, so that a request has no
-        more memory than its sequences need."""
+        """Forgets everything. For another number of sequences than before there is another buffer, no larger."""
         if sequences != len(self.prefix_len):
-            layers, *region = self._shape
             self.prefix_len = []  # should there be no memory, the next call tries again
             self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes, so nobody holds it
             self._move: Move | None = None
             # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free
             # slot is finite, as it must be: a masked NaN would still spoil a sum.
-            shape = (layers, sequences, *region)
-            self.k = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            self.v = torch.zeros(shape, dtype=self._dtype, device=self._device)
+            shape, kind, device = (self._shape[0], sequences, *self._shape[1:]), self._dtype, self._device
+            self.k, self.v = (torch.zeros(shape, dtype=kind, device=device) for _ in range(2))
             self._move = self._mover(self.k, self.v)
         self.prefix_len = [0] * sequences
         self.tree_len = 0
@@ -74,12 +70,17 @@ class KVCache:
         Both ascend and every slot of `keep` lies after the path (descendants come after their ancestors), so the move
         goes forward only.
         """
-        order = [*path, *keep]
-        assert all(a < b for a, b in pairwise(order)) and (not order or order[-1] < self.tree_len)
+        assert max((*path, *keep), default=-1) < self.tree_len
+        for sequence in range(len(self.prefix_len)):
+            self.promote(sequence, path, keep)
+        self.tree_len = len(keep)
+
+    def promote(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+        """`commit` in one sequence, whose tree slots somebody else counts."""
+        order, start = [*path, *keep], self.prefix_len[sequence]
+        assert all(a < b for a, b in pairwise(order))
         still = next((i for i, slot in enumerate(order) if slot != i), len(order))  # leading ones are where they belong
         if still < len(order):
             assert self._move is not None
-            for sequence, start in enumerate(self.prefix_len):
-                self._move(sequence, [slot + start for slot in order[still:]], start + still)
-        self.prefix_len = [p + len(path) for p in self.prefix_len]
-        self.tree_len = len(keep)
+            self._move(sequence, [slot + start for slot in order[still:]], start + still)
+        self.prefix_len[sequence] += len(path)

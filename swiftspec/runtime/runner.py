@@ -79,9 +79,9 @@ class Runner:
     def observe(self, tokens: Sequence[int]) -> None:
         """Told of the verified tokens that follow."""
 
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Appends `tokens` to the prefix, whose tree must be empty, in chunks and without logits."""
-        for sequence in range(len(self.cache.prefix_len)):
+    def prefill(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> None:
+        """Appends `tokens` to the prefix of these sequences, or of all, whose tree is empty: in chunks, no logits."""
+        for sequence in range(len(self.cache.prefix_len)) if sequences is None else sequences:
             self._append(tokens, sequence)
 
     def _append(self, tokens: Sequence[int], sequence: int) -> None:

@@ -1,8 +1,13 @@
-"""One request as a population of particles: the host's side. What the device does alone is smc/round.py.
+"""The groups of particles of mode smc: the host's side. What the device does alone is smc/round.py.
 
-The host starts rounds and counts slots, N (K + 1) a round, which needs no reading. What it wants to know (who has
-finished, which slots are free, what all particles share) it reads from a copy, a round late where the device runs
-ahead. Letters: N particles, K draft tokens a round. Source: SMC-SD engine v0.1 sections 3.1 and 3.5, v0.2 section 3.
+A request is admitted where one of G sequences is free: its prompt is read once, into that sequence, and N particles fan
+out from it. From then on it takes part in every round until all its particles have finished, and leaves by itself; what
+stays of it is an answer, and the next request takes its place. A request alone is a batch of one group.
+
+The host starts rounds and counts slots, N (K + 1) a round and group, which needs no reading. What it wants to know (who
+has finished, which slots are free, what all particles of a group share) it reads from a copy, a round late where the
+device runs ahead. Letters: G groups of N particles, K draft tokens a round. Source: SMC-SD engine v0.1 sections 3.1,
+3.2 and 3.5, v0.2 section 3.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import NotFinite, UserError
@@ -23,21 +29,23 @@ from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
 from swiftspec.tree.mask import WIDTHS
 
-REGION = 32768  # tree slots at most
+REGION = 32768  # tree slots at most, of all groups
 
 
 def region(config: PopulationConfig, context: int) -> int:
-    """Tree slots for a population: all that N texts of `context` tokens could need, if that is not too many. A
-    multiple of the widest window. Raises UserError where two rounds would not fit."""
-    widest = WIDTHS[-1]
-    slots = min(config.particles * context + 2 * config.slots, REGION)
-    most = (REGION - 1) // (2 * (config.smc_draft_tokens + 1))
+    """Tree slots of each group: all that N texts of `context` tokens could need, if that is not too many. A multiple of
+    the widest window. Raises UserError where two rounds of every group would not fit."""
+    widest, groups = WIDTHS[-1], config.smc_groups
+    share = REGION // groups // widest * widest
+    most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
     if config.particles > most:
+        of = "" if groups == 1 else f" in each of {groups} groups"
+        fewer = "" if groups == 1 else ", or take fewer groups"
         raise UserError(
-            f"{config.particles} particles with {config.smc_draft_tokens} draft tokens do not fit the cache of {REGION}"
-            f" slots: at most {most} particles do"
+            f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
+            f" {REGION} slots: at most {most} particles do{fewer}"
         )
-    return -(-slots // widest) * widest
+    return -(-min(config.particles * context + 2 * config.slots, share) // widest) * widest
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -57,16 +65,8 @@ def check_sampling(sampling: SamplingParams) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the host reads of a round. `tokens`: the common prefix of all particles."""
-
-    tokens: list[int]
-    done: bool  # every particle has finished
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """The particle that was picked, and what became of the population."""
+    """The particle that was picked, and what became of its group."""
 
     tokens: list[int]
     stopped: bool  # by a stop token
@@ -79,29 +79,53 @@ class Answer:
     moved_slots: int  # by compactions; fan-out and resampling move none
 
 
+@dataclass(slots=True, eq=False)
+class Group:
+    """One request, as the host sees it from admission to answer."""
+
+    sequence: int  # of the cache, its own until it leaves
+    kept: int  # tokens of the prompt that were kept from earlier ones
+    last: int  # rounds that it can have at most
+    due: int  # tree slots in use from which compaction is worth its while
+    used: int = 1  # tree slots handed out
+    rounds: int = 0
+    tokens: Sequence[int] = ()  # that all particles share, as far as is known
+    done: bool = False  # every particle has finished
+    full: bool = False  # the cache has no room for another round
+    broken: bool = False  # its logits or weights are no numbers
+    compactions: int = 0
+    moved_slots: int = 0
+    answer: Answer | None = None  # once a particle is picked
+
+    @property
+    def over(self) -> bool:
+        """Whether it needs no further round."""
+        return self.done or self.full or self.broken or self.rounds == self.last
+
+
 class SMC:
-    """The worker of mode smc: both models, one population. `lag`: rounds that the host is behind the device.
+    """The worker of mode smc: both models and up to G groups. `lag`: rounds that the host is behind the device.
 
     In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
     all of them alike.
     """
 
     def __init__(
-        self,
-        target: Runner,
-        draft: Runner,
-        steps: Sequence[Rounds],
-        config: PopulationConfig,
-        *,
-        longest: int,
+        self, target: Runner, draft: Runner, steps: Sequence[Rounds], config: PopulationConfig, *, longest: int,
         lag: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`steps`: those that run rounds of both models, the fastest first."""
         self.target, self.draft, self.config = target, draft, config
         self.steps_known = steps
         self._lag = lag
+        if config.smc_groups > 1:
+            for runner in (target, draft):
+                runner.cache.reset(config.smc_groups)
         self.round = SMCRound(target, draft, config, longest)
         self.particles = self.round.particles
+        self.groups: list[Group] = []  # in the order of their admission
+        self._order = [*range(config.smc_groups)]  # which sequence's group has which position among the particles
+        self._told: deque[tuple[list[Group], AsyncCopy]] = deque()
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -109,112 +133,146 @@ class SMC:
 
     @property
     def drafted(self) -> int:
+        """Draft tokens of a group's round."""
         return self.config.particles * self.config.smc_draft_tokens
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another request can be admitted."""
+        return len(self.groups) < self.config.smc_groups
 
     def choose(self, opening: Opening) -> Rounds:
         """The steps that run a request."""
         return choose(self.steps_known, features(opening.sampling, "population"), opening.steps)
 
-    def open(self, opening: Opening, stops: Collection[int], limit: int) -> int:
-        """Prefills the parent once on both models and fans out. Texts end at a token of `stops` or after `limit`. The
-        request is one that `check_sampling` lets pass. Returns how many tokens were kept from earlier ones."""
-        prompt = opening.tokens
-        self._steps = self.choose(opening)
-        kept = [runner.open(prompt, most=opening.kept) for runner in (self.target, self.draft)]
-        for runner in (self.target, self.draft):
-            runner.cache.append_tree(1)
-        self.round.open(prompt, opening.sampling, stops, limit)
-        self.rounds = self.compactions = self.moved_slots = 0
-        self.full = self._done = False
-        self._told: deque[AsyncCopy] = deque()
-        self._due = 2 * self.config.slots  # tree slots in use from which compaction is worth its while
+    def admit(self, opening: Opening, stops: Collection[int], limit: int) -> Group:
+        """Reads the prompt once on both models and fans out; the other groups stay where they are. Texts end at a token
+        of `stops` or after `limit`. There must be room, and `check_sampling` have let the request pass."""
+        assert self.has_room
+        sequence = min({*self._order} - {group.sequence for group in self.groups})
+        self._steps = self.choose(opening)  # the same for all: those that take one population take every other
+        kept = min(self._read_prompt(runner, opening, sequence) for runner in (self.target, self.draft))
+        self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
-        self._last = -(-limit // self.particles.step) if not self.round.rejects else limit
-        self.report = Report([], False)
-        self.answer: Answer | None = None
-        return kept[0]
-
-    def close(self) -> None:
-        """The prompt stays; of the answer that was picked nobody holds the keys and values any more."""
-        for runner in (self.target, self.draft):
-            runner.cache.commit(())
+        last = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
+        group = Group(sequence, kept, last, due=2 * self.config.slots)
+        self.groups.append(group)
+        return group
 
     def launch(self) -> bool:
-        """Starts a round. False where none is needed, or none fits (`full`)."""
-        if self._done or self.rounds == self._last:
+        """Starts a round of all groups that need one. False where none does, or for none one fits (`Group.full`)."""
+        going = [group for group in self.groups if not group.over and self._has_slots(group)]
+        if not going:
             return False
-        if self.target.cache.tree_len >= self._due or self._room() < self.config.slots:
-            self._compact()
-        self.full = self._room() < self.config.slots
-        if self.full:
-            return False
-        for runner in (self.target, self.draft):
-            runner.cache.append_tree(self.config.slots)
-        told = self._steps.round(
-            self.round, self._width(self.target.cache.tree_len), self.round.shaping, self.particles.state
-        )
-        self._told.append(AsyncCopy(told))
-        self.rounds += 1
+        going.sort(key=lambda group: group.sequence)
+        self._put_first([group.sequence for group in going])
+        for group in going:
+            group.used += self.config.slots
+            group.rounds += 1
+        count = self._steps.groups(len(going), self.config.smc_groups)
+        self.particles.idle(slice(len(going), count))
+        width = self._width(max(group.used for group in going))
+        run = partial(self.round, width, count)
+        head = self._steps.round(run, (width, count), self.round.key, self.round.state)
+        self._told.append((going, AsyncCopy(head)))
         return True
 
-    def collect(self) -> Report:
-        """What is known by now: the last round's outcome, or of the one `lag` rounds before. Raises NotFinite."""
+    def collect(self) -> None:
+        """Takes in what is known by now: the last round's outcome, or that of the one `lag` rounds before."""
         while len(self._told) > self._lag:
-            self._read()
-        return self.report
+            self._take_in()
 
-    def finish(self) -> Answer:
-        """Picks one particle, once. Waits for the device. Raises NotFinite as `collect` does."""
-        if self.answer is not None:
-            return self.answer
-        while self._told:
-            self._read()
-        p, rounds = self.particles, max(self.rounds, 1)
-        row = int(p.pick(self.round.streams.pick()))
-        self.answer = Answer(
-            tokens=p.tokens[row, : int(p.length[row])].tolist(),
-            stopped=bool(p.stopped[row]),
-            coalesced_prefix=int(p.common()),
-            ess_mean=float(p.ess) / rounds,
-            resample_rate=int(p.resampled) / rounds,
-            log_z=float(p.evidence()),
-            full=self.full,
-            compactions=self.compactions,
-            moved_slots=self.moved_slots,
+    def finish(self, group: Group) -> Answer:
+        """Picks one particle of a group, once. Waits for the device. Raises NotFinite where there is none to pick."""
+        while any(group in told for told, _ in self._told):
+            self._take_in()
+        if group.broken:
+            raise NotFinite("the target's or the draft's")
+        if group.answer is None:
+            group.answer = self._pick(group)
+        return group.answer
+
+    def leave(self, group: Group) -> None:
+        """Ends a request, wherever it stands, and frees its place. Its prompt stays in the cache; of the answer nobody
+        holds the keys and values any more."""
+        if group in self.groups:
+            self.groups.remove(group)
+            self.particles.drop(self._order.index(group.sequence))
+
+    def _pick(self, group: Group) -> Answer:
+        at, p, rounds = self._order.index(group.sequence), self.particles, max(group.rounds, 1)
+        row = int(p.pick(self.round.streams.pick())[at])
+        return Answer(
+            tokens=p.tokens[at, row, : int(p.length[at, row])].tolist(),
+            stopped=bool(p.stopped[at, row]),
+            coalesced_prefix=int(p.common()[at]),
+            ess_mean=float(p.ess[at]) / rounds,
+            resample_rate=int(p.resampled[at]) / rounds,
+            log_z=float(p.evidence()[at]),
+            full=group.full,
+            compactions=group.compactions,
+            moved_slots=group.moved_slots,
         )
-        return self.answer
+
+    def _read_prompt(self, runner: Runner, opening: Opening, sequence: int) -> int:
+        """Into a sequence of the cache. Returns how many tokens were kept from earlier requests."""
+        if self.config.smc_groups == 1:
+            return runner.open(opening.tokens, most=opening.kept)
+        runner.cache.prefix_len[sequence] = 0
+        runner.prefill(opening.tokens[:-1], [sequence])
+        return 0
+
+    def _put_first(self, sequences: list[int]) -> None:
+        """Has the groups of these sequences at the first positions, where a round runs over them, in that order."""
+        order = [*sequences, *(sequence for sequence in range(len(self._order)) if sequence not in sequences)]
+        if order != self._order:
+            self.round.rearrange([self._order.index(sequence) for sequence in order])
+            self._order = order
 
     def _width(self, slots: int) -> int:
         """Of the window that covers so many tree slots."""
-        return min(self._steps.window(slots), self.particles.mask.shape[1])
+        return min(self._steps.window(slots), self.particles.mask.shape[-1])
 
-    def _room(self) -> int:
-        return self.particles.mask.shape[1] - self.target.cache.tree_len
+    def _has_slots(self, group: Group) -> bool:
+        """Whether another round of a group fits, after a compaction where that is due."""
+        most = self.particles.mask.shape[-1] - self.config.slots
+        if group.used >= group.due or group.used > most:
+            self._compact(group)
+        group.full = group.used > most
+        return not group.full
 
-    def _read(self) -> None:
-        """Takes in the oldest copy."""
-        head = self._told.popleft().read()
-        common, finished = head[:2].tolist()
-        if common < 0:
-            for runner in (self.target, self.draft):
-                runner.cache.reset(0)  # as LocalVerifier.verify does
-            raise NotFinite("the target's or the draft's")
-        self.report = Report(head[2 : 2 + common].tolist(), finished == self.config.particles)
-        self._done = self.report.done
+    def _take_in(self) -> None:
+        """The oldest copy."""
+        groups, copied = self._told.popleft()
+        for group, head in zip(groups, copied.read(), strict=False):  # of idle groups nobody wants to know
+            common, finished = head[:2].tolist()
+            if common < 0:
+                group.broken = True
+                self._wipe(group)
+            else:
+                group.tokens, group.done = head[2 : 2 + common].tolist(), finished == self.config.particles
 
-    def _compact(self) -> None:
+    def _wipe(self, group: Group) -> None:
+        """Forgets what a group has in the caches: NaN would spoil the sums of a later request, even where it is
+        masked."""
+        for cache in (self.target.cache, self.draft.cache):
+            for part in (cache.k, cache.v):
+                part[:, group.sequence, :, : cache.prefix_len[group.sequence] + group.used].zero_()
+            cache.prefix_len[group.sequence] = 0
+
+    def _compact(self, group: Group) -> None:
         """Promotes the slots that all live rows share to the prefix and drops those that nobody holds. Waits for the
         device, now and then: at the earliest when as many slots as survived, or two rounds', have been handed out."""
-        used = self.target.cache.tree_len
-        state = self.particles.columns(self._width(used))[:used].cpu()
+        at = self._order.index(group.sequence)
+        state = self.particles.columns(at, self._width(group.used))[: group.used].cpu()
         path = (state == SHARED).nonzero().flatten().tolist()
         keep = (state == LIVE).nonzero().flatten().tolist()
-        self._due = len(keep) + max(len(keep), 2 * self.config.slots)
-        if len(path) + len(keep) == used and not path:
+        group.due = len(keep) + max(len(keep), 2 * self.config.slots)
+        if len(path) + len(keep) == group.used and not path:
             return  # nothing to gain
         for runner in (self.target, self.draft):
-            runner.cache.commit(path, keep)
-        self.particles.compact(path, keep)
-        self.round.prefix += len(path)
-        self.compactions += 1
-        self.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))
+            runner.cache.promote(group.sequence, path, keep)
+        self.round.compact(at, path, keep)
+        group.used = len(keep)
+        group.compactions += 1
+        group.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))

@@ -1,227 +1,268 @@
-"""One round of a population on the device: K draft steps, one target score, weights, bonus, resampling, and no host.
+"""One round of all groups on the device: K draft steps, one target score, weights, bonus, resampling, and no host.
 
 A round has one shape whatever it draws, so it waits for nothing: tensors on the device tell it where it is. Everything
 that it reads and writes stays where it is from round to round, which is what a captured graph needs: one for each width
-of the window. Letters: N particles, K draft tokens a round, W tree slots that a round looks at, V tokens.
-Source: SMC-SD engine v0.2, sections 3 to 5; the law is in smc/weights.py.
+of the window and number of groups.
+
+The groups that take part lie first in every tensor, at the positions 0..A - 1, in the order of their sequences. They
+are one flat batch, by group, then by step, then by particle; each forward runs over all of them, and so does all that
+follows, but where requests shape logits differently: then each run of groups that are alike goes by itself.
+
+Letters: A groups of N particles, K draft tokens a round, W tree slots that a round looks at, V tokens, S sequences.
+Source: SMC-SD engine v0.1 section 3.3, v0.2 sections 3 to 5; the law is in smc/weights.py.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends.reference import Scores
-from swiftspec.backends.reference.sampling import best
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from swiftspec.runtime.steps.graph import shaping
-from swiftspec.sampling import filters
-from swiftspec.sampling.sampler import Sampler
-from swiftspec.smc import weights
+from swiftspec.smc.judge import Drafted, Judged, judge
 from swiftspec.smc.particles import Particles
+from swiftspec.smc.shaper import Shaper
 from swiftspec.smc.streams import Streams
 
 
-class Shaper:
-    """Shapes logits after one request's parameters, without a look at their values."""
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring groups whose requests shape logits alike."""
 
-    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device) -> None:
-        self._top_p = sampling.top_p
-        self._sampler = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
+    shaper: Shaper
+    groups: slice  # positions
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """[n, >= V] raw -> [n, V] tempered, biased and filtered."""
-        shaped = self._sampler.shape(logits, None)
-        return filters.top_p(shaped, self._top_p, head=shaped.shape[-1]) if self._top_p < 1 else shaped
+    def rows(self, particles: int) -> slice:
+        """Theirs among the rows of a forward of N rows a group."""
+        return slice(self.groups.start * particles, self.groups.stop * particles)
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
-    """What the draft made of a round. `logits` [N, V] each: of the steps that may be rejected."""
+class Here:
+    """Where a round is."""
 
-    tokens: Tensor  # [N, K]
-    log_q: Tensor  # [N, K]
-    logits: list[Tensor]
-    pending_slots: Tensor  # [N]
-    views: list[Tensor]  # K + 1 of [N, W]: what the pending token and then each draft token sees
+    particles: Particles  # of the groups that take part
+    spans: list[Span]
+    width: int
+    slots: Tensor  # [A, N, K + 1], of its tokens
+    kv_len: Tensor  # [S], where the windows end
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """The draft's chains. `views`: K + 1 of [A, N, W], what the pending token and then each draft token sees."""
+
+    tokens: Tensor  # [A, N, K]
+    log_q: Tensor  # [A, N, K]
+    logits: list[list[Tensor]]  # by span: [A N, V] each, of the steps that may be rejected
+    pending_slots: Tensor  # [A, N]
+    views: list[Tensor]
 
 
 class SMCRound:
-    """Both models, one population and its noise."""
+    """Both models, all groups and their noise."""
 
     def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, longest: int) -> None:
-        vocab = target.vocab
+        vocab, groups, device = target.vocab, config.smc_groups, target.model.device
         self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
-        device = target.model.device
-        self._ops = target.ops
         slots = min(target.tree_slots, draft.tree_slots)
-        self.particles = Particles(config.particles, config.smc_draft_tokens, slots, longest, device)
-        self.prefix = torch.zeros(1, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
-        self._sequence = torch.zeros(PREFILL_CHUNK, dtype=torch.int64, device=device)
-        self._stops = torch.zeros(vocab, dtype=torch.bool, device=device)
-        self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
-        self._rows = torch.arange(config.particles, device=device)
+        self.particles = Particles(groups, config.particles, config.smc_draft_tokens, slots, longest, device)
+        self._some = [self.particles.first(count) for count in range(groups + 1)]
         # every round adds a token at least, so there are no more of them than tokens
-        self.streams = Streams(0, config.particles, vocab, device, self._ops.gumbel_keyed, longest)
-        self.shaping = ""  # what of a request its rounds have by value
+        self.streams = Streams(groups, config.particles, vocab, device, target.ops.gumbel_keyed, longest)
+        self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
+        self._sequences = torch.arange(groups, device=device)
+        self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
+        self._shapers: list[Shaper | None] = [None] * groups
+        self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
+        self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
-    def open(self, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int) -> None:
-        """Fans out from a prompt that is prefilled but for its last token, which has tree slot 0."""
-        if shaping(sampling) != self.shaping:  # else the tensors that graphs have captured stay
-            self.shaping = shaping(sampling)
-            unfiltered = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # the draft must reach what the target does
-            self._filtered = sampling.filtered
-            self._shape = Shaper(sampling, self._vocab, self._stops.device)
-            self._sampler = Sampler(unfiltered, (), self._vocab, self._stops.device)
-        self.streams.seed(sampling.seed)
-        self._stops.zero_()
-        self._stops[torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)] = True
-        self.prefix.fill_(len(prompt) - 1)
-        self.particles.fan_out(prompt[-1], len(prompt) - 1, limit)
+    def open(
+        self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
+    ) -> None:
+        """Fans out the group at that position from a prompt that is prefilled but for its last token, which has tree
+        slot 0."""
+        key = shaping(sampling)
+        alike = [shaper for shaper in self._shapers if shaper is not None and shaper.key == key]
+        # the same one again where there is one: the tensors that graphs have captured stay
+        shaper = alike[0] if alike else Shaper(sampling, self._vocab, self._stops.device, self._target.ops)
+        self._shapers[group] = shaper
+        self.streams.seed(group, sampling.seed)
+        self._stops[group] = False
+        known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
+        self._stops[group, known.to(self._stops.device)] = True
+        self._prefix[group].fill_(len(prompt) - 1)
+        self.particles.fan_out(group, prompt[-1], len(prompt) - 1, limit)
+
+    def rearrange(self, order: Sequence[int]) -> None:
+        """Puts the group at position `order[i]` at position i."""
+        places = torch.tensor(order, device=self._prefix.device)
+        books = [self._prefix, self._sequences, self._stops]
+        for tensor in (*self.particles.state, *self.streams.state, *books):
+            tensor.copy_(tensor.index_select(0, places))
+        self._shapers = [self._shapers[place] for place in order]
+
+    def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
+        """Follows `KVCache.promote` on both caches."""
+        self.particles.compact(group, path, keep)
+        self._prefix[group] += len(path)
+
+    def rejects(self, sampling: SamplingParams) -> bool:
+        """Whether a particle of such a request may grow by fewer than K + 1 tokens in a round."""
+        return sampling.filtered or self._config.smc_exact > 0
 
     @property
-    def rejects(self) -> bool:
-        """Whether a particle may grow by fewer than K + 1 tokens."""
-        return self._filtered or self._config.smc_exact > 0
+    def state(self) -> list[Tensor]:
+        """All that a round changes, but for keys and values, of which the next one writes the same anew."""
+        return self.particles.state
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for rounds that have the same tensors and operators by value."""
+        return tuple((span.shaper, span.groups.stop) for span in self._spans(len(self._shapers)))
 
     @torch.inference_mode()  # saves a microsecond an operator
-    def __call__(self, width: int) -> Tensor:
-        """One round over the first `width` tree slots, of which its own are handed out. Touches the host nowhere.
+    def __call__(self, width: int, groups: int) -> Tensor:
+        """One round of the first groups over the first `width` tree slots of each, of which its own are handed out.
+        Touches the host nowhere.
 
-        Returns what the host shall read, [2 + L] int64: length of the common prefix, or -1 where logits or weights are
-        no numbers; number of finished particles; row 0's tokens.
+        Returns what the host shall read, [A, 2 + L] int64, for each group: length of the common prefix, or -1 where
+        logits or weights are no numbers; number of finished particles; row 0's tokens.
         """
-        p = self.particles
-        slots = p.new_slots()
-        noise = self.streams.round(p.clock + self._ticks, self._dtype)
-        drafted = self._draft_tokens(slots, width, noise)
-        judge = self._judge_in_part if self.rejects else self._judge
-        kept, extra, terms = judge(self._score(drafted, slots), drafted, next(noise))
-        broken = (extra < 0).any() | terms.isnan().any()
-        p.take(drafted.tokens, kept, extra.clamp_min(0), terms, self._stops, width)
+        p = self._some[groups]
+        kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
+        here = Here(p, self._spans(groups), width, p.new_slots(), kv_len)
+        noise = self.streams.round(p.clock[:, None] + self._ticks, self._dtype)
+        chains = self._draft_tokens(here, noise)
+        judged = self._judge(here, self._score(here, chains), chains, next(noise))
+        broken = (judged.extra < 0).any(-1) | judged.terms.isnan().flatten(1).any(-1)
+        p.take(chains.tokens, judged.kept, judged.extra.clamp_min(0), judged.terms, self._stops[:groups], width)
         p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
-        return torch.cat((torch.where(broken, -1, p.common())[None], p.finished.sum()[None], p.tokens[0]))
+        books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1)), 1)
+        return torch.cat((books, p.tokens[:, 0]), 1)
 
-    def _draft_tokens(self, slots: Tensor, width: int, noise: Iterator[Tensor]) -> Drafted:
+    def _spans(self, groups: int) -> list[Span]:
+        """Those of the first groups. One that never had a request joins its neighbour."""
+        spans: list[Span] = []
+        for shaper, run in groupby(range(groups), lambda group: self._shapers[group]):
+            places = [*run]
+            if shaper is None:
+                before = spans.pop()
+                shaper, places = before.shaper, [before.groups.start, *places]
+            spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
+        return spans
+
+    def _draft_tokens(self, here: Here, noise: Iterator[Tensor]) -> Chains:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
-        p = self.particles
-        tail, last, pending = self._tail(slots, width)
-        views, tokens, log_q, kept = [pending], [], [], []
-        both = (p.tail_tokens.t().flatten(), p.tail_positions.t().flatten(), tail.t().flatten())
-        logits = self._forward(self._draft, *both, torch.cat((last, pending)))[p.count :]
+        p, n = here.particles, here.particles.count
+        tail, last, pending = self._tail(here)
+        both, at, seen = (
+            p.tail_tokens.transpose(1, 2),
+            p.tail_positions.transpose(1, 2),
+            torch.stack((last, pending), 1),
+        )
+        logits = self._forward(self._draft, here, both, at, tail.transpose(1, 2), seen)
+        logits = logits.view(p.groups, 2, n, -1)[:, 1].flatten(0, 1)
+        views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
+        shaped: list[list[Tensor]] = [[] for _ in here.spans]
         for step in range(self._config.smc_draft_tokens):
             if step > 0:
-                at = p.tail_positions[:, 1] + step
-                logits = self._forward(self._draft, tokens[-1], at, slots[:, step - 1], views[-1])
-            scores = self._scores(1.0, next(noise), self._rows)
-            tokens.append(self._ops.draw(logits, self._vocab, scores).clamp_min_(0))  # -1: its weight tells
-            log_q.append(self._ops.log_probs(logits, self._vocab, tokens[-1], scores))
-            views.append(views[-1].scatter(1, slots[:, step : step + 1], True))
-            if self._filtered or step < self._config.smc_exact:
-                kept.append(self._sampler.shape(logits, None))
-        return Drafted(torch.stack(tokens, 1), torch.stack(log_q, 1).to(torch.float64), kept, tail[:, 1], views)
+                at = p.tail_positions[..., 1] + step
+                logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
+            given, drawn, log = next(noise), list[Tensor](), list[Tensor]()
+            for span, kept in zip(here.spans, shaped, strict=True):
+                mine = span.rows(n)
+                drawn.append(span.shaper.draw(logits[mine], given[mine]).clamp_min_(0))  # -1: its weight tells
+                log.append(span.shaper.log_probs(logits[mine], drawn[-1]))
+                if span.shaper.filtered or step < self._config.smc_exact:
+                    kept.append(span.shaper.tempered(logits[mine]))
+            tokens.append(joined(drawn).view(p.groups, n))
+            log_q.append(joined(log).view(p.groups, n))
+            views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
+        log = torch.stack(log_q, -1).to(torch.float64)
+        return Chains(torch.stack(tokens, -1), log, shaped, tail[..., 1], views)
 
-    def _tail(self, slots: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The two tokens of each row without draft KV: their slots [N, 2], and what each of them sees [N, W].
+    def _tail(self, here: Here) -> tuple[Tensor, Tensor, Tensor]:
+        """The two tokens of each row without draft KV: their slots [A, N, 2], and what each of them sees [A, N, W].
 
         A finished row has given its slots back, so it writes into its own new one, which nobody else ever reads.
         """
-        p = self.particles
-        window = p.mask[:, :width]
-        tail = torch.where(p.finished[:, None], slots[:, -1:], p.tail_slots)
-        last, pending = tail[:, :1], tail[:, 1:]
+        p = here.particles
+        window = p.mask[..., : here.width]
+        tail = torch.where(p.finished[..., None], here.slots[..., -1:], p.tail_slots)
+        last, pending = tail[..., :1], tail[..., 1:]
         # at the fan-out both are the prompt's last token
-        return tail, window.scatter(1, pending, False).scatter(1, last, True), window.scatter(1, pending, True)
+        return tail, window.scatter(-1, pending, False).scatter(-1, last, True), window.scatter(-1, pending, True)
 
-    def _score(self, drafted: Drafted, slots: Tensor) -> Tensor:
-        """The target's forward over pending and draft tokens, step by step: logits [(K + 1) N, >= V]."""
-        p = self.particles
-        return self._forward(
+    def _score(self, here: Here, chains: Chains) -> Tensor:
+        """The target's forward over pending and draft tokens, step by step: logits [A, K + 1, N, >= V]."""
+        p = here.particles
+        logits = self._forward(
             self._target,
-            torch.cat((p.tail_tokens[:, 1:], drafted.tokens), 1).t().flatten(),
-            (p.tail_positions[:, 1] + self._ticks[:, None]).flatten(),
-            torch.cat((drafted.pending_slots[:, None], slots[:, :-1]), 1).t().flatten(),
-            torch.cat(drafted.views),
+            here,
+            torch.cat((p.tail_tokens[..., 1:], chains.tokens), -1).transpose(1, 2),
+            p.tail_positions[:, None, :, 1] + self._ticks[:, None],
+            torch.cat((chains.pending_slots[..., None], here.slots[..., :-1]), -1).transpose(1, 2),
+            torch.stack(chains.views, 1),
         )
+        return logits.view(p.groups, p.step, p.count, -1)
 
-    def _scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
-        """What the operators make of raw logits; of the request's distribution to that power."""
-        return Scores(self._sampler.params.temperature / power, self._sampler.bias, noise, rows)
+    def _judge(self, here: Here, logits: Tensor, chains: Chains, noise: Tensor) -> Judged:
+        """What becomes of the chains, span by span."""
+        found: list[Judged] = []
+        for span, kept in zip(here.spans, chains.logits, strict=True):
+            some = span.groups
+            coins = partial(self._coins, here, some)
+            drafted = Drafted(
+                chains.tokens[some], chains.log_q[some], kept, noise[span.rows(here.particles.count)], coins
+            )
+            found.append(judge(span.shaper, self._config, logits[some], drafted))
+        if len(found) == 1:
+            return found[0]
+        return Judged(*(joined([getattr(each, name) for each in found]) for name in ("kept", "extra", "terms")))
 
-    def _judge(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many draft tokens stay [N], here all; the token after them [N]; the log-weights by place [N, K + 1].
-        `logits` [(K + 1) N, >= V]: the target's, step by step."""
-        p, power = self.particles, self._config.power
-        ahead, last = logits[: -p.count], logits[-p.count :]
-        scores = self._scores()
-        log_p = self._ops.log_probs(ahead, self._vocab, drafted.tokens.t().reshape(-1), scores).view(-1, p.count).t()
-        extra = self._ops.draw(last, self._vocab, self._scores(power, noise, self._rows))
-        norm = torch.zeros_like(drafted.log_q[:, 0])
-        if power != 1:
-            shaped = self._sampler.shape(last, None)
-            norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power)
-        kept = torch.full_like(extra, self._config.smc_draft_tokens)
-        return kept, extra, torch.cat((power * log_p - drafted.log_q, norm[:, None]), 1)
+    def _coins(self, here: Here, groups: slice) -> Tensor:
+        clock = here.particles.clock[:, None] + self._ticks[: self._config.smc_exact]
+        return self.streams.coins(clock)[groups]
 
-    def _judge_in_part(self, logits: Tensor, drafted: Drafted, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same where draft tokens may be rejected."""
-        p, power, exact = self.particles, self._config.power, self._config.smc_exact
-        logits = self._shape(logits).view(p.step, p.count, -1).transpose(0, 1)
-        whole = logits.logsumexp(-1)
-        norms = weights.log_normaliser(logits, whole, power)
-        terms = power * weights.log_prob(logits[:, :-1], whole[:, :-1], drafted.tokens) - drafted.log_q
-        draft = torch.stack(drafted.logits, 1)
-        if self._filtered:
-            terms = terms + weights.inside(logits[:, :-1], draft)
-        kept, scores = self._reject(logits, draft, drafted.tokens)
-        terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
-        terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-        return kept, best(scores + noise), terms
+    def _forward(
+        self, runner: Runner, here: Here, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
+    ) -> Tensor:
+        """Rows of all groups, whose tree slots are handed out: all [A, ...] of m rows a group, `mask` [A, ..., W] over
+        tree slots 0..W-1. Logits [A m, >= V].
 
-    def _reject(self, logits: Tensor, draft: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """How many leading draft tokens stay [N], and the scores [N, V] of the token after them.
-
-        The first `smc_exact` tokens are verified; the others must only be inside the target's filters.
+        Rows of a group come in topological order, so they may go in chunks. A group's window ends at its slot W - 1;
+        those of its slots that nobody has are masked for everyone.
         """
-        power, exact = self._config.power, self._config.smc_exact
-        stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
-        if exact:
-            coins = self.streams.coins(self.particles.clock + self._ticks[:exact])
-            verified = weights.accept(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
-            stays = torch.cat((verified, stays[:, exact:]), 1)
-        kept = stays.cumprod(1).sum(1)
-        here = kept[:, None, None].expand(-1, 1, logits.shape[-1])
-        target = logits.gather(1, here).squeeze(1)
-        if not exact:
-            return kept, power * target
-        rest = weights.residual(target, draft.gather(1, here.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
-        return kept, torch.where((kept < exact)[:, None], rest, power * target)
-
-    def _forward(self, runner: Runner, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor) -> Tensor:
-        """Rows whose tree slots are handed out: all [n], `mask` [n, W] over tree slots 0..W-1. Logits [n, >= V].
-
-        Rows come in topological order, so they may go in chunks. The window ends at slot W - 1; those of its slots that
-        nobody has are masked for everyone.
-        """
-        began = time.perf_counter()
-        kv_len = self.prefix + mask.shape[1]
+        began, groups = time.perf_counter(), here.particles.groups
+        slots = slots.reshape(groups, -1)
+        rows, m = slots.numel(), slots.shape[1]
+        slots = (slots + self._prefix[:groups, None]).flatten()
+        sequence = self._sequences[:groups].repeat_interleave(m)
+        tokens, positions, mask = tokens.flatten(), positions.flatten(), mask.reshape(rows, here.width)
         parts: list[Tensor] = []
         group = runner.model.group
-        for start in range(0, tokens.shape[0], PREFILL_CHUNK):
-            part = slice(start, start + PREFILL_CHUNK)
-            sequence = self._sequence[: tokens[part].shape[0]]
-            batch = Batch(tokens[part], positions[part], slots[part] + self.prefix, mask[part], sequence, kv_len)
+        for start in range(0, rows, PREFILL_CHUNK):
+            some = slice(start, start + PREFILL_CHUNK)
+            batch = Batch(tokens[some], positions[some], slots[some], mask[some], sequence[some], here.kv_len)
             logits = runner.model.forward(batch, runner.cache)
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
-        runner.note(began, tokens.shape[0])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        runner.note(began, rows)
+        return joined(parts)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])

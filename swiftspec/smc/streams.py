@@ -40,47 +40,54 @@ def stream_of(particle: int, purpose: Purpose) -> int:
 
 
 class Streams:
-    """The noise of one request's population."""
+    """The noise of G groups, each one request's. A group's is that of its seed, wherever it stands among the others."""
 
     def __init__(
-        self,
-        seed: int,
-        particles: int,
-        vocab: int,
-        device: torch.device | str,
-        gumbel_keyed: Keyed = reference.gumbel_keyed,
-        rounds: int = 1,
-    ) -> None:
+        self, groups: int, particles: int, vocab: int, device: torch.device | str,
+        gumbel_keyed: Keyed = reference.gumbel_keyed, rounds: int = 1,
+    ) -> None:  # fmt: skip
         """`rounds`: how many a request may have."""
         count = max(particles, 2)  # the population's own two streams are there for one particle too
-        self._keys = torch.empty(len(Purpose), count, dtype=torch.int32, device=device)
+        self._keys = torch.empty(groups, len(Purpose), count, dtype=torch.int32, device=device)
         self._particles, self._vocab = particles, range(vocab)
         self._tokens = counters(self._vocab, device)
         self._gumbel_keyed = gumbel_keyed
-        self._resampling = torch.empty(rounds, dtype=torch.float64, device=device)
+        self._resampling = torch.empty(groups, rounds, dtype=torch.float64, device=device)
         self._rounds = torch.arange(rounds, device=device)
-        self.seed(seed)
+        for group in range(groups):
+            self.seed(group, 0)
 
-    def seed(self, seed: int) -> None:
+    @property
+    def state(self) -> list[Tensor]:
+        """What belongs to a group: [G, ...] each."""
+        return [self._keys, self._resampling]
+
+    def seed(self, group: int, seed: int) -> None:
         """Those of another request, in the same tensors."""
-        count = self._keys.shape[1]
+        count = self._keys.shape[-1]
         keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
-        self._keys.copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
+        self._keys[group].copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
         # one number a round: to make them all at once costs no more than to make one
-        self._resampling.copy_(self._uniform(self._keys[Purpose.POPULATION, 0], self._rounds))
+        self._resampling[group].copy_(self._uniform(self._keys[group, Purpose.POPULATION, 0], self._rounds))
 
     def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
-        """Standard Gumbel noise at `clock` [m]: [m, N, V]."""
-        return self._made(row_keys(self._keys[purpose, : self._particles], clock[:, None]), dtype)
+        """Standard Gumbel noise of the first A groups at `clock` [A]: [A, N, V]."""
+        return self._made(row_keys(self._of(purpose, len(clock)), clock[:, None]), dtype)
 
     def round(self, clock: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Gumbel noise [N, V] of a round, draw by draw at `clock` [K + 1]: the draft's, then the extra token's. Made in
-        blocks: all at once where that is little memory, since fewer and larger operators cost less."""
-        drafts, extra = (self._keys[purpose, : self._particles] for purpose in (Purpose.DRAFT, Purpose.EXTRA))
-        streams = torch.cat((drafts.expand(clock.shape[0] - 1, -1), extra[None]))
-        keys = row_keys(streams, clock[:, None])
-        for some in keys.split(max(1, BLOCK // (self._particles * len(self._vocab)))):
+        """Gumbel noise [A N, V] of a round of the first A groups, draw by draw at `clock` [A, K + 1]: the draft's, then
+        the extra token's. Made in blocks: all at once where that is little memory, since fewer and larger operators
+        cost less."""
+        groups, draws = clock.shape
+        drafts, extra = (self._of(purpose, groups) for purpose in (Purpose.DRAFT, Purpose.EXTRA))
+        streams = torch.cat((drafts.expand(draws - 1, -1, -1), extra[None]))
+        keys = row_keys(streams, clock.t()[..., None]).flatten(1)
+        for some in keys.split(max(1, BLOCK // (keys.shape[1] * len(self._vocab)))):
             yield from self._made(some, dtype)
+
+    def _of(self, purpose: Purpose, groups: int) -> Tensor:
+        """Keys [A, N]."""
+        return self._keys[:groups, purpose, : self._particles]
 
     def _made(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float32:
@@ -88,17 +95,19 @@ class Streams:
         return gumbel(row_bits(keys, self._tokens), dtype)
 
     def coins(self, clock: Tensor) -> Tensor:
-        """Uniform (0, 1) of each particle at each of `clock` [m]: [N, m] float64."""
-        return self._uniform(self._keys[Purpose.COIN, : self._particles, None], clock)
+        """Uniform (0, 1) of each particle of the first A groups at each of `clock` [A, m]: [A, N, m] float64."""
+        return self._uniform(self._of(Purpose.COIN, len(clock))[..., None], clock[:, None])
 
-    def resampling(self, round_: Tensor) -> Tensor:
-        """The one uniform number [] that systematic resampling takes in a round [], counted from 0."""
-        return self._resampling.index_select(0, round_[None]).squeeze(0)
+    def resampling(self, rounds: Tensor) -> Tensor:
+        """The one uniform number that systematic resampling takes in a round of each of the first A groups, by how many
+        `rounds` [A] it has had: [A]."""
+        return self._resampling[: len(rounds)].gather(1, rounds[:, None]).squeeze(1)
 
     def pick(self) -> Tensor:
-        """The uniform number [] that chooses the answer, once a request: at clock 0, so that a round too many, begun
+        """The uniform numbers [G] that choose the answers, once a request: at clock 0, so that a round too many, begun
         before the host knew of the end, changes nothing."""
-        return self._uniform(self._keys[Purpose.POPULATION, 1], torch.zeros_like(self._tokens[0]))
+        keys = self._keys[:, Purpose.POPULATION, 1]
+        return self._uniform(keys, torch.zeros_like(keys))
 
     def _uniform(self, streams: Tensor, clock: Tensor) -> Tensor:
         """Token 0's integers of these rows, as float64 in (0, 1)."""

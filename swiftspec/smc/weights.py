@@ -83,17 +83,19 @@ def effective(shares: Tensor) -> Tensor:
 
 
 def systematic(shares: Tensor, uniform: Tensor) -> Tensor:
-    """Whose copy each row becomes [N]: systematic resampling, E(copies of i) = N shares_i, by one number [] in (0, 1).
+    """Whose copy each row becomes [..., N]: systematic resampling of shares of the weight [..., N], E(copies of i) =
+    N shares_i, by one number of `uniform` [...] in (0, 1) for all N.
 
     Survivors keep their rows, and the surplus copies of the strong fill the rows of the weak, both in order. No branch:
     the same operators whatever the weights. Source: SMC-SD engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
     """
-    count = shares.shape[0]
+    count = shares.shape[-1]
     rows = torch.arange(count, device=shares.device)
-    chosen = torch.searchsorted(shares.cumsum(0), (rows + uniform) / count, right=True).clamp_max(count - 1)
-    copies = torch.zeros_like(rows).index_add(0, chosen, torch.ones_like(rows))
+    edges = (rows + uniform[..., None]) / count
+    chosen = torch.searchsorted(shares.cumsum(-1), edges, right=True).clamp_max(count - 1)
+    copies = torch.zeros_like(chosen).scatter_add(-1, chosen, torch.ones_like(chosen))
     lives = copies > 0
-    surplus = (copies - 1).clamp_min(0).cumsum(0)
-    vacancy = (~lives).cumsum(0) - 1  # its number among the vacant rows
+    surplus = (copies - 1).clamp_min(0).cumsum(-1)
+    vacancy = (~lives).cumsum(-1) - 1  # its number among the vacant rows
     donor = torch.searchsorted(surplus, vacancy, right=True).clamp_max(count - 1)
     return torch.where(lives, rows, donor)

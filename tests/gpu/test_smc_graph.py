@@ -14,8 +14,8 @@ from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps.graph import CudaCapture
-from swiftspec.smc.population import SMC, Answer
-from tests.support.roles import make_population, make_runner, opening
+from swiftspec.smc.population import Answer
+from tests.support.roles import Alone, make_population, make_runner, opening
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
 
@@ -26,7 +26,7 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
     """In float32, with the host a round behind; the second request replays what the first has captured."""
     models = [load_model(DEMO / side, dtype=torch.float32, device="cuda", ops=unfused, max_positions=1024)
               for side in ("target", "draft")]  # fmt: skip
-    workers: list[SMC] = []
+    workers: list[Alone] = []
     for captured in (False, True):
         turn = Lock()
         captures = (CudaCapture(turn), CudaCapture(turn)) if captured else (None, None)
@@ -40,8 +40,8 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
         assert graphed.log_z == pytest.approx(eager.log_z, abs=1e-3)
 
 
-def answer(worker: SMC, sampling: SamplingParams) -> Answer:
+def answer(worker: Alone, sampling: SamplingParams) -> Answer:
     worker.open(opening(range(50, 90), sampling), (), 60)
     while worker.launch():
         worker.collect()
-    return worker.finish()
+    return worker.answer()

@@ -40,7 +40,7 @@ class Population(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = KVCache(1, 1, 1, 80, reference.mover, dtype=torch.float64)
-        self.particles = Particles(N, K, SLOTS, LIMIT)
+        self.particles = Particles(1, N, K, SLOTS, LIMIT)
         self.bytes_moved = 0
         self.fan_out()
 
@@ -52,7 +52,7 @@ class Population(RuleBasedStateMachine):
             self.kv[place] = spell(PROMPT[: place + 1])
         self.cache.append_tree(1)
         before = self.kv.clone()
-        self.particles.fan_out(PROMPT[-1], len(PROMPT) - 1, LIMIT)
+        self.particles.fan_out(0, PROMPT[-1], len(PROMPT) - 1, LIMIT)
         assert torch.equal(before, self.kv)
         self.rows: list[Row] = [Row((0,), ())] * N
         self.path = {0: list(PROMPT)}  # node -> all tokens up to it
@@ -82,22 +82,22 @@ class Population(RuleBasedStateMachine):
         extra = data.draw(st.lists(token, min_size=N, max_size=N))
         p, base, start = self.particles, self.cache.append_tree(N * (K + 1)), self.cache.prefix_len[0]
         slots = p.new_slots()
-        assert slots.tolist() == [[base + j * N + i for j in range(K + 1)] for i in range(N)]
+        assert slots[0].tolist() == [[base + j * N + i for j in range(K + 1)] for i in range(N)]
         for i, row in enumerate(self.rows):  # the round writes the tails' KV and the drafts'
             if not row.finished:
-                assert p.tail_slots[i].tolist() == [self.place[node] for node in self.tail(row)]
-                assert p.tail_tokens[i].tolist() == [self.path[node][-1] for node in self.tail(row)]
-                assert p.tail_positions[i].tolist() == [len(self.path[node]) - 1 for node in self.tail(row)]
+                assert p.tail_slots[0, i].tolist() == [self.place[node] for node in self.tail(row)]
+                assert p.tail_tokens[0, i].tolist() == [self.path[node][-1] for node in self.tail(row)]
+                assert p.tail_positions[0, i].tolist() == [len(self.path[node]) - 1 for node in self.tail(row)]
                 for node in self.tail(row):
                     self.kv[start + self.place[node]] = spell(self.path[node])
                     self.written.add(node)
             for j in range(K):
                 self.kv[start + base + j * N + i] = spell([*self.path[row.nodes[-1]], *drafts[i][: j + 1]])
-        stops = torch.zeros(VOCAB, dtype=torch.bool)
-        stops[STOP] = True
+        stops = torch.zeros(1, VOCAB, dtype=torch.bool)
+        stops[0, STOP] = True
         terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
-        log_terms = torch.tensor(terms, dtype=torch.float64)
-        p.take(torch.tensor(drafts), torch.tensor(kept), torch.tensor(extra), log_terms, stops, SLOTS)
+        log_terms = torch.tensor([terms], dtype=torch.float64)
+        p.take(torch.tensor([drafts]), torch.tensor([kept]), torch.tensor([extra]), log_terms, stops, SLOTS)
         for i, row in enumerate(self.rows):
             if not row.finished:
                 new = [*drafts[i][: kept[i]], extra[i]]
@@ -122,13 +122,13 @@ class Population(RuleBasedStateMachine):
     )
     def resample(self, values: list[float], uniform: float, always: bool) -> None:
         p, before = self.particles, self.cache.k.clone()
-        p.log_weights.copy_(torch.tensor(values, dtype=torch.float64))
+        p.log_weights.copy_(torch.tensor([values], dtype=torch.float64))
         rows = [replace(row, weight=value) for row, value in zip(self.rows, values, strict=True)]
         threshold = 1.0 if always else 0.5
-        u = torch.tensor(uniform, dtype=torch.float64)
-        shares = p.log_weights.softmax(0)
+        u = torch.tensor([uniform], dtype=torch.float64)
+        shares = p.log_weights.softmax(-1)
         poor = float(weights.effective(shares)) < threshold * N
-        source = weights.systematic(shares, u).tolist()
+        source = weights.systematic(shares, u)[0].tolist()
         evidence = float(p.evidence())
         p.resample(threshold, u, SLOTS)
         self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows
@@ -138,7 +138,7 @@ class Population(RuleBasedStateMachine):
     @rule()
     def promote_and_free(self) -> None:
         p = self.particles
-        state = p.columns(SLOTS)[: self.cache.tree_len].tolist()
+        state = p.columns(0, SLOTS)[: self.cache.tree_len].tolist()
         live = [row for row in self.rows if not row.finished]
         path = [slot for slot, kind in enumerate(state) if kind == SHARED]
         keep = [slot for slot, kind in enumerate(state) if kind == LIVE]
@@ -146,7 +146,7 @@ class Population(RuleBasedStateMachine):
         tails = {self.place[node] for row in live for node in self.tail(row)}
         assert not tails & set(path), "what is not written yet stays"
         self.cache.commit(path, keep)
-        p.compact(path, keep)
+        p.compact(0, path, keep)
         self.poison()
         moved = {old: new for new, old in enumerate(keep)} | dict.fromkeys(path, -1)
         nodes = {node for row in live for node in row.nodes}
@@ -157,15 +157,15 @@ class Population(RuleBasedStateMachine):
         p, start = self.particles, self.cache.prefix_len[0]
         counts = [0] * SLOTS
         hands: dict[int, int] = {}
-        table = [row.nonzero().flatten().tolist() for row in p.mask[:, :SLOTS]]
+        table = [row.nonzero().flatten().tolist() for row in p.mask[0, :, :SLOTS]]
         for i, row in enumerate(self.rows):
-            length = int(p.length[i])
-            assert p.tokens[i, :length].tolist() == list(row.tokens)
-            assert bool(p.finished[i]) == row.finished and abs(float(p.log_weights[i]) - row.weight) < 1e-9
-            assert bool(p.stopped[i]) == (row.tokens[-1:] == (STOP,))
+            length = int(p.length[0, i])
+            assert p.tokens[0, i, :length].tolist() == list(row.tokens)
+            assert bool(p.finished[0, i]) == row.finished and abs(float(p.log_weights[0, i]) - row.weight) < 1e-9
+            assert bool(p.stopped[0, i]) == (row.tokens[-1:] == (STOP,))
             mine = [] if row.finished else [node for node in row.nodes if self.place[node] >= 0]
             slots = [self.place[node] for node in mine]
-            assert p.mask[i].nonzero().flatten().tolist() == slots == sorted(slots)
+            assert p.mask[0, i].nonzero().flatten().tolist() == slots == sorted(slots)
             assert table[i] == slots
             for node, slot in zip(mine, slots, strict=True):
                 counts[slot] += 1
@@ -175,18 +175,18 @@ class Population(RuleBasedStateMachine):
             if not row.finished:  # and the promoted ones are the prefix
                 whole = self.path[row.nodes[-1]]
                 assert [float(x) for x in self.kv[:start]] == [spell(whole[: at + 1]) for at in range(start)]
-        assert p.ref_counts(SLOTS).tolist() == counts
+        assert p.ref_counts(0, SLOTS).tolist() == counts
 
     def teardown(self) -> None:
         """When all have finished, all slots are free."""
-        stops = torch.ones(VOCAB, dtype=torch.bool)
+        stops = torch.ones(1, VOCAB, dtype=torch.bool)
         self.promote_and_free()
         if self.cache.tree_len + N * (K + 1) <= SLOTS:
             self.cache.append_tree(N * (K + 1))
-            zeros = torch.zeros(N, dtype=torch.int64)
-            terms = torch.zeros(N, K + 1, dtype=torch.float64)
-            self.particles.take(torch.zeros(N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
-            assert (self.particles.columns(SLOTS) == DEAD).all()
+            zeros = torch.zeros(1, N, dtype=torch.int64)
+            terms = torch.zeros(1, N, K + 1, dtype=torch.float64)
+            self.particles.take(torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
+            assert (self.particles.columns(0, SLOTS) == DEAD).all()
 
 
 Population.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
@@ -194,19 +194,40 @@ TestPopulation = Population.TestCase
 
 
 def test_the_common_prefix_counts_finished_rows_too() -> None:
-    p = Particles(2, 1, 16, 8)
-    p.fan_out(0, 0, 8)
-    stops = torch.tensor([False, False, True])
-    terms = torch.zeros(2, 2, dtype=torch.float64)
-    whole = torch.tensor([1, 1])
-    p.take(torch.tensor([[1], [1]]), whole, torch.tensor([0, 2]), terms, stops, 16)
-    assert int(p.common()) == 1 and p.finished.tolist() == [False, True]
-    p.take(torch.tensor([[1], [1]]), whole, torch.tensor([1, 1]), terms, stops, 16)
-    assert p.length.tolist() == [4, 2] and int(p.common()) == 1
+    """In two groups that differ in nothing but the stop token of the first."""
+    p = Particles(2, 2, 1, 16, 8)
+    for group in range(2):
+        p.fan_out(group, 0, 0, 8)
+    stops = torch.tensor([[False, False, True], [False, False, False]])
+    terms = torch.zeros(2, 2, 2, dtype=torch.float64)
+    whole, ones = torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, 1, dtype=torch.int64)
+    p.take(ones, whole, torch.tensor([[0, 2], [0, 2]]), terms, stops, 16)
+    assert p.common().tolist() == [1, 1] and p.finished.tolist() == [[False, True], [False, False]]
+    p.take(ones, whole, whole, terms, stops, 16)
+    assert p.length.tolist() == [[4, 2], [4, 4]] and p.common().tolist() == [1, 1]
 
 
 def test_the_pick_follows_the_weights() -> None:
-    p = Particles(3, 1, 16, 8)
-    p.log_weights.copy_(torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log())
-    picks = [int(p.pick(torch.tensor((i + 0.5) / 1000, dtype=torch.float64))) for i in range(1000)]
-    assert [picks.count(row) for row in range(3)] == [200, 500, 300]
+    p = Particles(2, 3, 1, 16, 8)
+    p.log_weights.copy_(torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0]], dtype=torch.float64).log())
+    uniforms = [torch.tensor([(i + 0.5) / 1000] * 2, dtype=torch.float64) for i in range(1000)]
+    picks = [p.pick(uniform).tolist() for uniform in uniforms]
+    assert [[pick[0] for pick in picks].count(row) for row in range(3)] == [200, 500, 300]
+    assert {pick[1] for pick in picks} == {2}
+
+
+def test_a_group_is_resampled_by_its_own_weights() -> None:
+    """Batched, it is what each group would be by itself; a flat one stays as it is."""
+    dice = torch.Generator().manual_seed(1)
+    weighed = 3 * torch.randn(4, 5, dtype=torch.float64, generator=dice)
+    weighed[2] = 0
+    uniform = torch.rand(4, dtype=torch.float64, generator=dice)
+    together, alone = Particles(4, 5, 1, 16, 8), [Particles(1, 5, 1, 16, 8) for _ in range(4)]
+    marks = torch.arange(20).view(4, 5, 1).expand_as(together.tokens)
+    for p, some in [(together, slice(None)), *((p, slice(g, g + 1)) for g, p in enumerate(alone))]:
+        p.log_weights.copy_(weighed[some])
+        p.tokens.copy_(marks[some])
+        p.resample(0.5, uniform[some], 16)
+    assert torch.equal(together.tokens, torch.cat([p.tokens for p in alone]))
+    assert torch.equal(together.log_z, torch.cat([p.log_z for p in alone]))
+    assert together.resampled.tolist()[2] == 0 and torch.equal(together.tokens[2], marks[2])

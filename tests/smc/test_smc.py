@@ -62,10 +62,8 @@ def test_a_round_has_one_shape_and_reads_nothing(plan: PopulationConfig, filters
     for seed, stops in ((1, set()), (2, {0}), (3, {0, 1, 2}), (4, set(range(6)))):
         worker.open(opening([1, 2], replace(WARM, seed=seed, **filters)), stops, 12)
         for _ in range(2):
-            for runner in (worker.target, worker.draft):
-                runner.cache.append_tree(plan.slots)
             with Shapes() as mode:
-                worker.round(48)
+                worker.round(48, 1)
             shapes.append(mode.seen)
     assert all(seen == shapes[0] for seen in shapes) and len(shapes[0]) > 100
 
@@ -76,8 +74,8 @@ def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters:
     """On meta tensors `.tolist()`, `.item()` and `if tensor:` raise."""
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
     worker.open(opening([1, 2], replace(WARM, **filters)), (), 12)
-    head = worker.round(48)
-    assert head.shape == (2 + 16 + plan.smc_draft_tokens + 1,)
+    head = worker.round(48, 1)
+    assert head.shape == (1, 2 + 16 + plan.smc_draft_tokens + 1)
     with pytest.raises(RuntimeError):
         head.tolist()
 
@@ -102,12 +100,12 @@ def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, A
         sampling = replace(WARM, seed=seed, **filters)
         for worker in (roomy, tight, late):
             decode(worker, [0, 1, 2], sampling, {1} if seed % 2 else set(), 16)
-        want, answer = roomy.finish(), tight.finish()
-        assert not (want.full or answer.full or late.finish().full)
-        assert answer.tokens == want.tokens == late.finish().tokens
+        want, answer = roomy.answer(), tight.answer()
+        assert not (want.full or answer.full or late.answer().full)
+        assert answer.tokens == want.tokens == late.answer().tokens
         assert answer.log_z == pytest.approx(want.log_z)
-        compactions += answer.compactions + late.finish().compactions
-        assert torch.equal(tight.particles.tokens[:, : len(want.tokens)], roomy.particles.tokens[:, : len(want.tokens)])
+        compactions += answer.compactions + late.answer().compactions
+        assert torch.equal(*(each.particles.tokens[..., : len(want.tokens)] for each in (tight, roomy)))
     assert compactions > 8
 
 
@@ -117,14 +115,14 @@ def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
     for seed in range(16):
         worker.open(opening([0, 1], replace(WARM, seed=seed)), {1}, 14)
         told: list[int] = []
-        for tokens in decode_smc(worker):
-            if worker.answer is None:
+        for group, tokens in decode_smc(worker):
+            if group.answer is None:
                 told += tokens
-                rows, lengths = worker.particles.tokens.tolist(), worker.particles.length.tolist()
+                rows, lengths = worker.particles.tokens[0].tolist(), worker.particles.length[0].tolist()
                 assert all(row[: len(told)] == told and len(told) <= n for row, n in zip(rows, lengths, strict=True))
                 early += len(tokens)
             else:
-                assert told + list(tokens) == worker.answer.tokens
+                assert told + list(tokens) == group.answer.tokens
     assert early > 8
 
 
@@ -132,9 +130,9 @@ def test_particles_that_never_meet_fill_the_cache_and_end_the_request() -> None:
     model = HistoryModel(5, 1)
     worker = make_worker(model, model, PopulationConfig(4, 2), longest=16, slots=70)
     decode(worker, [0, 1], replace(WARM, temperature=1.0), set(), 16)
-    answer = worker.finish()
+    answer = worker.answer()
     assert answer.full and answer.resample_rate == 0 and not answer.stopped
-    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.target.cache.tree_len <= 70
+    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.used <= 70
 
 
 def test_rows_go_in_chunks() -> None:
@@ -176,11 +174,11 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
         worker.collect()
         p = worker.particles
         for row in range(p.count):
-            slots = p.mask[row].nonzero().flatten().tolist()
+            slots = p.mask[0, row].nonzero().flatten().tolist()
             if not slots:
                 continue
             prefix = worker.target.cache.prefix_len[0]
-            tokens = [*PROMPT, *p.tokens[row, : int(p.length[row])].tolist()]
+            tokens = [*PROMPT, *p.tokens[0, row, : int(p.length[0, row])].tolist()]
             assert prefix + len(slots) == len(tokens)
             for runner, oracle, lacking in zip(runners, oracles, (1, 2), strict=True):
                 oracle.cache.reset()
@@ -190,7 +188,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
                     got, want = mine[:, 0, :, places], true[:, 0, :, : len(places)]
                     torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
                 checked += len(places)
-    assert worker.compactions > 0 and checked > 500
+    assert worker.group.compactions > 0 and checked > 500
 
 
 def test_a_draft_equal_to_its_target_keeps_the_weights_flat(pair: tuple[Path, Path]) -> None:
@@ -238,14 +236,14 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     move = cache._move
     assert move is not None
     cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
-    smc.open(opening([i % 40 for i in range(1000)], WARM), (), 24)
-    assert cache.kv_len() == [1000] and not moves
+    group = smc.admit(opening([i % 40 for i in range(1000)], WARM), (), 24)
+    assert cache.prefix_len[0] + group.used == 1000 and not moves
     rounds = []
     while smc.launch():
         smc.collect()
-        rounds.append((cache.kv_len()[0] - 1000, sum(moves)))
+        rounds.append((cache.prefix_len[0] + group.used - 1000, sum(moves)))
     assert all(grown <= 64 * 4 * (i + 1) for i, (grown, _) in enumerate(rounds))
-    assert int(smc.particles.resampled) > smc.compactions and sum(moves) == smc.moved_slots
+    assert int(smc.particles.resampled) > group.compactions and sum(moves) == group.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
     assert 1000 + rounds[-1][0] < 64 * 1000 / 20, "a copy for each particle would take 64,000 slots"
 

@@ -73,7 +73,7 @@ def sample(
     worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots)
     for seed in range(runs):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
-        answer = worker.finish()
+        answer = worker.answer()
         assert not answer.full
         found.laws.append(population(worker))
         found.effective += answer.ess_mean / plan.particles / runs
@@ -172,7 +172,8 @@ def test_one_particle_is_draft_then_bonus() -> None:
     target, draft, sampling = HistoryModel(5, 3), HistoryModel(5, 4), SamplingParams(temperature=0.7, seed=11)
     worker = make_worker(target, draft, PopulationConfig(1, 1))
     decode(worker, PROMPT, sampling, set(), 9)
-    noise, text, log_weight = Streams(11, 1, 5, "cpu"), list(PROMPT), 0.0
+    noise, text, log_weight = Streams(1, 1, 5, "cpu"), list(PROMPT), 0.0
+    noise.seed(0, 11)
     while len(text) < len(PROMPT) + 9:
         at = torch.tensor([len(text)])
         q = draft.after(text) / 0.7
@@ -181,8 +182,8 @@ def test_one_particle_is_draft_then_bonus() -> None:
         text.append(token)
         p = target.after(text) / 0.7
         text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)[0, 0]).argmax()))
-    assert worker.finish().tokens == text[len(PROMPT) : len(PROMPT) + 9]
-    assert worker.finish().log_z == pytest.approx(log_weight)
+    assert worker.answer().tokens == text[len(PROMPT) : len(PROMPT) + 9]
+    assert worker.answer().log_z == pytest.approx(log_weight)
 
 
 @pytest.mark.parametrize(

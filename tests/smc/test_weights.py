@@ -19,23 +19,25 @@ POWERS = [0.5, 1.0, 2.0]
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
 def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
-    streams = Streams(seed, 3, 17, "cpu")
+    streams = Streams(1, 3, 17, "cpu")
+    streams.seed(0, seed)
     for purpose in (Purpose.DRAFT, Purpose.EXTRA):
         rows = streams.gumbel(purpose, torch.tensor([clock]), torch.float64)[0]
         for particle in range(3):
             want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], range(17)), torch.float64)
             assert torch.equal(rows[particle : particle + 1], want)
     bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)]
-    assert streams.coins(torch.tensor([clock]))[:, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
+    assert streams.coins(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
 
 def test_no_two_particles_or_purposes_share_noise() -> None:
     """At one tick every stream has a key of its own: the hash is a bijection."""
     keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in Purpose}
     assert len(keys) == 64 * len(Purpose) and row_key(7, 0, 99) not in keys
-    streams = Streams(7, 1, 5, "cpu")
-    tick = torch.tensor(4)
-    drawn = {float(streams.resampling(torch.tensor(0))), float(streams.pick()), float(streams.coins(tick[None]))}
+    streams = Streams(1, 1, 5, "cpu")
+    streams.seed(0, 7)
+    tick = torch.tensor([4])
+    drawn = {float(streams.resampling(torch.tensor([0]))), float(streams.pick()), float(streams.coins(tick[None]))}
     assert len(drawn) == 3 and all(0 < u < 1 for u in drawn)
 
 

@@ -20,8 +20,7 @@ from swiftspec.model.group import Group
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.steps.native import NativeModel
-from swiftspec.smc.population import SMC
-from tests.support.roles import make_population, make_runner, opening
+from tests.support.roles import Alone, make_population, make_runner, opening
 
 Law = dict[tuple[int, ...], float]  # text -> mass
 
@@ -52,14 +51,16 @@ class HistoryModel:
 
     def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
         self.forwards.append(len(batch))
-        keys = cache.k[0, 0, 0, :, 0]
-        keys.index_copy_(0, batch.slots, (batch.tokens + 1) * (self.vocab + 1.0) ** batch.positions.double())
+        keys = cache.k[0, :, 0, :, 0]  # [S, capacity]
+        keys.index_put_(
+            (batch.sequence, batch.slots), (batch.tokens + 1) * (self.vocab + 1.0) ** batch.positions.double()
+        )
         place = torch.arange(cache.capacity, device=self.device)
-        width, end = batch.mask.shape[1], batch.kv_len
-        column = (place - end + width).expand(len(batch), -1)
+        width, end = batch.mask.shape[1], batch.kv_len[batch.sequence, None]
+        column = place - end + width
         window = (column < 0) | batch.mask.gather(1, column.clamp(0, width - 1))
         window &= place < end
-        return self.logits(torch.where(window, keys, 0).sum(1))
+        return self.logits(torch.where(window, keys[batch.sequence], 0).sum(1))
 
     def logits(self, spelled: Tensor) -> Tensor:
         return self._sharpness * torch.sin(spelled[:, None].remainder(1009) * self._turns + self._phases)
@@ -78,7 +79,7 @@ def make_worker(
     longest: int = 16,
     slots: int = 64,
     lag: int = 0,
-) -> SMC:
+) -> Alone:
     runners = [make_runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
         runner.cache.k.fill_(POISON)
@@ -145,21 +146,20 @@ def distance(one: Law, other: Law) -> float:
     return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
 
 
-def run(worker: SMC, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
+def run(worker: Alone, prompt: Sequence[int], sampling: SamplingParams, stops: set[int], limit: int) -> None:
     """To the end."""
     worker.open(opening(prompt, sampling), stops, limit)
     while worker.launch():
         worker.collect()
-    while worker._told:
-        worker._read()
+    worker.drain()
 
 
-def population(worker: SMC) -> Law:
-    """The weighted population's law over texts, times the estimate of Z."""
+def population(worker: Alone, group: int = 0) -> Law:
+    """The law over texts of the group at that position, weighted, times its estimate of Z."""
     p = worker.particles
-    shares = p.log_weights.softmax(0) * p.evidence().exp()
+    shares = p.log_weights[group].softmax(0) * p.evidence()[group].exp()
     out: Law = {}
-    for row, length, share in zip(p.tokens.tolist(), p.length.tolist(), shares.tolist(), strict=True):
+    for row, length, share in zip(p.tokens[group].tolist(), p.length[group].tolist(), shares.tolist(), strict=True):
         text = tuple(row[:length])
         out[text] = out.get(text, 0.0) + share
     return out

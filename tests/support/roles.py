@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from swiftspec.runtime.steps.graph import Capture
 from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
-from swiftspec.smc.population import SMC
+from swiftspec.smc.population import SMC, Answer, Group
 from swiftspec.tree.reject import Rejection
 
 
@@ -61,6 +61,26 @@ def make_verifier(runner: Runner, method: str = "match", capture: Capture | None
     )
 
 
+class Alone(SMC):
+    """Serves one request at a time, as an engine does whose caller waits for each."""
+
+    group: Group
+
+    def open(self, opening: Opening, stops: Collection[int], limit: int) -> Group:
+        for group in [*self.groups]:
+            self.leave(group)
+        self.group = self.admit(opening, stops, limit)
+        return self.group
+
+    def answer(self) -> Answer:
+        return self.finish(self.group)
+
+    def drain(self) -> None:
+        """Takes in what the rounds so far have left."""
+        while self._told:
+            self._take_in()
+
+
 def make_population(
     target: Runner,
     draft: Runner,
@@ -69,10 +89,11 @@ def make_population(
     longest: int,
     lag: int = 0,
     captures: tuple[Capture | None, Capture | None] = (None, None),
-) -> SMC:
+) -> Alone:
     """Particles on two models of this process."""
-    steps = kinds.for_population(target, tools(target, captures[0]), tools(draft, captures[1]))
-    return SMC(target, draft, steps, config, longest=longest, lag=lag)
+    made = tools(target, captures[0]), tools(draft, captures[1])
+    steps = kinds.for_population(target, *made, config.smc_groups)
+    return Alone(target, draft, steps, config, longest=longest, lag=lag)
 
 
 def only(role: LocalDrafter | LocalVerifier | SMC, *names: str) -> None:

@@ -76,9 +76,10 @@ def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[
     return [*found, EagerSteps(runner)], tree
 
 
-def for_population(target: Runner, tools: Tools, draft_tools: Tools) -> list[Rounds]:
-    """Those that run a population's rounds, which are both models' at once."""
-    captured = target.model.group is None  # a graph has no room for the gathering of whole logits, a library's
+def for_population(target: Runner, tools: Tools, draft_tools: Tools, groups: int = 1) -> list[Rounds]:
+    """Those that run rounds of so many groups of particles, which are both models' at once."""
+    # a graph has no room for the gathering of whole logits, a library's
+    captured = target.model.group is None and groups <= max(tools.ops.CAPTURES, 1)
     if captured and tools.graphs is not None and draft_tools.graphs is not None:
         return [GraphRounds(tools.graphs), EagerRounds()]
     return [EagerRounds()]

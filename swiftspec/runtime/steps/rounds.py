@@ -21,9 +21,16 @@ class Rounds(Kind, Protocol):
         """The width of the mask window for a round over so many tree slots."""
         ...
 
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
-        """One round, `run(width)`. Rounds of the same `key` run the same operators on the same tensors; `state` are
-        those that a round changes, but for keys and values, of which the next one writes the same anew."""
+    def groups(self, live: int, most: int) -> int:
+        """How many groups a round runs over, where so many of at most `most` take part; the others are idle."""
+        ...
+
+    def round(
+        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
+    ) -> Tensor:
+        """One round, `run()`, of a `shape`: width of the window and groups. Rounds of the same `key` and shape run the
+        same operators on the same tensors; `state` are those that a round changes, but for keys and values, of which
+        the next one writes the same anew."""
         ...
 
 
@@ -38,8 +45,13 @@ class EagerRounds:
     def window(self, slots: int) -> int:
         return -(-slots // NARROW) * NARROW
 
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
-        return run(width)
+    def groups(self, live: int, most: int) -> int:
+        return live
+
+    def round(
+        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
+    ) -> Tensor:
+        return run()
 
 
 class GraphRounds:
@@ -63,9 +75,15 @@ class GraphRounds:
             step = next(width for width in WIDTHS if width >= slots)
         return -(-slots // step) * step
 
-    def round(self, run: Callable[[int], Tensor], width: int, key: Hashable, state: Sequence[Tensor]) -> Tensor:
+    def groups(self, live: int, most: int) -> int:
+        """One of few: a power of two, or all."""
+        return min(1 << (live - 1).bit_length(), most)
+
+    def round(
+        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
+    ) -> Tensor:
         if key != self._key:
             self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
             self._key = key
         self.graphs.open(ROUNDS, lambda: None)
-        return self.graphs.run(ROUNDS, width, lambda: run(width), state)
+        return self.graphs.run(ROUNDS, shape, run, state)

@@ -1,0 +1,50 @@
+"""What one request's sampling parameters make of logits, without a look at their values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends.reference import Scores
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.steps.graph import shaping
+from swiftspec.sampling import filters
+from swiftspec.sampling.sampler import Ops, Sampler
+
+
+class Shaper:
+    """The distributions of one request, or of several with the same parameters: p of the target and q of the draft.
+
+    Filters shape p alone: the draft must reach what the target does (smc/weights.py). `key` is equal for two requests
+    that one shaper serves.
+    """
+
+    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: Ops) -> None:
+        self.key, self.filtered = shaping(sampling), sampling.filtered
+        self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
+        self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
+        self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
+
+    def target(self, logits: Tensor) -> Tensor:
+        """The target's [n, >= V] raw -> [n, V] tempered, biased and filtered."""
+        shaped = self._target.shape(logits, None)
+        return filters.top_p(shaped, self._top_p, head=shaped.shape[-1]) if self._top_p < 1 else shaped
+
+    def tempered(self, logits: Tensor) -> Tensor:
+        """[n, >= V] raw -> [n, V] tempered and biased: the draft's, or the target's without filters."""
+        return self._draft.shape(logits, None)
+
+    def draw(self, logits: Tensor, noise: Tensor, power: float = 1.0) -> Tensor:
+        """A token [n] of each row of raw logits, without filters, to that power, by its row of `noise` [n, V]; -1 where
+        logits are no numbers."""
+        rows = torch.arange(len(noise), device=noise.device)
+        return self._ops.draw(logits, self._vocab, self._scores(power, noise, rows))
+
+    def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The log-probabilities [n] of tokens [n] by raw logits, without filters."""
+        return self._ops.log_probs(logits, self._vocab, tokens, self._scores())
+
+    def _scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
+        return Scores(self._draft.params.temperature / power, self._draft.bias, noise, rows)

@@ -1,0 +1,269 @@
+"""Several groups in one batch: each is what it would be alone, whoever comes and goes beside it, and no place is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftspec import _C
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.smc.decoding import decode_smc
+from swiftspec.smc.particles import DEAD
+from swiftspec.smc.population import Answer, Group, region
+from tests.support.histories import HistoryModel, global_power, make_worker, population
+from tests.support.histories import run as decode
+from tests.support.roles import Alone, opening, population_of
+from tests.support.toy_pair import make_pair
+
+WARM = SamplingParams(temperature=0.8)
+FILTERED: dict[str, Any] = {"top_k": 2, "min_p": 0.05}
+MODELS = HistoryModel(3, 1), HistoryModel(3, 2)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of particles."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stops: frozenset[int]
+    limit: int
+
+    def admit(self, worker: Alone) -> Group:
+        return worker.admit(opening(self.prompt, self.sampling), self.stops, self.limit)
+
+
+def mixed(count: int) -> list[Asked]:
+    """Requests of unlike prompts, lengths, parameters and ends."""
+    prompts = [tuple((i + j) % 3 for j in range(1 + i % 4)) for i in range(count)]
+    shaped = [{"temperature": 0.6}, FILTERED, {}, {}]
+    sampling = [replace(WARM, seed=i, **shaped[i % 4]) for i in range(count)]
+    return [
+        Asked(p, s, frozenset({1} if i % 2 else ()), 4 + 5 * i % 13) for i, (p, s) in enumerate(zip(prompts, sampling))
+    ]
+
+
+def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, Answer]:
+    """All of them, as places become free; and what is streamed of each is its answer."""
+    waiting, numbers = iter(enumerate(requests)), dict[Group, int]()
+    told: dict[int, list[int]] = {}
+    answers: dict[int, Answer] = {}
+
+    def admit() -> bool:
+        number, asked = next(waiting, (0, None))
+        if asked is not None:
+            numbers[asked.admit(worker)] = number
+        return asked is not None
+
+    for group, tokens in decode_smc(worker, admit):
+        told.setdefault(numbers[group], []).extend(tokens)
+        if group.answer is not None:
+            answers[numbers[group]] = group.answer
+    assert {number: answer.tokens for number, answer in answers.items()} == told
+    return answers
+
+
+@pytest.mark.parametrize("plan", [PopulationConfig(3, 3, 0.7), PopulationConfig(3, 2, 0.7, 2.0, 1)], ids=str)
+def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
+    """However many there are beside it, with room or compacted often, and with the host a round behind."""
+    requests, alone = mixed(10), make_worker(*MODELS, plan, longest=24, slots=400)
+    wanted = dict[int, Answer]()
+    for number, asked in enumerate(requests):
+        decode(alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
+        wanted[number] = alone.answer()
+    compactions = 0
+    for groups, slots, lag in ((4, 400, 0), (3, 75, 0), (4, 90, 1)):
+        worker = make_worker(*MODELS, replace(plan, smc_groups=groups), longest=24, slots=slots, lag=lag)
+        found = together(worker, requests)
+        assert {n: found[n].tokens for n in wanted} == {n: wanted[n].tokens for n in wanted}
+        assert all(found[n].log_z == pytest.approx(wanted[n].log_z) for n in wanted)
+        compactions += sum(answer.compactions for answer in found.values())
+    assert compactions > 10
+
+
+def test_several_groups_follow_the_law() -> None:
+    """Of two requests that shape logits differently and share their batch with some that come and go: by enumeration."""
+    plan, limit, runs = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4, 40
+    target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
+    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots)
+    shaped = [replace(WARM, temperature=0.7), replace(WARM, **FILTERED)]
+    exact = [global_power(target, [0, 1], sampling, 2.0, {2}, limit) for sampling in shaped]
+    whole: list[list[float]] = [[], []]
+    for seed in range(runs):
+        visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 2).admit(worker)
+        here = [Asked((0, 1), replace(s, seed=seed), frozenset({2}), limit).admit(worker) for s in shaped]
+        worker.launch()
+        worker.collect()
+        worker.leave(visitor)
+        while worker.launch():
+            worker.collect()
+        for group, law, masses in zip(here, exact, whole, strict=True):
+            found = population(worker, worker._order.index(group.sequence))
+            assert set(found) <= set(law)
+            masses.append(sum(found.values()))
+            worker.leave(group)
+    for law, masses in zip(exact, whole, strict=True):
+        seen = torch.tensor(masses)
+        assert abs(float(seen.mean()) - sum(law.values())) < 4 * float(seen.std()) / runs**0.5
+
+
+class Places(RuleBasedStateMachine):
+    """Requests come, go on, end and are cancelled, in any order, against each of them alone."""
+
+    G, SLOTS, LIMIT = 3, 64, 12
+    PLAN = PopulationConfig(2, 2, 0.8, smc_groups=G)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worker = make_worker(*MODELS, self.PLAN, longest=self.LIMIT, slots=self.SLOTS)
+        self.alone = make_worker(*MODELS, replace(self.PLAN, smc_groups=1), longest=self.LIMIT, slots=self.SLOTS)
+        self.here: dict[Group, Asked] = {}
+
+    @precondition(lambda self: len(self.here) < self.G)
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=4), seed=st.integers(0, 9),
+        shaped=st.sampled_from([{}, FILTERED]), stops=st.sampled_from([frozenset[int](), frozenset({1})]),
+        limit=st.integers(1, LIMIT),
+    )  # fmt: skip
+    def admit(self, prompt: list[int], seed: int, shaped: dict[str, Any], stops: frozenset[int], limit: int) -> None:
+        asked = Asked(tuple(prompt), replace(WARM, seed=seed, **shaped), stops, limit)
+        assert self.worker.has_room
+        self.here[asked.admit(self.worker)] = asked
+
+    @rule()
+    def step(self) -> None:
+        going = {group: group.rounds for group in self.here if not group.over}
+        assert self.worker.launch() == bool(going)
+        self.worker.collect()
+        assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
+        for group in [group for group in self.here if group.over]:
+            asked, answer = self.here.pop(group), self.worker.finish(group)
+            self.worker.leave(group)
+            decode(self.alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
+            assert answer.tokens == self.alone.answer().tokens
+            assert answer.tokens[: len(group.tokens)] == group.tokens
+
+    @precondition(lambda self: self.here)
+    @rule(which=st.integers(0, G - 1))
+    def cancel(self, which: int) -> None:
+        group = [*self.here][which % len(self.here)]
+        del self.here[group]
+        self.worker.leave(group)
+
+    @invariant()
+    def no_place_is_lost(self) -> None:
+        worker, p = self.worker, self.worker.particles
+        assert worker.groups == [*self.here] and worker.has_room == (len(self.here) < self.G)
+        assert sorted(worker._order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
+        assert len({group.sequence for group in self.here}) == len(self.here)
+        used = {group.sequence: group.used for group in self.here}
+        for at, sequence in enumerate(worker._order):
+            state = p.columns(at, self.SLOTS)
+            if sequence not in used:
+                assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"
+                continue
+            assert int(p.base[at]) == used[sequence] <= self.SLOTS and (state[used[sequence] :] == DEAD).all()
+            prefix = worker.target.cache.prefix_len[sequence]
+            assert worker.draft.cache.prefix_len[sequence] == prefix == int(worker.round._prefix[at])
+
+
+Places.TestCase.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+TestPlaces = Places.TestCase
+
+
+class ManyPlaces(Places):
+    """The same for longer."""
+
+
+ManyPlaces.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestManyPlaces = pytest.mark.slow(ManyPlaces.TestCase)
+
+# Real models.
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLM:
+    plan = PopulationConfig(3, 3, 0.7, smc_groups=groups)
+    return LLM(*pair, EngineConfig("smc", population=plan), max_model_len=96, **options)
+
+
+def requests(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
+    for i in range(count):
+        prompt = [5 + (i * j) % 200 for j in range(1 + (i * 31) % 94)]  # up to the context
+        yield prompt, SamplingParams(0.7 if i % 3 else 0.9, seed=i, max_tokens=3 + 7 * i % 40, ignore_eos=i % 2 > 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "groups", "dtype"),
+    [
+        (4, 3, torch.float64),
+        pytest.param(4, 4, torch.bfloat16, marks=pytest.mark.skipif(_C.level() == "none", reason="no AVX2")),
+        pytest.param(16, 16, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_each_of_a_batch_equals_itself_alone(
+    pair: tuple[Path, Path], count: int, groups: int, dtype: torch.dtype
+) -> None:
+    """Host operators in bfloat16, whose rows are independent to the bit; reference operators in float64."""
+    several, one = llm(pair, groups, dtype=dtype), llm(pair, 1, dtype=dtype)
+    prompts, sampling = zip(*requests(count), strict=True)
+    found = several.generate_batch(prompts, sampling)
+    wanted = [one.generate(*each) for each in zip(prompts, sampling, strict=True)]
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+    assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in wanted]
+    assert [answer.stats.rounds for answer in found] == [answer.stats.rounds for answer in wanted]
+    assert several.generate(prompts[-1], sampling[-1]).token_ids == wanted[-1].token_ids, "a batch of one"
+
+
+def test_one_that_is_cancelled_leaves_the_others_alone(pair: tuple[Path, Path]) -> None:
+    engine = llm(pair, 2, dtype=torch.float64)
+    sampling = [SamplingParams(0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
+    wanted = [answer.token_ids for answer in engine.generate_batch([[7, 8]] * 3, sampling)]
+    told: list[list[int]] = [[], [], []]
+    reasons = dict[int, str | None]()
+    for index, chunk in engine.stream_batch([[7, 8]] * 3, sampling, lambda index: index == 1 and 1 in reasons):
+        told[index] += chunk.token_ids
+        reasons[index] = chunk.finish_reason
+    assert (told[0], told[2]) == (wanted[0], wanted[2]) and reasons == {0: "length", 1: None, 2: "length"}
+    assert not population_of(engine).groups
+    left = engine.stream_batch([[7, 8]] * 3, sampling)
+    next(left)
+    left.close()
+    assert not population_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
+
+
+def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
+    engine, warm = llm(pair, 2), SamplingParams(max_tokens=3)
+    assert engine.generate_batch([]) == []
+    refused: list[tuple[Any, Any, str]] = [
+        ([[1], []], warm, "request 1 of the batch: the prompt is empty"),
+        ([[1] * 96], warm, "request 0 of the batch: the prompt of 96 tokens does not fit"),
+        ([[1], [2]], [warm], "1 sampling parameters for 2 prompts"),
+        ([[1]], {"seed": 1}, "sampling takes SamplingParams"),
+        ([[1]], SamplingParams(0), "request 0 of the batch: mode smc samples"),
+    ]
+    for prompts, sampling, said in refused:
+        with pytest.raises(UserError, match=said):
+            engine.generate_batch(prompts, sampling)
+    assert len(engine.generate_batch([[1], [2]], warm)) == 2
+    with pytest.raises(UserError, match="only mode smc decodes several"):
+        LLM(*pair, max_model_len=96).generate_batch([[1]])
+    with pytest.raises(
+        UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
+    ):
+        region(PopulationConfig(8, 64, smc_groups=40), 512)
