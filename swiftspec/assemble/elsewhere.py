@@ -64,6 +64,10 @@ def remote_drafter(
     except WorkerLost as error:
         note(f"{error}; until it answers the target decodes alone")
         redial.lost()
+    except UserError:
+        redial.close()
+        link.close()
+        raise
 
     def leave() -> None:
         redial.close()

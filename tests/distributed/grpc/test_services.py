@@ -7,6 +7,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -101,7 +102,8 @@ def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
     wrong = [
         lambda m: m.ClearField("tokens"), lambda m: m.parents.append(0), lambda m: m.tokens.__setitem__(1, 64),
         lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1),
-        lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3), lambda m: setattr(m, "request", 2),
+        lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3),
+        lambda m: setattr(m, "request", 2),
         lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20)),
         lambda m: m.drawn.tokens.append(3), lambda m: m.parents.__setitem__(0, 0),
     ]  # fmt: skip

@@ -1,0 +1,182 @@
+"""Targets: the services of workers, with clients that say anything, and the drafter and the verifier that ask workers,
+with workers that answer anything. They may refuse in a line; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from hypothesis import strategies as st
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, result_to
+from swiftspec.distributed.grpc.drafter import GrpcDrafter
+from swiftspec.distributed.grpc.drafting import Drafting
+from swiftspec.distributed.grpc.service import About, DraftService, Service, TargetService
+from swiftspec.distributed.grpc.sessions import Sessions
+from swiftspec.distributed.grpc.verifier import GrpcVerifier
+from swiftspec.distributed.grpc.verifying import Verifying
+from swiftspec.distributed.wire import read_proposal, read_result
+from swiftspec.errors import DrafterLost
+from swiftspec.messages import Opening, Proposal
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.pause import Pause
+from tests.support.fuzz import Target
+from tests.support.fuzz.roles import FakeRole, sound
+from tests.support.fuzz.words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
+
+OWN = Identity(b"model", b"tokenizer")
+ABOUT = About(OWN, "fake", BOUNDS.vocab, BOUNDS.context, (2,), "float32")
+SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.nodes, draft_steps=3)
+Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it that are other ones
+
+
+class Aborted(Exception):
+    """A call has ended with a status."""
+
+
+class Context:
+    """A call's."""
+
+    def is_active(self) -> bool:
+        return True
+
+    def abort(self, code: grpc.StatusCode, details: str) -> None:
+        assert code != grpc.StatusCode.OK and details.isprintable() and 0 < len(details) < 600
+        raise Aborted
+
+
+class Role(FakeRole):
+    def submit(self, asked: Proposal) -> Role:
+        self._asked = asked
+        return self
+
+    def wait(self) -> Any:
+        return self.verify(self._asked)
+
+
+def ask(service: Service[Any], asked: Sequence[Asked]) -> str:
+    """One client's calls, in its session once it has one."""
+    session, outcome = b"", "refused"
+    for message, damage in asked:
+        message.session = session  # type: ignore[attr-defined]
+        data = bytearray(message.SerializeToString())
+        for at, byte in damage if data else ():
+            data[at % len(data)] = byte
+        try:
+            session, outcome = service._once(bytes(data), Context()).session, "taken"  # type: ignore[attr-defined]
+        except Aborted:
+            outcome = "refused"
+    return outcome
+
+
+def ask_target(asked: Sequence[Asked]) -> str:
+    role: Any = Role()
+    return ask(TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ()), asked)
+
+
+def ask_draft(asked: Sequence[Asked]) -> str:
+    role: Any = Role()
+    return ask(DraftService(ABOUT, Sessions(lambda s: Drafting(role, s, BOUNDS, Pause()), 2, 60.0)), asked)
+
+
+class Says:
+    """A link whose streams say what they are told to, then nothing more."""
+
+    peer = "--a-url 127.0.0.1:1"
+
+    def __init__(self, says: Sequence[Message]) -> None:
+        self._says = iter(says)
+
+    def stream(self) -> Says:
+        return self
+
+    def send(self, message: Message) -> None:
+        message.SerializeToString()
+
+    def recv(self, timeout: float) -> Message:
+        try:
+            return next(self._says)
+        except StopIteration:
+            raise TimeoutError from None
+
+    def close(self) -> None: ...
+
+    cancel = close
+
+
+def hear_draft(says: Sequence[pb.DraftAnswer]) -> str:
+    drafter = GrpcDrafter(Says(says), SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
+    drafter.attach(OWN)
+    try:
+        drafter.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
+        found = drafter.propose()
+    except DrafterLost as lost:
+        assert "\n" not in str(lost) and len(str(lost)) < 600
+        return "refused"
+    sound(found.tokens, BOUNDS.nodes)
+    assert found.tokens[0] == TEXT[-1] and found.prefix_len == 2
+    return "taken"
+
+
+def hear_target(says: Sequence[pb.VerifyAnswer]) -> str:
+    verifier = GrpcVerifier(Says([pb.VerifyAnswer(), *says]), OWN, SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
+    verifier.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
+    asked = Proposal(1, 0, 2, (TEXT[-1], 5, 6), (-1, 0, 1))
+    result = verifier.submit(asked).wait()
+    sound(result.tokens)
+    assert tuple(asked.tokens[node] for node in result.path[1:]) == result.tokens[:-1]
+    return "taken"
+
+
+def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Message | None:
+    """Words of ranks as a message of workers, where they make one."""
+    try:
+        return to_message(reader(words))
+    except (ValueError, OverflowError):
+        return None
+
+
+DAMAGE = st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=3)
+OPENED = OPENINGS.map(lambda opening: opening_to(opening, SHAPE, OWN))
+PROPOSED = (
+    proposal().map(proposal_to) | PROPOSAL_WORDS.map(lambda w: read_or_none(read_proposal, proposal_to, w))
+).filter(lambda message: message is not None)
+ENDED = RESULT_WORDS.map(lambda w: read_or_none(read_result, result_to, w)).filter(lambda message: message is not None)
+STEPS = st.just(0) | EDGES
+TO_TARGET = st.builds(lambda m: pb.VerifyRequest(opening=m), OPENED) | st.builds(
+    lambda m: pb.VerifyRequest(proposal=m), PROPOSED
+)
+TO_DRAFT = st.builds(lambda m, steps: pb.DraftRequest(opening=m, draft_steps=steps % 2**31), OPENED, STEPS) | st.builds(
+    lambda m: pb.DraftRequest(result=m), ENDED
+)
+
+
+def calls(messages: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Asked]]:
+    whole = st.tuples(messages, st.just([]))
+    return st.lists(whole | whole | st.tuples(messages, DAMAGE), min_size=1, max_size=4)
+
+
+FROM_DRAFT = st.lists(PROPOSED.map(lambda m: pb.DraftAnswer(proposal=m)), max_size=3)
+PATHS = st.lists(st.integers(-1, 3), min_size=1, max_size=3)
+STANDS = st.builds(
+    lambda path, tokens: pb.VerifyResult(request=1, prefix_len=2, path=path, tokens=tokens),
+    PATHS | st.sampled_from([[0], [0, 1], [0, 1, 2]]),
+    st.lists(st.integers(-1, 40), min_size=1, max_size=3) | st.sampled_from([[7], [5, 7], [5, 6, 7]]),
+)
+FROM_TARGET = (STANDS | ENDED).map(lambda m: [pb.VerifyAnswer(result=m)])
+
+
+def target(name: str, strategy: st.SearchStrategy[Any], run: Any) -> Target:
+    return Target(name, strategy, lambda value, folder: run(value))
+
+
+TARGETS = (
+    target("TargetService", calls(TO_TARGET), ask_target),
+    target("DraftService of a worker", calls(TO_DRAFT), ask_draft),
+    target("GrpcDrafter", FROM_DRAFT, hear_draft),
+    target("GrpcVerifier", FROM_TARGET, hear_target),
+)
