@@ -31,7 +31,7 @@ class Server:
         """Raises UserError where nothing can listen at `endpoint`, or it would be open to other machines unguarded."""
         security.check_worker(endpoint)
         calls = 2 * most_sessions + BESIDE
-        guards = () if security.token is None else (TokenGuard(security.token),)
+        guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenGuard(security.token)]
         self._server = grpc.server(
             ThreadPoolExecutor(calls, "grpc"), interceptors=guards, options=OPTIONS, maximum_concurrent_rpcs=calls
         )
@@ -59,7 +59,7 @@ class Server:
 def _listen(server: Any, endpoint: Endpoint, security: Security) -> int:
     """Has a server listen there. Returns the port. Raises UserError where it cannot."""
     try:
-        if security.cert is None:
+        if security.cert is None or security.key is None:
             return server.add_insecure_port(str(endpoint))
         return server.add_secure_port(str(endpoint), grpc.ssl_server_credentials([(security.key, security.cert)]))
     except RuntimeError:
