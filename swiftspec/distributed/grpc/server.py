@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
@@ -45,10 +45,14 @@ class Server:
         for name in ("", service.name):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
-    def run(self, over: threading.Event) -> None:
-        """Serves until then. Sessions that rest too long end meanwhile."""
-        while not over.wait(LOOK):
-            self._service.sessions.sweep()
+    def run(self, over: SimpleQueue[int]) -> None:
+        """Serves until something is put there. Sessions that rest too long end meanwhile."""
+        while True:
+            try:
+                over.get(timeout=LOOK)
+                return
+            except Empty:
+                self._service.sessions.sweep()
 
     def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls, and waits so many seconds for those under way: a request of a client's is one."""
