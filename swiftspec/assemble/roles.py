@@ -15,12 +15,11 @@ from swiftspec.control.record import Measured
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, nobody
 from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.distributed.patient import Elsewhere, Outage, PatientDrafter, Returns
+from swiftspec.distributed.patient import Elsewhere, Outage, PatientDrafter, Resumed, Returns
 from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
-from swiftspec.messages import VerifyResult
 from swiftspec.model.files import read_config
 from swiftspec.observe.lines import Record, head_of
 from swiftspec.observe.recorder import Recorder
@@ -46,11 +45,8 @@ class Tree:
     verifier: Verifier
 
 
-class AwayDrafter(SteppedDrafter, Elsewhere, Protocol):
+class AwayDrafter(SteppedDrafter, Resumed, Elsewhere, Protocol):
     """A drafter in another process, which may be lost and come back."""
-
-    def catch_up(self, result: VerifyResult, /) -> None:
-        """Rounds without it, as the result of a long one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,10 @@ class Elsewhere(Protocol):
     answer_timeout: float  # seconds that a proposal may take
     open_timeout: float  # and the first one of a request
 
+    def propose(self) -> Proposal:
+        """May raise DrafterLate, after which it may be asked again."""
+        ...
+
     def answered(self) -> bool:
         """Whether the proposal for the result told last is there. Does not wait for it."""
         ...

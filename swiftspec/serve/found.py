@@ -39,6 +39,8 @@ class Found:
     def of(settings: Settings, ranks: int, phases: Phases) -> Found:
         """Finds the models, here or on the hub. Raises UserError where there is none, or the plan makes no sense."""
         check_workers(settings, ranks)
+        if settings.target_url is not None:
+            raise UsageError("--target-url is for a chat and for one answer: leave it out, and name the --model")
         model, draft_model = _names(settings)
         if settings.revision is not None and is_folder(expanded(model)):
             raise UsageError(f"--revision {settings.revision} is of a hub id, and {model} is a directory: leave it out")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,23 +64,37 @@ def run(side: Literal["draft", "target"], settings: Settings) -> int:
     finally:
         phases.close()
     print(f"swiftspec: {side} worker listening on {Endpoint(endpoint.host, server.port)}", file=sys.stderr, flush=True)
-    over = threading.Event()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, before[number])
-        over.set()
-
-    before: dict[int, Any] = {}
-    for number in ASKS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, end)
-    try:
-        server.run(over)
+    with Asked() as asked:
+        server.run(asked.signals)
         server.stop(settings.drain_timeout)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return 0
+
+
+class Asked:
+    """The first signal asks for a graceful end and is put into `signals`, which a handler may do at any moment; a
+    second one ends the command as it ends any other."""
+
+    def __init__(self) -> None:
+        self.signals: SimpleQueue[int] = SimpleQueue()
+        self._before: dict[int, Any] = {}
+        self._asked = False
+
+    def __enter__(self) -> Asked:
+        for number in ASKS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            self.__exit__()
+            os.kill(os.getpid(), number)
+        self._asked = True
+        self.signals.put(number)
 
 
 def _service(side: Literal["draft", "target"], settings: Settings, path: Path, phases: Phases) -> Service[Any]:

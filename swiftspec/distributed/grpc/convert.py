@@ -133,7 +133,8 @@ def check_result(result: VerifyResult, proposal: Proposal) -> None:
     if (result.request, result.round, result.prefix_len) != (proposal.request, proposal.round, proposal.prefix_len):
         raise ValueError(f"a result of round {result.round}, where round {proposal.round} was asked for")
     path, parents = result.path, proposal.parents
-    if path[0] != 0 or max(path) >= len(parents) or any(parents[b] != a for a, b in pairwise(path)):
+    inside = path[0] == 0 and 0 <= min(path) <= max(path) < len(parents)
+    if not inside or any(parents[b] != a for a, b in pairwise(path)):
         raise ValueError("a result's path does not lead down the proposal")
     if tuple(proposal.tokens[node] for node in path[1:]) != result.tokens[:-1]:
         raise ValueError("a result's tokens are not those of its path")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hmac
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import grpc
@@ -31,7 +31,7 @@ class Server:
         """Raises UserError where nothing can listen at `endpoint`, or it would be open to other machines unguarded."""
         security.check_worker(endpoint)
         calls = 2 * most_sessions + BESIDE
-        guards = () if security.token is None else (TokenGuard(security.token),)
+        guards: list[grpc.ServerInterceptor] = [] if security.token is None else [TokenGuard(security.token)]
         self._server = grpc.server(
             ThreadPoolExecutor(calls, "grpc"), interceptors=guards, options=OPTIONS, maximum_concurrent_rpcs=calls
         )
@@ -45,10 +45,14 @@ class Server:
         for name in ("", service.name):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
-    def run(self, over: threading.Event) -> None:
-        """Serves until then. Sessions that rest too long end meanwhile."""
-        while not over.wait(LOOK):
-            self._service.sessions.sweep()
+    def run(self, over: SimpleQueue[int]) -> None:
+        """Serves until something is put there. Sessions that rest too long end meanwhile."""
+        while True:
+            try:
+                over.get(timeout=LOOK)
+                return
+            except Empty:
+                self._service.sessions.sweep()
 
     def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls, and waits so many seconds for those under way: a request of a client's is one."""
@@ -59,7 +63,7 @@ class Server:
 def _listen(server: Any, endpoint: Endpoint, security: Security) -> int:
     """Has a server listen there. Returns the port. Raises UserError where it cannot."""
     try:
-        if security.cert is None:
+        if security.cert is None or security.key is None:
             return server.add_insecure_port(str(endpoint))
         return server.add_secure_port(str(endpoint), grpc.ssl_server_credentials([(security.key, security.cert)]))
     except RuntimeError:

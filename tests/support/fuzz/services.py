@@ -132,7 +132,7 @@ def hear_target(says: Sequence[pb.VerifyAnswer]) -> str:
     return "taken"
 
 
-def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Message | None:
+def read_or_none(reader: Any, to_message: Any, words: list[int]) -> Any:
     """Words of ranks as a message of workers, where they make one."""
     try:
         return to_message(reader(words))
