@@ -120,7 +120,7 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
 
 def main() -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(prog="python -m bench.wire", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.wire", description=__doc__)
     parser.add_argument("--delays", type=lambda text: [float(part) for part in text.split(",")], default=[0.2, 2, 20])
     parser.add_argument("--bandwidth", default="1Gbit")
     parser.add_argument("--tokens", type=int, default=96)
