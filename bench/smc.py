@@ -2,6 +2,7 @@
 
     python -m bench.smc [--particles 1,4,8] [--steps 4] [--ops reference] [--threads 2] [--memory]
     python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
+    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # tokens a second of all groups
 
 Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
 temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
@@ -93,11 +94,11 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
     return score
 
 
-def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
+def build(particles: int, steps: int, args: argparse.Namespace, groups: int = 1) -> LLM:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT}
     if particles == 0:
         return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
-    population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
+    population = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=groups)
     return LLM(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
 
 
@@ -170,6 +171,30 @@ def memory(args: argparse.Namespace) -> None:
         f"  KV moved by fan-out and resampling ({int(smc.particles.resampled)} times): none; by {answer.compactions}"
         f" compactions: {answer.moved_slots} slots"
     )
+
+
+def groups(args: argparse.Namespace) -> None:
+    """Tokens a second of all groups together, for every G, N and K. Every G decodes the same requests, as many as the
+    most groups; they are all as long, so that no place is empty."""
+    most = max(args.groups)
+    read = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
+    prompts = [read[i % len(read)] for i in range(most)]
+    sampling = [
+        SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i) for i in range(most)
+    ]
+    for particles, steps in ((n, k) for k in args.steps for n in args.particles):
+        systems = {count: build(particles, steps, args, count) for count in args.groups}
+        spent = dict.fromkeys(systems, 0.0)
+        for _ in range(args.seeds):
+            for count, llm in systems.items():
+                llm.generate(prompts[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
+                began = time.perf_counter()
+                answers = llm.generate_batch(prompts, sampling)
+                spent[count] += time.perf_counter() - began - sum(answer.stats.prompt_time for answer in answers)
+        rates = {count: args.seeds * most * args.max_tokens / seconds for count, seconds in spent.items()}
+        for count, rate in rates.items():
+            times = rate / rates[min(rates)]
+            print(f"N={particles:<3} K={steps:<3} G={count:<3} {rate:7.1f} tok/s of all groups  {times:5.2f}x")
 
 
 def plot(results: Sequence[Result], file: Path, title: str) -> None:
@@ -253,6 +278,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--groups", type=numbers, help="several requests at a time: this many, and their speed alone")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -263,6 +289,9 @@ def main() -> None:
         time.perf_counter = time.thread_time  # the engine's clock
     if args.memory:
         memory(args)
+        return
+    if args.groups:
+        groups(args)
         return
     results = measure(args)
     for result in results:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,6 +121,7 @@ class Places(RuleBasedStateMachine):
 
     G, SLOTS, LIMIT = 3, 64, 12
     PLAN = PopulationConfig(2, 2, 0.8, smc_groups=G)
+    KNOWN: ClassVar[dict[str, list[int]]] = {}  # answers of requests alone
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,9 +129,17 @@ class Places(RuleBasedStateMachine):
         self.alone = make_worker(*MODELS, replace(self.PLAN, smc_groups=1), longest=self.LIMIT, slots=self.SLOTS)
         self.here: dict[Group, Asked] = {}
 
+    def wanted(self, asked: Asked) -> list[int]:
+        """What a request gives alone."""
+        key = repr(asked)
+        if key not in self.KNOWN:
+            decode(self.alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
+            self.KNOWN[key] = self.alone.answer().tokens
+        return self.KNOWN[key]
+
     @precondition(lambda self: len(self.here) < self.G)
     @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=4), seed=st.integers(0, 9),
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3), seed=st.integers(0, 3),
         shaped=st.sampled_from([{}, FILTERED]), stops=st.sampled_from([frozenset[int](), frozenset({1})]),
         limit=st.integers(1, LIMIT),
     )  # fmt: skip
@@ -148,8 +157,7 @@ class Places(RuleBasedStateMachine):
         for group in [group for group in self.here if group.over]:
             asked, answer = self.here.pop(group), self.worker.finish(group)
             self.worker.leave(group)
-            decode(self.alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
-            assert answer.tokens == self.alone.answer().tokens
+            assert answer.tokens == self.wanted(asked)
             assert answer.tokens[: len(group.tokens)] == group.tokens
 
     @precondition(lambda self: self.here)
