@@ -115,6 +115,8 @@ class EngineConfig:
             object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
         remote = self.target_remote or self.draft_remote
         require(self.mode != "smc" or not remote, "mode smc runs both models in one place: take a mode with a tree")
+        alone = self.mode != "smc" or self.population.smc_groups == 1 or self.target_tp == 1
+        require(alone, "several groups of particles run on one rank: take smc_groups 1, or one rank")
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)

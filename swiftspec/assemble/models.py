@@ -79,8 +79,8 @@ class Models:
     kept_memory: int
     cache: PackedCache | None
     grammars: Grammars
-    only: Side | None  # what a worker runs of the pair, and for how many sessions
-    sessions: int
+    only: Side | None = None  # what a worker runs of the pair, and for how many sessions
+    sessions: int = 1
     pause: Pause = field(default_factory=Pause)  # what the runners of this process call
     capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
