@@ -144,7 +144,7 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
             worker.open(opening([0, 1, 2], sampling), {1}, 18)
             while worker.launch():
                 worker.collect()
-        graphed, plain = (worker.finish() for worker in workers)
+        graphed, plain = (worker.answer() for worker in workers)
         assert graphed.tokens == plain.tokens and graphed.log_z == pytest.approx(plain.log_z)
         assert (graphed.ess_mean, graphed.resample_rate) == (plain.ess_mean, plain.resample_rate)
         assert captures[0] is not None
