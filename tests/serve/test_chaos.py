@@ -21,7 +21,7 @@ from tests.support.victims import SHARED, Job, hurt, until
 @pytest.mark.parametrize(
     ("seconds", "ranks", "target_tp", "seed"),
     [
-        pytest.param(25.0, 2, 1, 1, marks=pytest.mark.slow),
+        pytest.param(15.0, 2, 1, 1, marks=pytest.mark.slow),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [(40.0, 1, 1, 4), (40.0, 2, 1, 1), (40.0, 3, 1, 2), (40.0, 3, 2, 3)]

@@ -193,7 +193,7 @@ class ManyPlaces(Places):
 
 
 ManyPlaces.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
-TestManyPlaces = pytest.mark.slow(ManyPlaces.TestCase)
+TestManyPlaces = pytest.mark.long(ManyPlaces.TestCase)
 
 # Real models.
 
@@ -230,7 +230,7 @@ NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
     [
         ("pair", torch.float64, 4, 3),
         pytest.param("pair", torch.bfloat16, 4, 4, marks=NATIVE),
-        pytest.param("pair", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.slow)),
+        pytest.param("pair", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.long)),
         pytest.param("int4", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.slow)),
     ],
 )
