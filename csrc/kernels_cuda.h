@@ -57,9 +57,10 @@ void embed(const int64_t* tokens, const void* table, int64_t rows, int64_t row_b
 
 // ---- attention
 
-// RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, in two steps: `prepare_attention` once a
-// forward, `attention` once a layer. cuda/attention/attention.h says how. All pointers are the device's; those that are
-// not const are scratch of the sizes named, in any state.
+// RoPE, KV append and masked attention for bfloat16 heads of 64 or 128, over a cache of bfloat16 or of float8, where
+// new keys and values count as the cache rounds them. In two steps: `prepare_attention` once a forward, `attention`
+// once a layer. cuda/attention/attention.h says how. All pointers are the device's; those that are not const are
+// scratch of the sizes named, in any state.
 struct RowGroup {
   int32_t first, count;  // rows
   int32_t base;          // leading slots that all of them see
@@ -83,10 +84,11 @@ struct AttentionSetup {
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
   int64_t clusters;  // that the device holds at a time, of `attention_clusters`
   float scale;       // of the scores, base 2
+  bool float8;       // keys and values of the cache are e4m3, else bfloat16
 };
 int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one_sequence);
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity);  // of the current device's kernel
-int64_t attention_clusters(int64_t dim);  // makes the kernel ready, too
+int64_t attention_clusters(int64_t dim, bool float8);  // makes the kernel ready, too
 void prepare_attention(const AttentionSetup& setup, Stream stream);
 void attention(const AttentionSetup& setup, const void* qkv, void* keys, void* values, void* out, Stream stream);
 

@@ -19,7 +19,7 @@ struct Attention {
 
 void check_sizes(const CudaCache& cache, int64_t rows, int64_t width, int64_t heads, bool sequences_told) {
   const int64_t kv_heads = cache.kv_heads;
-  check(cache.type == kBfloat16, "the cache must be bfloat16");
+  check(cache.type == kBfloat16 || cache.type == kUint8, "the cache must be bfloat16, or float8 as uint8");
   check(cache.head_dim == 64 || cache.head_dim == 128, "head_dim must be 64 or 128");
   check(heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check(heads / kv_heads <= 64, "at most 64 heads share keys");
@@ -36,6 +36,7 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
   const int64_t rows = mask.size(0), width = mask.size(1), dim = cache.head_dim, kv_heads = cache.kv_heads;
   check_sizes(cache, rows, width, heads, sequence.has_value());
   const Place here = gpu();
+  const bool float8 = cache.type == kUint8;
   const int64_t most = cuda::attention_groups(rows, heads, kv_heads, cache.sequences == 1);
   const int64_t lines = cuda::attention_lines(rows, heads, cache.capacity);
   const cuda::AttentionSetup setup{
@@ -60,8 +61,9 @@ Attention make_attention(const Array& cos, const Array& sin, const Array& positi
       kv_heads,
       cache.capacity,
       dim,
-      cuda::attention_clusters(dim),
-      1.44269504f / std::sqrt(static_cast<float>(dim))};
+      cuda::attention_clusters(dim, float8),
+      1.44269504f / std::sqrt(static_cast<float>(dim)),
+      float8};
   return {setup, cache};
 }
 

@@ -53,6 +53,13 @@ __device__ inline uint32_t bf16_pair(float low, float high) {
   return pair;
 }
 
+// a b + c of two bfloat16 each, rounded once; those below the normal ones count, too.
+__device__ inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t pair;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(a), "r"(b), "r"(c));
+  return pair;
+}
+
 // ---- copies to shared memory, and to L2
 
 // 16 bytes from global to shared memory, past the registers and L1.

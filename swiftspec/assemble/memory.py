@@ -14,6 +14,11 @@ INT4_BITS = 4.25  # a weight's, with scales and zero points in groups of 128
 GB = 1e9
 
 
+def token_bytes(config: ModelConfig, cache_dtype: torch.dtype) -> int:
+    """Of one token's keys and values, in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
+
+
 @dataclass(frozen=True, slots=True)
 class Need:
     """Bytes of one rank of `ranks` that share a model: its weights, and its keys and values for so many slots."""
@@ -22,6 +27,7 @@ class Need:
     dtype: torch.dtype
     slots: int
     ranks: int
+    cache_dtype: torch.dtype | None = None  # None: as `dtype`
 
     @property
     def weights(self) -> float:
@@ -34,9 +40,7 @@ class Need:
 
     @property
     def cache(self) -> float:
-        config = self.config
-        each = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
-        return each * self.slots / self.ranks
+        return token_bytes(self.config, self.cache_dtype or self.dtype) * self.slots / self.ranks
 
 
 def check_memory(needs: Iterable[Need], device: torch.device) -> None:
@@ -50,5 +54,6 @@ def check_memory(needs: Iterable[Need], device: torch.device) -> None:
     raise UserError(
         f"the models need {(weights + cache) / GB:.1f} GB of GPU memory, {weights / GB:.1f} for weights and"
         f" {cache / GB:.1f} for {held[0].slots} tokens of context, and {torch.cuda.get_device_name(device)} has"
-        f" {free / GB:.1f} free: take a smaller max_model_len, int4 weights, or more GPUs"
+        f" {free / GB:.1f} free: take a smaller max_model_len, int4 weights,"
+        f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
     )

@@ -12,7 +12,7 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.assemble.loaded import Loaded
-from swiftspec.assemble.memory import Need, check_memory
+from swiftspec.assemble.memory import Need, check_memory, token_bytes
 from swiftspec.assemble.options import (
     KEPT_MEMORY,
     HeadName,
@@ -22,6 +22,7 @@ from swiftspec.assemble.options import (
     Ranks,
     RoundingName,
     Side,
+    cache_dtype_of,
     check_rounding,
     operators,
     own_device,
@@ -72,6 +73,7 @@ class Models:
     vocab_size: int
     ops: OpsName
     activations: RoundingName
+    cache_dtype: torch.dtype | None  # of keys and values; None: as a model computes
     head: HeadName
     load: Load
     emulate: Emulation
@@ -114,12 +116,13 @@ class Models:
         emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_rounding(activations, head, ops, device)
+        stored = cache_dtype_of(options.get("kv_cache_dtype", "auto"), ops, device)
         kept = options.get("kept_memory", KEPT_MEMORY)
         require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
         packed = options.get("packed_cache")
         models = Models(
-            Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, head, load,
-            emulate, trace, kept, None if packed is None else PackedCache(packed),
+            Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
+            head, load, emulate, trace, kept, None if packed is None else PackedCache(packed),
             Grammars(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
         )  # fmt: skip
         if device.type == "cuda":
@@ -144,7 +147,7 @@ class Models:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
             slots = self.sessions * plan.sequences * (self._context(plan) + self.slots(side, plan))
-            needs.append(Need(config, dtype, slots, max(ranks, 1)))
+            needs.append(Need(config, dtype, slots, max(ranks, 1), self.cache_dtype))
         apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
@@ -167,6 +170,7 @@ class Models:
             "share_gpus": self.share_device,
             "ops": self.ops,
             "activations": self.activations,
+            "kv_cache_dtype": "auto" if self.cache_dtype is None else "fp8",
             "head": self.head,
             **{name: None if times is None else str(times.points) for name, times in paces.items()},
             "max_model_len": self.max_model_len,
@@ -227,7 +231,7 @@ class Models:
         model = self.load(
             path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.slots(side, plan),
             progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
-            kept=self.cache if ops is cpu else None,
+            cache_dtype=self.cache_dtype, kept=self.cache if ops is cpu else None,
         )  # fmt: skip
         hook = None if times is None else emulate.hook(times, 1 if group is None else group.size)
         captures = self.device.type == "cuda" and ops.CAPTURES > 0
@@ -264,7 +268,7 @@ class Models:
         size = 0  # bytes of a token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
-            size += 2 * config.num_layers * config.num_kv_heads * config.head_dim * self._kind(config).itemsize
+            size += token_bytes(config, self.cache_dtype or self._kind(config))
         return self.kept_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:

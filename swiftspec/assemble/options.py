@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import torch
 
@@ -13,8 +13,9 @@ from swiftspec.backends import cpu, cuda, library, reference
 from swiftspec.backends.cuda.devices import missing
 from swiftspec.distributed.grpc.endpoint import Security
 from swiftspec.distributed.rank import Progress
-from swiftspec.errors import UserError
+from swiftspec.errors import UserError, shown
 from swiftspec.model.config import ModelConfig
+from swiftspec.model.float8 import FLOAT8
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
 from swiftspec.model.loader import Kept
@@ -24,6 +25,7 @@ from swiftspec.observe.emulate import Emulation
 KEPT_MEMORY = 1024  # MiB
 OpsName = Literal["auto", "reference", "unfused", "cuda"]
 RoundingName = Literal["auto", "int8", "native"]
+CacheName = Literal["auto", "fp8"]
 Side = Literal["target", "draft"]
 HeadName = Literal["auto", "int8", "int4", "native"]
 ROUNDING_OPS = ("auto", "reference")  # those that multiply rows rounded to int8, on a CPU
@@ -62,6 +64,7 @@ class Options(TypedDict, total=False):
     vocab_size: int | None  # the base vocabulary that both tokenizers share; beyond it a head's rows count as -inf
     ops: OpsName  # auto if left out: the fastest that fit; what serve's --ops says of the others
     activations: RoundingName  # auto if left out: int8 for int4 weights in a bfloat16 model on a CPU
+    kv_cache_dtype: CacheName  # auto if left out: keys and values in the model's dtype. fp8: as float8 e4m3
     head: HeadName  # auto if left out: the draft's, int8 where activations are, int4 on the CUDA operators
     load: Load  # what makes a model of a directory; load_model if left out
     emulate: Emulation | None  # step times that the models are to take at least
@@ -89,6 +92,7 @@ class Load(Protocol):
         max_positions: int,
         group: Group | None,
         rounding: Rounding,
+        cache_dtype: torch.dtype | None,
         progress: Progress | None,
         kept: Kept | None,
     ) -> Transformer: ...
@@ -124,6 +128,16 @@ def check_rounding(activations: RoundingName, head: HeadName, ops: OpsName, devi
             raise UserError(f"{name} int8 is for the operators of a CPU, not for {where}: leave it out")
     if head == "int8" and activations == "native":
         raise UserError("head int8 rounds the rows that it meets, and activations native rounds none: leave one out")
+
+
+def cache_dtype_of(name: CacheName, ops: OpsName, device: torch.device) -> torch.dtype | None:
+    """The type of stored keys and values; None: as a model computes. Raises UserError on one that the operators do not
+    have."""
+    if name not in get_args(CacheName):
+        raise UserError(f"kv_cache_dtype must be one of {', '.join(get_args(CacheName))}, not {shown(name)}")
+    if name == "fp8" and device.type == "cpu" and ops == "auto":
+        raise UserError("kv_cache_dtype fp8 is for a GPU, and on a CPU for ops reference: take that, or leave it out")
+    return FLOAT8 if name == "fp8" else None
 
 
 def own_device(device: torch.device, ranks: Ranks | None, share: bool) -> torch.device:

@@ -11,6 +11,7 @@ import torch
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.files import Progress, open_tensors, read_config
+from swiftspec.model.float8 import FLOAT8, Fit
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.group import Group
@@ -53,14 +54,17 @@ def load_model(
     max_positions: int,
     group: Group | None = None,
     rounding: Rounding = NO_ROUNDING,
+    cache_dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     kept: Kept | None = None,
 ) -> Transformer:
     """A checkpoint directory as a model that computes in `dtype`; None takes the one that config.json names.
 
-    `rounding`: what is rounded to int8, for the operators of a CPU. `kept`: where what `ops` packs may be kept for the
-    next time. With a group it is this rank's share, and every rank of the group must run the same forwards. Raises
-    UserError on a checkpoint that is damaged, of another kind, or cannot be cut for so many ranks.
+    `rounding`: what is rounded to int8, for the operators of a CPU. `cache_dtype`: of the keys and values that will be
+    stored, None for the model's; with float8 its weights are moved so that they fit (float8.py). `kept`: where what
+    `ops` packs may be kept for the next time. With a group it is this rank's share, and every rank of the group must
+    run the same forwards. Raises UserError on a checkpoint that is damaged, of another kind, or cannot be cut for so
+    many ranks.
     """
     config = read_config(path)
     shard = None
@@ -72,14 +76,21 @@ def load_model(
     tensors = open_tensors(path, progress)
     weights = Checkpoint(config, tensors, format_of(config)).read()
     weights = rounding.of_weights(weights if shard is None else shard.cut(weights))
+    if cache_dtype == FLOAT8:
+        own = config if shard is None else shard
+        kv_heads = config.num_kv_heads if shard is None else shard.kv_heads
+        weights = Fit(own.num_heads, kv_heads, config.head_dim).of_weights(weights)
     kind: torch.dtype = dtype or getattr(torch, config.dtype)
     entry = None
     if kept is not None:
         share = [0, 1] if shard is None else [shard.rank, shard.size]
         facts = {"files": tensors.facts, "config": repr(config), "dtype": str(kind), "share": share}
+        facts |= {} if cache_dtype is None else {"cache": str(cache_dtype)}
         entry = kept.entry({**facts, "rounding": repr(rounding)})
         weights = entry.over(weights, kind, tensors.skip)
-    model = Transformer(config, weights, ops, device, kind, max_positions, share=shard, group=group)
+    model = Transformer(
+        config, weights, ops, device, kind, max_positions, share=shard, group=group, cache_dtype=cache_dtype
+    )
     tensors.check_all_taken()
     if entry is not None:
         entry.keep(model.stack)

@@ -53,18 +53,19 @@ class Share(Protocol):
 class Transformer:
     """A decoder whose operators come from the module `ops`, chosen once.
 
-    In a group of ranks this is one rank's `share`. `kv_heads` is what its KV cache must be built with.
+    In a group of ranks this is one rank's `share`. Its KV cache must be built with `kv_heads` and `cache_dtype`.
     """
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops, device: torch.device | str, dtype: torch.dtype,
         max_positions: int, *, share: Share | None = None, group: Group | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.config, self.device, self.dtype = config, torch.device(device), dtype
         self.num_heads = config.num_heads if share is None else share.num_heads
         self.kv_heads = config.num_kv_heads if share is None else share.kv_heads
         self.head_rows = config.vocab_size if share is None else share.head_rows  # of this rank, padding counted
-        self.group, self._ops = group, ops
+        self.group, self._ops, self.cache_dtype = group, ops, cache_dtype or dtype
         cos, sin = ops.rope_tables(config.rope, config.head_dim, max_positions, dtype, device)
         head = ops.pack(weights.head(), dtype, device)  # the largest is held twice while there is little else
         embedding, layers = weights.embedding.to(device, dtype), [self._pack(read()) for read in weights.layers]

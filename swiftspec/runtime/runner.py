@@ -45,10 +45,9 @@ class Runner:
     ) -> None:
         """`vocab`: the base vocabulary; of a longer head the rows beyond count as -inf. `shard`: this rank's part."""
         config = model.config
-        self.model, self.ops, self.vocab, self.shard = model, ops, vocab, shard
-        self.tree_slots = tree_slots
+        self.model, self.ops, self.vocab, self.shard, self.tree_slots = model, ops, vocab, shard, tree_slots
         shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
-        self.cache = KVCache(*shape, ops.mover, dtype=model.dtype, device=model.device)
+        self.cache = KVCache(*shape, ops.mover, dtype=model.cache_dtype, device=model.device)
         self.busy = 0.0
         self.hooks: list[Hook] = []
         self.pause: Callable[[], None] = lambda: None  # called before each chunk of a prompt; may raise RequestEnds

@@ -81,6 +81,10 @@ class OwnSettings:
         "auto", "How rows meet int4 weights on a CPU: rounded to int8, with exact integer sums, or in --dtype.", MODELS,
         shown="auto: int8 under bfloat16, else native",
     )  # fmt: skip
+    kv_cache_dtype: Literal["auto", "fp8"] = setting(
+        "auto", "Type of stored keys and values. fp8: float8 e4m3, half the memory; on a GPU, or with --ops reference.",
+        MODELS, shown="auto: as --dtype",
+    )  # fmt: skip
     head: Literal["auto", "int8", "int4", "native"] = setting(
         "auto", "Round a dense vocabulary projection at load; int8 on a CPU only.", MODELS,
         shown="auto: the draft's: int8 where activations are, int4 on the CUDA operators",

@@ -181,6 +181,7 @@ def load_options(settings: Settings, target: Path, world: World | None) -> tuple
         "share_device": settings.share_gpus,
         "ops": settings.ops,
         "activations": settings.activations,
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "head": settings.head,
         "emulate": emulation_of(settings),
         "trace": None if settings.trace is None else Path(settings.trace),

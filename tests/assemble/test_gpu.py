@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def test_what_a_model_needs() -> None:
     assert need().weights == pytest.approx(2 * 8.03e9, rel=0.01)
     assert need(**AWQ).weights == pytest.approx(6.98e9 * 4.25 / 8 + 2 * 1.05e9, rel=0.01)
     assert need().cache == 8192 * 128 * 1024
+    assert replace(need(), cache_dtype=torch.float8_e4m3fn).cache == need().cache / 2
     assert need(ranks=4).weights == need().weights / 4 and need(ranks=4).cache == need().cache / 4
 
 
@@ -63,7 +65,7 @@ def test_too_little_memory_is_told_before_loading() -> None:
         check_memory([need(131072), need(131072)], GPU)
     assert str(error.value) == (
         "the models need 66.5 GB of GPU memory, 32.1 for weights and 34.4 for 131072 tokens of context, and RTX 4090"
-        " has 23.5 free: take a smaller max_model_len, int4 weights, or more GPUs"
+        " has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more GPUs"
     )
 
 

@@ -287,7 +287,8 @@ def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.M
     def models(**more: Any) -> Models:
         plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
         others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
-        others |= {"activations": "auto", "head": "auto", "kept_memory": 0, "cache": None, "grammars": None}
+        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "kept_memory": 0, "cache": None}
+        others |= {"grammars": None}
         return Models(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
 
     def width(target: bool, draft: bool, **more: Any) -> int:

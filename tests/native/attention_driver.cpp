@@ -58,7 +58,7 @@ struct Case {
     AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
-                    1.44269504f / std::sqrt(static_cast<float>(dim))};
+                    1.44269504f / std::sqrt(static_cast<float>(dim)), false};
     const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, part_keys<F>(capacity));
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);

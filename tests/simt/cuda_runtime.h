@@ -161,6 +161,14 @@ T __ldcg(const T* p) {
 }
 inline int __popc(uint32_t x) { return std::popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selector >> 4 * i & 7;
+    out |= ((from < 4 ? x : y) >> 8 * (from % 4) & 0xffu) << 8 * i;
+  }
+  return out;
+}
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }

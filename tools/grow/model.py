@@ -16,6 +16,7 @@ from swiftspec.model.checkpoint import Checkpoint
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.config_json import parse_config
 from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.float8 import FLOAT8, Fit
 from swiftspec.model.formats import format_of
 from swiftspec.model.transformer import Ops, Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
@@ -137,8 +138,12 @@ def load(
     ops: Ops,
     max_positions: int,
     dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> Transformer:
     """The grown model as model/loader.py would load it, made on the device: nothing is written, nothing held twice."""
     grown = Grown.of(path, sizes, kind, device, seed)
-    return Transformer(grown.large, grown.weights(), ops, device, dtype or DTYPES[kind], max_positions)
+    large, weights = grown.large, grown.weights()
+    if cache_dtype == FLOAT8:
+        weights = Fit(large.num_heads, large.num_kv_heads, large.head_dim).of_weights(weights)
+    return Transformer(large, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)

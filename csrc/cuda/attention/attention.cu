@@ -94,11 +94,11 @@ __device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool 
 // It starts early, but lets nobody start before its end: with few heads it leaves many SMs idle, on which the blocks of
 // the next projection would settle two by two, and stay so for their whole stream of weights. The projection in front
 // of it has asked for the first of these weights instead (Weights::next).
-template <int kDim>
+template <int kDim, class Stored>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, uint16_t* keys, uint16_t* values,
+    attention_kernel(const __grid_constant__ AttentionSetup a, const uint16_t* qkv, Stored* keys, Stored* values,
                      uint16_t* out) {
-  using F = Here<kDim>;
+  using F = Here<kDim, Stored>;
   ptx::wait_for_dependencies();
   auto& s = *reinterpret_cast<Shared<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
@@ -135,15 +135,20 @@ void launch_attention(const AttentionSetup& a, const void* qkv, void* keys, void
                   static_cast<unsigned>(shared));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = F::kCluster, .shared = sizeof(Shared<F>),
                    .early = true};
-  launch("attention", attention_kernel<F::kDim>, how, stream, a, static_cast<const uint16_t*>(qkv),
-         static_cast<uint16_t*>(keys), static_cast<uint16_t*>(values), static_cast<uint16_t*>(out));
+  using Stored = typename F::Stored;
+  launch("attention", attention_kernel<F::kDim, Stored>, how, stream, a, static_cast<const uint16_t*>(qkv),
+         static_cast<Stored*>(keys), static_cast<Stored*>(values), static_cast<uint16_t*>(out));
 }
 
 // Calls back with the form that the current device's kernel has: `Here` of what it was compiled for.
-template <class Do>
+template <class Stored, class Do>
 auto with_form(int64_t dim, Do work) {
-  if (device_here().clusters()) return dim == 64 ? work(Wide<64>{}) : work(Wide<128>{});
-  return dim == 64 ? work(Narrow<64>{}) : work(Narrow<128>{});
+  if (device_here().clusters()) return dim == 64 ? work(Wide<64, Stored>{}) : work(Wide<128, Stored>{});
+  return dim == 64 ? work(Narrow<64, Stored>{}) : work(Narrow<128, Stored>{});
+}
+template <class Do>
+auto with_form(int64_t dim, bool float8, Do work) {
+  return float8 ? with_form<uint8_t>(dim, work) : with_form<uint16_t>(dim, work);
 }
 
 }  // namespace
@@ -153,13 +158,13 @@ int64_t attention_groups(int64_t rows, int64_t heads, int64_t kv_heads, bool one
 }
 
 int64_t attention_lines(int64_t rows, int64_t heads, int64_t capacity) {
-  return with_form(64, [&](auto form) { return rows * heads * parts(capacity, part_keys<decltype(form)>(capacity)); });
+  return with_form(64, false, [&](auto form) { return rows * heads * parts(capacity, part_keys<decltype(form)>(capacity)); });
 }
 
-int64_t attention_clusters(int64_t dim) {
-  with_form(dim, [](auto form) {
+int64_t attention_clusters(int64_t dim, bool float8) {
+  with_form(dim, float8, [](auto form) {
     using F = decltype(form);
-    allow_shared("attention", attention_kernel<F::kDim>, sizeof(Shared<F>));
+    allow_shared("attention", attention_kernel<F::kDim, typename F::Stored>, sizeof(Shared<F>));
   });
   const Device& device = device_here();
   return device.at_once[device.clusters() ? 3 : 0];
@@ -175,7 +180,7 @@ void prepare_attention(const AttentionSetup& a, Stream stream) {
 
 void attention(const AttentionSetup& a, const void* qkv, void* keys, void* values, void* out, Stream stream) {
   if (a.rows == 0) return;
-  with_form(a.dim, [&](auto form) { launch_attention<decltype(form)>(a, qkv, keys, values, out, stream); });
+  with_form(a.dim, a.float8, [&](auto form) { launch_attention<decltype(form)>(a, qkv, keys, values, out, stream); });
 }
 
 }  // namespace swiftspec::cuda

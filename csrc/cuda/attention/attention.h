@@ -9,7 +9,8 @@
 //
 // Rows that share a sequence form groups of up to 64 columns, a row's heads side by side: they are the N of the MMA,
 // keys and then dimensions are its M. A tile is loaded in units of 16 keys: those that all rows of the group see in the
-// same slots once, the others for each row.
+// same slots once, the others for each row. Of a cache of float8 a unit becomes bfloat16 when it has come, where it lies:
+// all that follows is the same.
 #pragma once
 
 // in the order in which they are best read

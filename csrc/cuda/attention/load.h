@@ -7,6 +7,7 @@
 #include "common/bfloat16.h"
 #include "common/ieee.h"
 #include "cuda/attention/tile.h"
+#include "cuda/float8.h"
 
 #ifdef __CUDA_ARCH__
 #include "cuda/ptx.cuh"
@@ -55,6 +56,12 @@ SWIFTSPEC_HD Chunk rotated(const AttentionSetup& a, const uint16_t* x, int64_t r
   return out;
 }
 
+// Eight elements as the cache holds them.
+SWIFTSPEC_HD void put(uint16_t* to, const Chunk& chunk) { *reinterpret_cast<Chunk*>(to) = chunk; }
+SWIFTSPEC_HD void put(uint8_t* to, const Chunk& chunk) {
+  *reinterpret_cast<float8::Eight*>(to) = float8::nearest(chunk);
+}
+
 // New keys and values of this group's rows go to the cache; the blocks of the first part share them.
 template <class F>
 SWIFTSPEC_HD void append(const Job<F>& j, int rank, int thread) {
@@ -65,8 +72,8 @@ SWIFTSPEC_HD void append(const Job<F>& j, int rank, int thread) {
     const uint16_t* k = j.qkv + row * j.width() + (j.setup.heads + j.head) * F::kDim;
     const uint16_t* v = k + j.setup.kv_heads * F::kDim;
     const int64_t to = j.region() + j.setup.slots[row] * F::kDim + at;
-    *reinterpret_cast<Chunk*>(j.keys + to) = rotated<F::kDim>(j.setup, k, row, at);
-    *reinterpret_cast<Chunk*>(j.values + to) = *reinterpret_cast<const Chunk*>(v + at);
+    put(j.keys + to, rotated<F::kDim>(j.setup, k, row, at));
+    put(j.values + to, *reinterpret_cast<const Chunk*>(v + at));
   }
 }
 
@@ -93,18 +100,19 @@ SWIFTSPEC_HD void load_queries(const Job<F>& j, Shared<F>& s, int thread) {
 
 enum class Kind : uint8_t { keys, values };
 
-// Units first .. first + count - 1 into the stage from `slot` on. Keys that a row does not have are zeros.
+// Units first .. first + count - 1 into the stage from `slot` on, as the cache holds them: float8 comes to the second
+// half of where its bfloat16 will be. Keys that a row does not have are zeros, new ones are rounded as in the cache.
 template <Kind kKind, class F>
 SWIFTSPEC_HD void load_units(const Job<F>& j, Shared<F>& s, int first, int count, int slot, int thread) {
-  constexpr int kChunks = F::kDim / 8, kSize = kUnit * kChunks;
+  constexpr int kPieces = F::kDim / F::kEach, kSize = kUnit * kPieces;
   const AttentionSetup& a = j.setup;
   const int64_t start = window_start(a, j.sequence());
-  const uint16_t* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
+  const typename F::Stored* cache = (kKind == Kind::keys ? j.keys : j.values) + j.region();
   for (int i = thread; i < count * kSize; i += kThreads) {
     const Unit unit = unit_at(j, s, first + i / kSize);
-    const int key = i % kSize / kChunks, at = i % kChunks * 8;
+    const int key = i % kSize / kPieces, at = i % kPieces * F::kEach;
     const int64_t number = j.first_key() + unit.index * kUnit + key, row = j.group.first + unit.row;
-    auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][key][at]);
+    auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][key][at + F::kEach - 8]);
     if (number >= s.seen[unit.row]) {
       *to = Chunk{};
       continue;
@@ -114,8 +122,26 @@ SWIFTSPEC_HD void load_units(const Job<F>& j, Shared<F>& s, int first, int count
       fetch(to, reinterpret_cast<const Chunk*>(cache + from * F::kDim + at));
     } else {
       const uint16_t* fresh = j.qkv + ~from * j.width() + (a.heads + j.head) * F::kDim;
-      *to = kKind == Kind::keys ? rotated<F::kDim>(a, fresh, ~from, at)
-                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * F::kDim + at);
+      SWIFTSPEC_UNROLL
+      for (int e = 0; e < F::kEach; e += 8) {
+        put(reinterpret_cast<typename F::Stored*>(to) + e,
+            kKind == Kind::keys ? rotated<F::kDim>(a, fresh, ~from, at + e)
+                                : *reinterpret_cast<const Chunk*>(fresh + a.kv_heads * F::kDim + at + e));
+      }
+    }
+  }
+}
+
+// Makes bfloat16 of `count` units in the stage from `slot` on; each thread of what it has loaded itself.
+template <class F>
+SWIFTSPEC_HD void widen_units(Shared<F>& s, int count, int slot, int thread) {
+  if constexpr (F::kEach == 16) {
+    constexpr int kPieces = F::kDim / 16, kSize = kUnit * kPieces;
+    for (int i = thread; i < count * kSize; i += kThreads) {
+      auto* to = reinterpret_cast<Chunk*>(&s.stage[slot + i / kSize][i % kSize / kPieces][i % kPieces * 16]);
+      const float8::Two two = float8::widened(to[1]);
+      to[0] = two.x[0];
+      to[1] = two.x[1];
     }
   }
 }

@@ -21,21 +21,24 @@ SWIFTSPEC_HD constexpr int64_t most(int64_t a, int64_t b) { return a < b ? b : a
 SWIFTSPEC_HD constexpr int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 // The kernel for heads of kDim_: how many blocks join their results through each other's shared memory, each with one
-// tile of kTile_ keys, and how many units of keys or values a block has in shared memory.
-template <int kDim_, int kCluster_, int kTile_, int kStage_>
+// tile of kTile_ keys, and how many units of keys or values a block has in shared memory. `Stored_` is what the cache
+// holds: bfloat16 as uint16_t, or float8 as uint8_t.
+template <int kDim_, int kCluster_, int kTile_, int kStage_, class Stored_>
 struct Form {
+  using Stored = Stored_;
   static constexpr int kDim = kDim_, kCluster = kCluster_, kTile = kTile_, kStage = kStage_;
+  static constexpr int kEach = 16 / sizeof(Stored);                      // numbers of the cache that are loaded at once
   static constexpr int kUnits = kTile / kUnit;                           // of a tile
   static constexpr int kOwnUnits = kColumns * kUnits;                    // units for single rows, at most
   static constexpr int kScoreLine = (kTile < kDim ? kDim : kTile) + 4;  // floats from one column's scores to the next's
   static constexpr bool kInTurn = kCluster == 1;                         // a part's tiles are one block's, in turn
 };
-template <int kDim>
-using Wide = Form<kDim, 8, 128, 40>;  // up to 222 KB of shared memory
-template <int kDim>
-using Narrow = Form<kDim, 1, 64, 10>;  // for GPUs without clusters: up to 96 KB
-template <int kDim>
-using Here = std::conditional_t<ptx::kClusters, Wide<kDim>, Narrow<kDim>>;  // of the GPU that is compiled for
+template <int kDim, class Stored = uint16_t>
+using Wide = Form<kDim, 8, 128, 40, Stored>;  // up to 222 KB of shared memory
+template <int kDim, class Stored = uint16_t>
+using Narrow = Form<kDim, 1, 64, 10, Stored>;  // for GPUs without clusters: up to 96 KB
+template <int kDim, class Stored = uint16_t>  // of the GPU that is compiled for
+using Here = std::conditional_t<ptx::kClusters, Wide<kDim, Stored>, Narrow<kDim, Stored>>;
 
 // Keys of a part of a sequence, which a cluster reads: a tile for each of its blocks. A lone block takes several where
 // that leaves too many parts to be joined.

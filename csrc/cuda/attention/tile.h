@@ -28,7 +28,7 @@ template <class F>
 struct Job {
   const AttentionSetup& setup;
   const uint16_t* qkv;
-  uint16_t *keys, *values;  // of the layer
+  typename F::Stored *keys, *values;  // of the layer
   uint16_t* out;
   int64_t head;  // of keys and values
   RowGroup group;

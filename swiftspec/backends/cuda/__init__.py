@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tree_attention
-from swiftspec.backends.cuda.checks import current_stream, use_current_device
+from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.backends.cuda.devices import usable
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
 from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
@@ -115,8 +115,7 @@ def ask_ahead(stack: Stack, on: bool = True) -> None:
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
     """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
     source [m] ascends and source[i] >= start + i."""
-    use_current_device()
-    native = _C.CudaCache(k, v)
+    native = native_cache(k, v)
     device = k.device
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:

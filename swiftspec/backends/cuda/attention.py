@@ -1,8 +1,8 @@
 """Tree attention on a GPU: RoPE, KV append and masked attention, one launch a layer (csrc/cuda/attention).
 
-For bfloat16 heads of 64 or 128. A row's result does not depend, to the bit, on the other rows of its batch, on their
-number, or on the slots in which its keys lie. Nothing here waits for the device, so a forward can be captured in a
-graph: its grid depends on the shapes alone.
+For bfloat16 heads of 64 or 128, over a cache of bfloat16 or of float8. A row's result does not depend, to the bit, on
+the other rows of its batch, on their number, or on the slots in which its keys lie. Nothing here waits for the device,
+so a forward can be captured in a graph: its grid depends on the shapes alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cuda.checks import current_stream, use_current_device
+from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.model.batch import Batch
 from swiftspec.model.stack import Cache
 
@@ -40,8 +40,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
     def scratch(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    use_current_device()
-    native_cache = _C.CudaCache(cache.k, cache.v)
+    stored = native_cache(cache.k, cache.v)
     lines = _C.attention_lines_cuda(min(rows, SLICE), num_heads, capacity)
     values, sums = scratch(lines, dim, dtype=torch.float32), scratch(lines, 2, dtype=torch.float32)
     slices: list[tuple[slice, _C.CudaAttention]] = []
@@ -57,7 +56,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
             sequence=batch.sequence[here] if sequences > 1 else None,
             kv_len=batch.kv_len,
             mask=batch.mask[here],
-            cache=native_cache,
+            cache=stored,
             heads=num_heads,
             owner=scratch(sequences, capacity),
             tail=scratch(count, width),

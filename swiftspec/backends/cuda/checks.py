@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from swiftspec import _C
 
@@ -22,3 +23,10 @@ def current_stream() -> int:
 def on_gpu(device: torch.device) -> bool:
     """Whether kernels run there."""
     return device.type == "cuda"
+
+
+def native_cache(k: Tensor, v: Tensor) -> _C.CudaCache:
+    """Keys and values [layers, S, G, capacity, hd] as the native side takes them: float8 by its bytes."""
+    use_current_device()
+    k, v = (part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in (k, v))
+    return _C.CudaCache(k, v)

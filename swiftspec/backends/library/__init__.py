@@ -109,7 +109,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
     column = torch.arange(capacity, device=batch.mask.device) - (batch.kv_len - width)
     window = F.pad(batch.mask, (0, 1)).index_select(1, column.clamp(0, width))  # beyond the window nothing is in use
     hidden = ~(window | (column < 0))
-    mask = torch.zeros(hidden.shape, dtype=cache.k.dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+    mask = torch.zeros(hidden.shape, dtype=cos.dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
     part = Part(
         rows=None,
         slots=batch.slots,

@@ -72,15 +72,15 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
     parts: list[Part] = []
     for sequence in present:
         rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
-        parts.append(_part(batch, cache, sequence, rows, lengths[sequence], num_heads))
+        parts.append(_part(batch, cache, sequence, rows, lengths[sequence], num_heads, cos.dtype))
     cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
     return AttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, parts)
 
 
-def _part(batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length: int, num_heads: int) -> Part:
-    slots, window = batch.slots, batch.mask
-    if rows is not None:
-        slots, window = slots[rows], window[rows]
+def _part(
+    batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length: int, num_heads: int, dtype: torch.dtype
+) -> Part:
+    slots, window = (each if rows is None else each[rows] for each in (batch.slots, batch.mask))
     places = slots.tolist()
     first, count = places[0], len(places)
     run = places == list(range(first, first + count))
@@ -88,7 +88,7 @@ def _part(batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length
     k, v = cache.k[:, sequence : sequence + 1], cache.v[:, sequence : sequence + 1]
     to_k, to_v = (list(part[:, 0, :, target].transpose(1, 2).unbind(0)) for part in (k, v))
     keys, values = (list(part[:, :, :, :length].unbind(0)) for part in (k, v))
-    mask = _mask(window, length, num_heads // cache.k.shape[2], cache.k.dtype)
+    mask = _mask(window, length, num_heads // cache.k.shape[2], dtype)
     return Part(rows, None if run else slots, to_k, to_v, keys, values, mask)
 
 
@@ -126,14 +126,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
     The g heads that share keys become rows of one attention head, so keys and values are never expanded.
     """
     rows, kv_heads, head_dim = k.shape
-    if part.slots is None:
-        part.key_targets[layer].copy_(k)
-        part.value_targets[layer].copy_(v)
-    else:
-        part.key_targets[layer].index_copy_(0, part.slots, k)
-        part.value_targets[layer].index_copy_(0, part.slots, v)
+    for target, new in ((part.key_targets[layer], k), (part.value_targets[layer], v)):
+        if part.slots is None:
+            target.copy_(new)
+        else:
+            target[part.slots] = new.to(target.dtype)
     folded = q.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
-    out = F.scaled_dot_product_attention(folded, part.keys[layer], part.values[layer], part.mask)
+    keys, values = part.keys[layer].to(q.dtype), part.values[layer].to(q.dtype)  # new ones, too, as the cache has them
+    out = F.scaled_dot_product_attention(folded, keys, values, part.mask)
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 

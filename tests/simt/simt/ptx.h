@@ -84,6 +84,11 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
 
 inline uint32_t bf16_pair(float low, float high) { return simt::bf16(high) << 16 | simt::bf16(low); }
 
+inline uint32_t bf16_fma(uint32_t a, uint32_t b, uint32_t c) {
+  using simt::high_half, simt::low_half;
+  return bf16_pair(std::fma(low_half(a), low_half(b), low_half(c)), std::fma(high_half(a), high_half(b), high_half(c)));
+}
+
 // The bytes come when they are waited for, or at once.
 inline void cp_async16(void* shared, const void* global) {
   simt::Machine& machine = simt::Machine::get();

@@ -1,0 +1,87 @@
+// float8 e4m3 by its bits, as torch.float8_e4m3fn has them: a sign, four bits of exponent, three of mantissa; up to 448,
+// and no infinity. By integers and one product, since GPUs before Ada have no instruction for it. Host code too.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/bfloat16.h"
+#include "common/host_device.h"
+#include "common/ieee.h"
+
+#ifdef __CUDA_ARCH__
+#include "cuda/ptx.cuh"
+#endif
+
+namespace swiftspec::float8 {
+
+constexpr uint32_t kMost = 0x7e, kNaN = 0x7f;
+
+// The nearest one; ties to even, beyond 448 that, and NaN stays NaN.
+SWIFTSPEC_HD uint8_t nearest(float x) {
+  const uint32_t bits = ieee::bits_of(x), sign = bits >> 24 & 0x80u, size = bits & 0x7fffffffu;
+  if (size > 0x7f800000u) return static_cast<uint8_t>(sign | kNaN);
+  uint32_t code;
+  if (size < 121u << 23) {  // below 2^-6: whole multiples of 2^-9, which the last bit of 2^14 counts
+    code = ieee::bits_of(ieee::add(ieee::of_bits(size), 16384.0f)) - ieee::bits_of(16384.0f);
+  } else {
+    code = ((size + 0x7ffffu + (size >> 20 & 1)) >> 20) - (120u << 3);
+  }
+  return static_cast<uint8_t>(sign | (code < kMost ? code : kMost));
+}
+
+// Eight of them.
+struct alignas(8) Eight {
+  uint8_t x[8];
+};
+SWIFTSPEC_HD Eight nearest(const bf16::Chunk& chunk) {
+  Eight out;
+  for (int i = 0; i < 8; ++i) out.x[i] = nearest(bf16::widen(chunk.x[i]));
+  return out;
+}
+
+// Bytes 2 i and 2 i + 1 of a word as the upper ones of its halves.
+SWIFTSPEC_HD uint32_t spread(uint32_t word, int i) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
+#else
+  word >>= 16 * i;
+  return (word & 0xffu) << 8 | (word & 0xff00u) << 16;
+#endif
+}
+
+// The two numbers in the upper bytes of a word's halves as two of bfloat16, exactly; NaN is no number. Exponent and
+// mantissa go to their places, and 2^120 makes up for the difference between the biases.
+SWIFTSPEC_HD uint32_t widen_pair(uint32_t codes) {
+  const uint32_t moved = (codes & 0x80008000u) | (codes & 0x7f007f00u) >> 4;
+#ifdef __CUDA_ARCH__
+  return ptx::bf16_fma(moved, 0x7b807b80u, 0x80008000u);
+#else
+  const auto wide = [](uint32_t x) { return ieee::bits_of(ieee::mul(ieee::of_bits(x), ieee::of_bits(0x7b800000u))); };
+  return wide(moved << 16) >> 16 | (wide(moved & 0xffff0000u) & 0xffff0000u);
+#endif
+}
+
+// Sixteen of them, of which some may be NaN: then all become NaN, as what they are summed with would.
+struct Two {
+  bf16::Chunk x[2];
+};
+SWIFTSPEC_HD Two widened(const bf16::Chunk& codes) {
+  uint32_t words[4], pairs[8], signs = 0;
+  std::memcpy(words, &codes, sizeof words);
+  SWIFTSPEC_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    signs |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // carries into the sign of what is NaN
+    pairs[2 * i] = widen_pair(spread(words[i], 0));
+    pairs[2 * i + 1] = widen_pair(spread(words[i], 1));
+  }
+  if ((signs & 0x80808080u) != 0) {
+    SWIFTSPEC_UNROLL
+    for (uint32_t& pair : pairs) pair = 0x7fc07fc0u;
+  }
+  Two out;
+  std::memcpy(&out, pairs, sizeof out);
+  return out;
+}
+
+}  // namespace swiftspec::float8

@@ -1,0 +1,106 @@
+"""Keys and values in float8: weights that were moved compute the same, no key overflows, every mode keeps its text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.data.heldout import DEMO
+from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.float8 import FLOAT8, LARGEST, Fit
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.runner import Runner
+from tests.support.roles import make_runner, population_of, verifier_of
+from tests.support.tiny import make_checkpoint, make_pair
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.9, seed=7)
+GUIDED = replace(SEEDED, guidance_scale=2.0, negative_prompt_ids=(7, 30, 12))
+PROMPTS = [[5, 17, 3, 29, 11], list(range(1, 35)), [5, 17, 3, 29, 11, 8, 2]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), vocab=40, seed=3)
+
+
+def runner_of(path: Path, dtype: torch.dtype, *, moved: bool) -> Runner:
+    """Over a cache of the model's own dtype."""
+    model = load_model(path, dtype=dtype, ops=reference, max_positions=64, cache_dtype=FLOAT8 if moved else None)
+    model.cache_dtype = dtype
+    return make_runner(model, reference, context=48, tree_slots=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["int4", "qwen2"])
+def test_moved_weights_give_the_same_logits_to_the_bit(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """Of the embedded int4 target, and of a model with biases."""
+    path = DEMO / "target" if family == "int4" else tmp_path
+    if family == "qwen2":
+        make_checkpoint(path, family=family, dtype=torch.bfloat16)
+    tokens = torch.randint(3, 64, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    plain, moved = (runner_of(path, dtype, moved=moved) for moved in (False, True))
+    assert torch.equal(*(runner.logits(runner.chain_batch(tokens)) for runner in (plain, moved)))
+    for ours, theirs in ((moved.cache.k, plain.cache.k), (moved.cache.v, plain.cache.v)):
+        layers = [a[a != 0].double() / b[b != 0].double() for a, b in zip(ours, theirs, strict=True)]
+        assert all(bool((ratio == ratio[0]).all()) and float(ratio[0].log2()).is_integer() for ratio in layers)
+        assert 1 < float(ours.abs().max()) <= LARGEST
+
+
+def test_no_text_makes_a_key_or_a_value_overflow(tmp_path: Path) -> None:
+    """The worst rows that a norm can give come near the bound, and not beyond it."""
+    make_checkpoint(tmp_path, family="qwen2", dtype=torch.float32)
+    c = read_config(tmp_path)
+    weights = Checkpoint(c, open_tensors(tmp_path)).read()
+    for read in Fit(c.num_heads, c.num_kv_heads, c.head_dim).of_weights(weights).layers:
+        layer = read()
+        assert layer.qkv.bias is not None
+        matrix = (layer.qkv.dequantize(torch.float32) * layer.input_norm)[c.num_heads * c.head_dim :]
+        worst = matrix / matrix.norm(dim=1, keepdim=True) * c.hidden_size**0.5  # along each output's own weights
+        out = torch.cat((worst, -worst)) @ matrix.T + layer.qkv.bias[c.num_heads * c.head_dim :]
+        keys, values = out.view(-1, 2, c.num_kv_heads, 2, c.head_dim // 2).unbind(1)
+        assert LARGEST / 4 < float(keys.norm(dim=2).max()) <= LARGEST
+        assert LARGEST / 4 < float(values.abs().max()) <= LARGEST
+
+
+@pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("serial", verify_batch=4, draft_leaves=2)])
+@pytest.mark.parametrize("ops", ["reference", "unfused"])
+def test_a_tree_keeps_the_text_of_plain_decoding(pair: tuple[Path, Path], ops: str, plan: EngineConfig) -> None:
+    """Over the same cache: whole requests, those that go on from a kept prefix, and guided ones."""
+    options = {"dtype": torch.float64, "max_model_len": 128, "ops": ops, "kv_cache_dtype": "fp8"}
+    plain, tree = LLM(pair[0], **options), LLM(*pair, plan, **options)  # pyright: ignore[reportArgumentType]
+    assert verifier_of(tree).runner.cache.k.dtype == FLOAT8
+    accepted = 0
+    for sampling in (GREEDY, SEEDED, GUIDED):
+        for prompt in PROMPTS:
+            answer = tree.generate(prompt, sampling)
+            assert answer.token_ids == plain.generate(prompt, sampling).token_ids
+            accepted += answer.stats.accepted
+    assert accepted > 20
+    exact = LLM(pair[0], dtype=torch.float64, max_model_len=128, ops="reference")
+    assert any(exact.generate(p, GREEDY).token_ids != plain.generate(p, GREEDY).token_ids for p in PROMPTS)
+
+
+def test_particles_fan_out_over_float8(pair: tuple[Path, Path]) -> None:
+    """The same text for the same seed, whatever was decoded before."""
+    plan = EngineConfig("smc")
+    llm, other = (LLM(*pair, plan, dtype=torch.float64, ops="reference", kv_cache_dtype="fp8") for _ in range(2))
+    assert population_of(llm).target.cache.v.dtype == FLOAT8
+    other.generate(PROMPTS[1], replace(SEEDED, seed=1))
+    assert llm.generate(PROMPTS[0], SEEDED).token_ids == other.generate(PROMPTS[0], SEEDED).token_ids
+
+
+def test_where_it_cannot_be_it_is_refused(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(UserError, match="on a CPU for ops reference: take that"):
+        LLM(pair[0], kv_cache_dtype="fp8")
+    with pytest.raises(UserError, match="kv_cache_dtype must be one of auto, fp8, not"):
+        LLM(pair[0], kv_cache_dtype="fp4")  # pyright: ignore[reportArgumentType]
