@@ -128,7 +128,7 @@ def text(found: Rounds) -> list[list[int]]:
 class Script:
     """A link that hands out what it was given, and notes whether it was waited for."""
 
-    busy = 0.0
+    busy, patience = 0.0, 30.0
 
     def __init__(self, deltas: list[TreeDelta | None]) -> None:
         """None: nothing is here; a wait goes past it."""
@@ -140,11 +140,11 @@ class Script:
     def send(self, result: VerifyResult) -> None:
         pass
 
-    def take(self, *, wait: bool) -> TreeDelta | None:
+    def take(self, until: float | None) -> TreeDelta | None:
         delta = self.deltas.pop(0) if self.deltas else None
-        if delta is None and wait:
+        if delta is None and until is not None:
             self.waits += 1
-            return self.take(wait=True)
+            return self.take(until)
         return delta
 
     def close(self) -> None:
