@@ -123,7 +123,7 @@ class Service(Generic[W]):
             return session.last[1]
 
     def _timed(self, session: Session[W], act: Callable[[], T]) -> tuple[T, pb.Telemetry]:
-        """Does that in the session's turn at the model."""
+        """Does that in its turn at the model. What it made, and what that took from now on."""
         began, came = time.time_ns(), time.perf_counter_ns()
         with self._turns:
             queue = time.perf_counter_ns() - came
