@@ -217,12 +217,12 @@ def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) ->
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
     assert not drafter.answered()
-    link.deltas = [grown(0, 1, [0, 0], [8, 9]), grown(0, 3, [1], [7])]
+    link.deltas += [grown(0, 1, [0, 0], [8, 9]), grown(0, 3, [1], [7])]
     assert drafter.answered()
     at = len(PROMPT) - 1
     drafter.catch_up(VerifyResult(1, 3, at, (0, 1, 2), (8, 7, 5)))  # it has the first two of these
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
-    link.deltas = [*link.deltas, grown(4, 5, [4, 4], [1, 2])]
+    link.deltas += [grown(4, 5, [4, 4], [1, 2])]
     assert drafter.answered()
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
