@@ -21,7 +21,6 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_verify")  # from one form of the kernels to the other
-MOST = ("test_linear",)  # of these, where most of the kernels differ
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -58,7 +57,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     ("arch", "only", "cases"),
     [
         pytest.param(HOPPER, None, "few", marks=pytest.mark.slow),
-        pytest.param(AMPERE, MOST, "few", marks=pytest.mark.slow),
+        pytest.param(AMPERE, DIFFERENT, "few", marks=pytest.mark.slow),
         pytest.param(HOPPER, None, "more", marks=pytest.mark.long),
         pytest.param(AMPERE, DIFFERENT, "more", marks=pytest.mark.long),
     ],
