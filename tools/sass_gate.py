@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -167,10 +168,10 @@ def compile_one(nvcc: str, source: Path, arch: int) -> dict[str, Kernel]:
     return {f"{where}: {plain[name]}": kernel for name, kernel in kernels.items()}
 
 
-def compile_all(nvcc: str) -> Report:
-    """Compiles every .cu for every architecture, two at a time."""
+def compile_all(nvcc: str, archs: Sequence[int] = ARCHS) -> Report:
+    """Compiles every .cu for these architectures, two at a time."""
     report = Report(nvcc_release(nvcc))
-    jobs = [(source, arch) for source in sorted((ROOT / "csrc/cuda").glob("*/*.cu")) for arch in ARCHS]
+    jobs = [(source, arch) for source in sorted((ROOT / "csrc/cuda").glob("*/*.cu")) for arch in archs]
     with ThreadPoolExecutor(2) as pool:
         for kernels in pool.map(lambda job: compile_one(nvcc, *job), jobs):
             report.kernels |= kernels

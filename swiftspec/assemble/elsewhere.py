@@ -9,25 +9,30 @@ from pathlib import Path
 from typing import Unpack
 
 from swiftspec.assemble.limits import RequestLimits
-from swiftspec.assemble.models import Models
+from swiftspec.assemble.models import Models, draft_slots
 from swiftspec.assemble.options import Options, Worker
-from swiftspec.assemble.roles import Away, Roles, Tree, check_request, tree_decoding
+from swiftspec.assemble.roles import Roles, Tree, check_request, tree_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
-from swiftspec.distributed.grpc.convert import Identity
-from swiftspec.distributed.grpc.drafter import GrpcDrafter
+from swiftspec.distributed.grpc.convert import Identity, is_fed
+from swiftspec.distributed.grpc.draft_stream import DraftStream
+from swiftspec.distributed.grpc.drafter import GrpcDrafter, GrpcFeed
 from swiftspec.distributed.grpc.link import Link
 from swiftspec.distributed.grpc.redial import ANSWER, Redial
 from swiftspec.distributed.grpc.service import DRAFT, TARGET
 from swiftspec.distributed.grpc.status import WorkerLost
 from swiftspec.distributed.grpc.verifier import GrpcVerifier
+from swiftspec.distributed.patient import Away
 from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import UserError
 from swiftspec.observe.lines import head_of
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.sampling.grammar import Grammars
+from swiftspec.tree.replica import Replica
+from swiftspec.tree.tree import DraftTree
 
 Leave = Callable[[], None]
 
@@ -58,9 +63,9 @@ def remote_drafter(
     while the target decodes, and `note` hears of it. Raises UserError on a worker that is none for this target."""
     link = Link(worker.url, worker.flag, DRAFT, pb.DraftAnswer, worker.security)
     redial = Redial(link, partial(_check, worker, bounds))
-    drafter = GrpcDrafter(link, config, bounds, ANSWER)
+    stream = DraftStream(link, config, bounds, ANSWER)
     try:
-        drafter.attach(redial.look())
+        stream.attach(redial.look())
     except WorkerLost as error:
         note(f"{error}; until it answers the target decodes alone")
         redial.lost()
@@ -71,10 +76,14 @@ def remote_drafter(
 
     def leave() -> None:
         redial.close()
-        drafter.leave()
+        stream.leave()
         link.close()
 
-    return Away(drafter, redial), leave
+    if not is_fed(config):
+        return Away(GrpcDrafter(stream), stream, redial), leave
+    slots = draft_slots(config)
+    replica = Replica(DraftTree(1 + slots * config.children, slots), bounds.vocab)
+    return Away(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial), leave
 
 
 def _check(worker: Worker, bounds: Bounds, about: pb.PingAnswer) -> None:

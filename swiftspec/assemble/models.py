@@ -247,9 +247,7 @@ class Models:
             return region(plan.grouped, self.max_model_len)
         if side == "target":
             return plan.verify_batch
-        if plan.proposal == "sample":
-            return plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
-        return 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
+        return draft_slots(plan)
 
     def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
         """What of a model is rounded at load."""
@@ -292,6 +290,13 @@ def _told_apart(path: Path) -> str:
 def verifier_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalVerifier:
     """A verifier on a model of this process."""
     return FullVerifier(runner, kinds.for_target(runner, tools), Rejection if plan.verify == "reject" else None)
+
+
+def draft_slots(plan: EngineConfig) -> int:
+    """Tree slots of a draft's cache, and of its tree."""
+    if plan.proposal == "sample":
+        return plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
+    return 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
 
 
 def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:

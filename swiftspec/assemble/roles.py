@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from swiftspec.assemble.limits import RequestLimits
 from swiftspec.assemble.models import Models
@@ -15,7 +15,7 @@ from swiftspec.control.record import Measured
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.decode import Observer, nobody
 from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.distributed.patient import Elsewhere, Outage, PatientDrafter, Resumed, Returns
+from swiftspec.distributed.patient import Away, Outage, PatientDrafter
 from swiftspec.distributed.rank import Progress, Rank
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
@@ -43,18 +43,6 @@ class Tree:
 
     drafter: SteppedDrafter
     verifier: Verifier
-
-
-class AwayDrafter(SteppedDrafter, Resumed, Elsewhere, Protocol):
-    """A drafter in another process, which may be lost and come back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Away:
-    """A drafter in another process, and who looks for it when it is lost; None: nobody does."""
-
-    drafter: AwayDrafter
-    returns: Returns | None
 
 
 MakeDrafter = Callable[[EngineConfig, Bounds], tuple[Away, Callable[[], None]]]  # and what leaves the worker again
@@ -138,7 +126,7 @@ def _tree(
     if rank is not None:
         verifier, drafter, config = rank.lead(config, log)
         alone, local, parts = rank.verifier, rank.drafter, Tree(drafter, verifier)
-        away = Away(drafter, rank.comeback) if isinstance(drafter, GroupDrafter) else None
+        away = Away(drafter, drafter, rank.comeback) if isinstance(drafter, GroupDrafter) else None
     else:
         alone = models.verifier(config, None, progress)
         local = None if config.mode == "ar" or config.draft_remote else models.drafter(config, None, progress)
@@ -164,7 +152,7 @@ def tree_decoding(
     report = (lambda: None) if controller is None else controller.report
     if away is None:
         return decoding_on(controller or parts.drafter, parts.verifier, tell, report)
-    patient = PatientDrafter(controller or away.drafter, away.drafter, away.returns)
+    patient = PatientDrafter(controller or away.drafter, away)
     return TreeDecoding(patient, parts.verifier, tell, lambda: patient.lost, report)
 
 

@@ -9,8 +9,9 @@ from typing import Unpack
 from swiftspec.assemble.models import Models, drafter_on, verifier_on
 from swiftspec.assemble.options import Options, Side
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.grpc.convert import Identity
+from swiftspec.distributed.grpc.convert import Identity, is_fed
 from swiftspec.distributed.grpc.drafting import Drafting
+from swiftspec.distributed.grpc.feeding import Feeding
 from swiftspec.distributed.grpc.service import About, DraftService, Service, TargetService
 from swiftspec.distributed.grpc.sessions import Sessions
 from swiftspec.distributed.grpc.verifying import Verifying
@@ -18,6 +19,7 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import UserError
 from swiftspec.model.files import read_config
 from swiftspec.model.fingerprint import fingerprint
+from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.pause import Pause
 
 
@@ -61,9 +63,13 @@ def make_service(
         room.check(shape, side)
         return Bounds(models.vocab_size, models.max_model_len, shape.verify_batch)
 
-    def drafting(shape: EngineConfig) -> Drafting:
+    def drafting(shape: EngineConfig) -> Drafting | Feeding:
         keeps, pause = bounds(shape), Pause()
-        return Drafting(drafter_on(*loaded.runner(models.slots(side, shape), pause), shape), shape, keeps, pause)
+        drafter = drafter_on(*loaded.runner(models.slots(side, shape), pause), shape)
+        if is_fed(shape):
+            assert isinstance(drafter, AheadDrafter)
+            return Feeding(drafter, shape, keeps, pause)
+        return Drafting(drafter, shape, keeps, pause)
 
     def verifying(shape: EngineConfig) -> Verifying:
         keeps, pause = bounds(shape), Pause()

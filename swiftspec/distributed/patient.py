@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from swiftspec.control.controller import merged
+from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.distributed.bridge import DrafterLate
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.drafter import Drafter, NoDrafter
@@ -31,20 +32,21 @@ class Resumed(Drafter, Protocol):
         ...
 
 
-class Elsewhere(Protocol):
-    """A drafter that this process only speaks with (bridge.GroupDrafter, grpc.drafter.GrpcDrafter)."""
-
-    gone: str | None  # why there is nobody to speak with, until `attach` gives another
-    answer_timeout: float  # seconds that a proposal may take
-    open_timeout: float  # and the first one of a request
-
-    def propose(self) -> Proposal:
-        """May raise DrafterLate, after which it may be asked again."""
-        ...
+class AwayDrafter(SteppedDrafter, Resumed, Protocol):
+    """A drafter in another process, which may be lost and come back. `propose` may raise DrafterLate, after which it
+    may be asked again."""
 
     def answered(self) -> bool:
         """Whether the proposal for the result told last is there. Does not wait for it."""
         ...
+
+
+class Line(Protocol):
+    """The way to it (bridge.GroupDrafter, grpc.draft_stream.DraftStream)."""
+
+    gone: str | None  # why there is nobody to speak with, until `attach` gives another
+    answer_timeout: float  # seconds that a proposal may take
+    open_timeout: float  # and the first one of a request
 
     def attach(self, back: Any, /) -> None:
         """Speaks with this one from now on, who knows of no request."""
@@ -54,11 +56,21 @@ class Returns(Protocol):
     """Looks for a drafter that is lost (comeback.Comeback, grpc.redial.Redial)."""
 
     def take(self) -> Any:
-        """What has come back, for `Elsewhere.attach`, once; None while nothing has."""
+        """What has come back, for `Line.attach`, once; None while nothing has."""
         ...
 
     def lost(self) -> None:
         """It does not answer any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """A drafter in another process, the way to it, and who looks for it when it is lost; None: nobody starts it again,
+    and the next request tries."""
+
+    drafter: AwayDrafter
+    line: Line
+    returns: Returns | None
 
 
 @dataclass(slots=True)
@@ -74,13 +86,9 @@ class Outage:
 class PatientDrafter:
     """`outages`: those of the request begun last."""
 
-    def __init__(
-        self, drafter: Resumed, group: Elsewhere, comeback: Returns | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """`drafter`: the group, or a controller around it. `comeback`: None where nobody starts ranks again; the next
-        request then tries."""
-        self._drafter, self._group, self._comeback, self._clock = drafter, group, comeback, clock
+    def __init__(self, drafter: Resumed, away: Away, clock: Callable[[], float] = time.monotonic) -> None:
+        """`drafter`: the one that is away, or a controller around it."""
+        self._drafter, self._away, self._clock = drafter, away, clock
         self._none = NoDrafter()
         self._usual = 0.0  # seconds that an answer takes
         self.outages: list[Outage] = []
@@ -99,7 +107,7 @@ class PatientDrafter:
         self._opening, self._tokens = opening, list(opening.tokens)
         self._none.open(opening)
         self._lates = self._steady = self._pause = 0  # times late; rounds in step since; rounds not to ask for
-        self._group.open_timeout = FIRST
+        self._away.line.open_timeout = FIRST
         self._attach()
         self._start(opening)
         self._in_step = not self._lost
@@ -142,10 +150,10 @@ class PatientDrafter:
 
     def _attach(self) -> bool:
         """Takes a group that has come back, which knows of no request."""
-        bridge = None if self._comeback is None else self._comeback.take()
-        if bridge is not None:
-            self._try(lambda: self._group.attach(bridge))  # what fails here fails again at the opening
-        return bridge is not None
+        back = None if self._away.returns is None else self._away.returns.take()
+        if back is not None:
+            self._try(lambda: self._away.line.attach(back))  # what fails here fails again at the opening
+        return back is not None
 
     def _start(self, opening: Opening) -> None:
         """Tells the group of the request, from these tokens on. Its first proposal is for the root that is now."""
@@ -161,7 +169,7 @@ class PatientDrafter:
         return self._try(self._catch_up) and self._in_step
 
     def _catch_up(self) -> None:
-        if self._group.answered():
+        if self._away.drafter.answered():
             if self._missed:
                 self._drafter.catch_up(merged(self._missed))
                 self._missed = []
@@ -170,7 +178,7 @@ class PatientDrafter:
     def _took(self, seconds: float) -> None:
         """How long an answer was waited for, in vain or not: one that is always slow comes to be waited for longer."""
         self._usual += 0.1 * (seconds - self._usual)
-        self._group.answer_timeout = min(max(USUALLY * self._usual, LEAST), MOST)
+        self._away.line.answer_timeout = min(max(USUALLY * self._usual, LEAST), MOST)
 
     def _answered(self) -> None:
         """A proposal came in time."""
@@ -198,8 +206,8 @@ class PatientDrafter:
     def _lose(self, error: BaseException) -> None:
         self._lost, self._in_step = True, False
         self._out(str(error) or type(error).__name__)
-        if self._comeback is not None and self._group.gone is not None:
-            self._comeback.lost()
+        if self._away.returns is not None and self._away.line.gone is not None:
+            self._away.returns.lost()
 
     def _out(self, reason: str) -> None:
         if self.lost is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Protocol
 
 from swiftspec.config import EngineConfig
@@ -12,10 +14,14 @@ from swiftspec.tree.replica import Replica, TreeDelta
 
 
 class FeedLink(Protocol):
-    """The way to a `TreeFeed` and back. Any call may raise DrafterLost. `busy`: as of a `Drafter`."""
+    """The way to a `TreeFeed` and back. Any call may raise DrafterLost. `busy`: as of a `Drafter`; `patience`: seconds
+    that a proposal may wait."""
 
     @property
     def busy(self) -> float: ...
+
+    @property
+    def patience(self) -> float: ...
 
     def open(self, opening: Opening) -> None:
         """Has the draft begin a request. What it has sent before is never handed out again."""
@@ -23,8 +29,9 @@ class FeedLink(Protocol):
     def send(self, result: VerifyResult) -> None:
         """Sends a result on its way to the draft."""
 
-    def take(self, *, wait: bool) -> TreeDelta | None:
-        """The next delta in the order sent. None: none is here yet, and nobody wants to wait."""
+    def take(self, until: float | None) -> TreeDelta | None:
+        """The next delta in the order sent, waited for until then (`time.monotonic`); a DrafterLost says that it did
+        not come. None: nobody wants to wait, and none is here."""
         ...
 
     def close(self) -> None:
@@ -38,6 +45,9 @@ class ReplicaDrafter:
     the tree alone asks for. These are waited for, so the rounds are those of an `AheadDrafter`. With d free it rests on
     what has come, and is waited for only while there are fewer than bs nodes and more to come: the rounds follow the
     clock, the text does not. Drawn children are not for a replica, since a proposal of them must not follow the clock.
+
+    Where a link gives up waiting, `propose` may be asked again, or what was missed meanwhile told by `catch_up` once
+    `answered` says so.
     """
 
     def __init__(self, link: FeedLink, replica: Replica, config: EngineConfig) -> None:
@@ -54,46 +64,72 @@ class ReplicaDrafter:
         self._free = self._shape.free_steps
         self._request, self._round, self._root_at = opening.request, 0, len(opening.tokens) - 1
         self._due = self._shape.steps  # expansions to come before the next proposal, where d is fixed
+        self._heard = -1  # the last delta's round,
+        self._added = 0  # and what it has added
         self._ended = False  # the draft does not grow on before the next result, where d is free
         self._replica.open(opening.tokens[-1])
+        self._begin()
         self._link.open(opening)
 
     def propose(self) -> Proposal:
+        until = time.monotonic() + self._link.patience
         if self._free:
-            self._gather()
-        else:
-            self._complete()
+            self.grow()
+        while self._is_waiting():
+            self._take(until)
         tokens, parents = self._replica.best(self._shape.verify_batch)
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents))
 
     def grow(self) -> None:
         """It grows elsewhere; what of that has come is taken in."""
-        while (self._free or self._due > 0) and self._take(wait=False) is not None:
+        while (self._free or self._due > 0) and self._take(None) is not None:
             pass
 
     def observe(self, result: VerifyResult) -> None:
         self._link.send(result)
         self._replica.follow(result.tokens, result.round + 1)
         self._round, self._root_at = result.round + 1, result.prefix_len + len(result.tokens)
-        self._ended = False
+        self._begin()
+
+    def answered(self) -> bool:
+        """Whether the draft is in step: it has told what a proposal needs. Does not wait for it."""
+        if self._free:
+            self.grow()
+            return self._heard == self._round
+        while self._waits and self._take(None) is not None:
+            pass
+        return not self._waits
+
+    def catch_up(self, result: VerifyResult) -> None:
+        """Rounds without the draft, as the result of a long one."""
+        self.observe(result)
 
     def close(self) -> None:
         self._link.close()
 
-    def _gather(self) -> None:
-        """All that has come, and at least bs nodes where there are so many."""
-        self.grow()
-        while not self._ended and self._is_short():
-            self._take(wait=True)
+    def _begin(self) -> None:
+        """Another round: what its proposal has to wait for."""
+        self._ended = False
+        self._growth = None if self._free else self._expected()
+        self._waits = self._growth is not None and next(self._growth, False)
 
-    def _complete(self) -> None:
-        """The growth from before the last result, then what is expanded on seeing it, by the rule of `AheadDrafter`."""
+    def _is_waiting(self) -> bool:
+        """Whether the proposal has to wait for another delta."""
+        return not self._ended and self._is_short() if self._free else self._waits
+
+    def _expected(self) -> Iterator[bool]:
+        """With d fixed: goes on with each delta, as long as the proposal needs more of them. That is the growth from
+        before the last result, then what is expanded on seeing it, by the rule of `AheadDrafter`."""
         while self._due > 0:
-            self._take(wait=True)
+            yield True
         if self._is_short():
-            self._take_one()
-        while self._shape.catch_up and self._pays() and self._take_one():
-            pass
+            self._due = 1
+            yield True
+        while self._shape.catch_up and self._pays():
+            self._due = 1
+            yield True
+            if self._added == 0:  # there is no room
+                break
         self._due = self._shape.steps
 
     def _is_short(self) -> bool:
@@ -104,17 +140,11 @@ class ReplicaDrafter:
         prospects = self._replica.prospects(self._shape.verify_batch, self._shape.draft_leaves)
         return expansion_pays(*prospects, self._shape.steps)
 
-    def _take_one(self) -> bool:
-        """Waits for an expansion that the last result has brought about. Whether there was room for it."""
-        self._due = 1
-        delta = self._take(wait=True)
-        return delta is not None and len(delta) > 0
-
-    def _take(self, *, wait: bool) -> TreeDelta | None:
+    def _take(self, until: float | None) -> TreeDelta | None:
         """Takes in the next delta. Raises DrafterLost on one that cannot have come from this request's tree."""
-        delta = self._link.take(wait=wait)
+        delta = self._link.take(until)
         while delta is not None and delta.request != self._request:  # that is over
-            delta = self._link.take(wait=wait)
+            delta = self._link.take(until)
         if delta is None:
             return None
         try:
@@ -125,5 +155,8 @@ class ReplicaDrafter:
             self._replica.apply(delta)
         except ValueError as error:
             raise DrafterLost(f"the draft sent what is not of this tree: {error}") from None
-        self._ended = delta.round == self._round and len(delta) == 0
+        self._heard, self._added = delta.round, len(delta)
+        self._ended = self._heard == self._round and self._added == 0
+        if self._waits and self._growth is not None:
+            self._waits = next(self._growth, False)
         return delta

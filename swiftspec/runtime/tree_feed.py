@@ -25,9 +25,10 @@ class LedDrafter(Drafter, Protocol):
 class TreeFeed:
     """Has a drafter grow its tree ahead of the results, and sends what each growing adds.
 
-    With d fixed a result is followed by the expansions that the tree alone asks for (`AheadDrafter.propose`) and by d
-    more, with no word in between. With d free the tree grows for as long as `grow` is called, an expansion at a time.
-    Drawn children are not for a feed: what of them is sent must not depend on the clock.
+    With d fixed a result is followed by the expansions that the tree alone asks for (`AheadDrafter.propose`), and
+    `grow` adds d more, at the latest when the next result is there. With d free the tree grows for as long as `grow` is
+    called, an expansion at a time. Drawn children are not for a feed: what of them is sent must not depend on the
+    clock.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class TreeFeed:
         self._led: LedDrafter = led or drafter
         self._ids = NodeIds()
         drafter.hooks.append(self._tell)
+        self._free = self._owed = False  # _owed: d expansions, where d is fixed
 
     def open(self, opening: Opening) -> None:
         """Begins a request. The prompt is read, and the first growth sent."""
+        self._owed = False  # of a request that has ended
         shape = self._config.for_request(opening.sampling)
         self._free, self._most = shape.free_steps, shape.most_steps
         steps = 1 if self._free else shape.steps
@@ -59,6 +62,7 @@ class TreeFeed:
 
     def observe(self, result: VerifyResult) -> None:
         """Takes in a result."""
+        self._grow_owed()
         self._drafter.settle()
         self._ids.follow(self._drafter.tree, result.tokens)
         self._begin(result.round + 1)
@@ -68,7 +72,10 @@ class TreeFeed:
     def grow(self) -> bool:
         """To be called while there is nothing else to do. False: the tree is not to grow on before the next result,
         which has been said."""
-        if not self._free or self._ended:
+        if not self._free:
+            self._grow_owed()
+            return False
+        if self._ended:
             return False
         if self._expansions < self._most:
             self._led.grow()
@@ -86,6 +93,11 @@ class TreeFeed:
     def _turn(self) -> None:
         if not self._free:
             self._led.propose()
+            self._owed = True
+
+    def _grow_owed(self) -> None:
+        if self._owed:
+            self._owed = False
             self._led.grow()
 
     def _tell(self, expansions: int) -> None:

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.distributed.bridge import DrafterLate, GroupDrafter
 from swiftspec.distributed.calls import Call
-from swiftspec.distributed.patient import PatientDrafter
+from swiftspec.distributed.patient import Away, PatientDrafter
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.wire import Words, pack, read_opening, read_result
 from swiftspec.messages import Opening, Proposal, VerifyResult
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.draft, self.comeback = FakeDraft(), FakeComeback()
         group = GroupDrafter(self.draft, 3, BOUNDS)
-        self.patient = PatientDrafter(group, group, self.comeback, lambda: self.now)  # type: ignore[arg-type]
+        self.patient = PatientDrafter(group, Away(group, group, self.comeback), lambda: self.now)
         self.request = 0
         self.good = 0  # rounds in a row in which nothing was wrong with the draft
         self.begin()
@@ -187,7 +187,8 @@ def test_a_draft_that_is_late_once_misses_a_round() -> None:
 
 def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
     machine = Machine()
-    group = machine.patient._group
+    group = machine.patient._away.drafter
+    assert isinstance(group, GroupDrafter)
     answer, waits = group.propose, list[float]()
 
     def slowly() -> Proposal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 
 import pytest
 
@@ -59,11 +60,14 @@ def test_faults_are_seen() -> None:
     assert len(sass_gate.changed_figures(Report("1"), written)) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(NVCC is None or shutil.which("c++filt") is None, reason="no nvcc, or no c++filt")
-def test_what_nvcc_makes() -> None:
+@pytest.mark.parametrize(
+    "archs",
+    [pytest.param((sass_gate.HOPPER,), marks=pytest.mark.slow), pytest.param(sass_gate.ARCHS, marks=pytest.mark.long)],
+)
+def test_what_nvcc_makes(archs: Sequence[int]) -> None:
     """`python -m tools.sass_gate --write` after a change that is meant."""
-    report = sass_gate.compile_all(str(NVCC))
+    report = sass_gate.compile_all(str(NVCC), archs)
     assert sass_gate.broken_rules(report) == []
     assert sass_gate.changed_figures(report, json.loads(sass_gate.FIGURES.read_text())) == []

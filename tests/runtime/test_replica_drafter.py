@@ -128,7 +128,7 @@ def text(found: Rounds) -> list[list[int]]:
 class Script:
     """A link that hands out what it was given, and notes whether it was waited for."""
 
-    busy = 0.0
+    busy, patience = 0.0, 30.0
 
     def __init__(self, deltas: list[TreeDelta | None]) -> None:
         """None: nothing is here; a wait goes past it."""
@@ -140,11 +140,11 @@ class Script:
     def send(self, result: VerifyResult) -> None:
         pass
 
-    def take(self, *, wait: bool) -> TreeDelta | None:
+    def take(self, until: float | None) -> TreeDelta | None:
         delta = self.deltas.pop(0) if self.deltas else None
-        if delta is None and wait:
+        if delta is None and until is not None:
             self.waits += 1
-            return self.take(wait=True)
+            return self.take(until)
         return delta
 
     def close(self) -> None:
@@ -196,3 +196,33 @@ def test_a_draft_that_sends_nonsense_is_lost(reason: str) -> None:
     drafter, _ = scripted(NONSENSE[reason], steps=1)
     with pytest.raises(DrafterLost, match=reason):
         drafter.propose()
+
+
+class Late(Script):
+    """A link that gives up waiting where nothing is there."""
+
+    def take(self, until: float | None) -> TreeDelta | None:
+        if until is not None and not self.deltas:
+            raise DrafterLost("late")
+        return self.deltas.pop(0) if self.deltas else None
+
+
+@pytest.mark.parametrize("steps", [None, 1])
+def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) -> None:
+    """With d fixed, rounds of late growth are told apart as if they had been waited for."""
+    config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=False)
+    link = Late([])
+    drafter = ReplicaDrafter(link, Replica(DraftTree(40, 20), VOCAB), config)
+    drafter.open(opening(PROMPT, GREEDY))
+    with pytest.raises(DrafterLost, match="late"):
+        drafter.propose()
+    assert not drafter.answered()
+    link.deltas += [grown(0, 1, [0, 0], [8, 9]), grown(0, 3, [1], [7])]
+    assert drafter.answered()
+    at = len(PROMPT) - 1
+    drafter.catch_up(VerifyResult(1, 3, at, (0, 1, 2), (8, 7, 5)))  # it has the first two of these
+    with pytest.raises(DrafterLost, match="late"):
+        drafter.propose()
+    link.deltas += [grown(4, 5, [4, 4], [1, 2])]
+    assert drafter.answered()
+    assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))

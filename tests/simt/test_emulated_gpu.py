@@ -21,7 +21,6 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_verify")  # from one form of the kernels to the other
-MOST = ("test_linear",)  # of these, where most of the kernels differ
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -50,14 +49,14 @@ def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> No
 @pytest.mark.parametrize(
     ("arch", "only"),
     [
-        pytest.param(HOPPER, None, marks=pytest.mark.slow),
-        pytest.param(AMPERE, MOST, marks=pytest.mark.slow),
+        pytest.param(HOPPER, DIFFERENT, marks=pytest.mark.slow),
+        pytest.param(HOPPER, None, marks=pytest.mark.long),
         pytest.param(AMPERE, DIFFERENT, marks=pytest.mark.long),
     ],
 )
 def test_what_a_gpu_must_pass(tmp_path: Path, arch: int, only: tuple[str, ...] | None) -> None:
-    """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time; without
-    clusters and bulk copies those whose kernels differ."""
+    """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time; with every
+    change, and without clusters and bulk copies, those whose kernels differ."""
     module = build(COMPILER, tmp_path, arch)
     environment = os.environ | {"SWIFTSPEC_EMULATED": str(module), "OMP_NUM_THREADS": "1"}
     files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]

@@ -21,7 +21,7 @@ LONG = 30.0  # seconds that nothing takes
 class FedLink:
     """A `FeedLink`. `pause` is called before the thread does anything."""
 
-    busy = 0.0
+    busy, patience = 0.0, LONG
 
     def __init__(self, drafter: AheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
         self._pause, self.vocab = pause, drafter.runner.vocab
@@ -38,11 +38,11 @@ class FedLink:
     def send(self, result: VerifyResult) -> None:
         self._told.put(result)
 
-    def take(self, *, wait: bool) -> TreeDelta | None:
+    def take(self, until: float | None) -> TreeDelta | None:
         try:
-            return self._grown.get(wait, LONG)
+            return self._grown.get(until is not None, LONG)
         except Empty:
-            if wait:
+            if until is not None:
                 raise DrafterLost("nothing more came") from None
             return None
 

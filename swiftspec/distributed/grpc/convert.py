@@ -16,8 +16,9 @@ from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.errors import UserError
 from swiftspec.messages import Drawn, Likelihood, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.tree.replica import TreeDelta
 
-PROTOCOL = 1  # of these messages; a peer with another one is refused
+PROTOCOL = 2  # of these messages; a peer with another one is refused
 SHAPE = ("verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "adapt_steps")
 M = TypeVar("M", bound=Message)
 
@@ -28,6 +29,11 @@ class Identity:
 
     model: bytes
     tokenizer: bytes
+
+
+def is_fed(shape: EngineConfig) -> bool:
+    """Whether a draft of that shape tells what its tree grows, and does not propose."""
+    return shape.mode == "async" and shape.proposal != "sample"
 
 
 def parsed(kind: type[M], data: bytes) -> M:
@@ -100,6 +106,20 @@ def _read_drawn(message: pb.Drawn, rows: int) -> Drawn:
     if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all()):
         raise ValueError("a proposal's nodes were drawn from no distribution")
     return Drawn(tokens, probs)
+
+
+def delta_to(delta: TreeDelta) -> pb.TreeDelta:
+    return pb.TreeDelta(
+        request=delta.request, round=delta.round, expansions=delta.expansions, first=delta.first, parents=delta.parents,
+        tokens=delta.tokens, weights=delta.weights,
+    )  # fmt: skip
+
+
+def read_delta(message: pb.TreeDelta) -> TreeDelta:
+    """Whether it fits the tree is for the replica to say."""
+    parents, tokens = np.array(message.parents, np.int64), np.array(message.tokens, np.int64)
+    weights = np.array(message.weights, np.float64)
+    return TreeDelta(message.request, message.round, message.expansions, message.first, parents, tokens, weights)
 
 
 def result_to(result: VerifyResult, *, whole: bool = True) -> pb.VerifyResult:

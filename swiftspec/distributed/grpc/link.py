@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -23,6 +24,8 @@ OPTIONS = (
 )  # fmt: skip
 MOST_FILES = 512 << 20  # bytes of a tokenizer
 GOODBYE = 1.0  # seconds for a worker to hear that a session is over
+HELD = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
+LOOK = 0.05  # seconds between two looks at whether there is room
 
 
 class Link(Generic[A]):
@@ -143,6 +146,8 @@ class Stream(Generic[A]):
     def _read(self) -> None:
         try:
             for answer in self._call:
+                while self._in.qsize() >= HELD and self._call.is_active():
+                    time.sleep(LOOK)
                 self._in.put(answer)
             self._in.put(WorkerLost(f"{self._peer} is gone: it has ended the stream"))
         except grpc.RpcError as error:

@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from swiftspec import __version__, files
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.coming import Coming
 from swiftspec.distributed.grpc.convert import (
     PROTOCOL,
     Identity,
+    delta_to,
     parsed,
     proposal_to,
     read_opening,
@@ -32,14 +34,16 @@ from swiftspec.distributed.grpc.convert import (
     result_to,
 )
 from swiftspec.distributed.grpc.drafting import Drafting
+from swiftspec.distributed.grpc.feeding import Feeding
 from swiftspec.distributed.grpc.sessions import Session, Sessions, Turns, W
-from swiftspec.distributed.grpc.status import status_of
+from swiftspec.distributed.grpc.status import Stale, status_of
 from swiftspec.distributed.grpc.verifying import Verifying
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.fingerprint import LARGEST
 
 DRAFT, TARGET = "swiftspec.v1.DraftService", "swiftspec.v1.TargetService"
 PIECE = 1 << 20  # bytes of a file in one message
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,34 +95,43 @@ class Service(Generic[W]):
 
     def _once(self, data: bytes, context: Any) -> Message:
         with refusing(context):
-            return self._answered(data, context)[1]
+            return self._answer(data, *self._read(data, lambda: not context.is_active()))
 
     def _stream(self, requests: Iterator[bytes], context: Any) -> Iterator[Message]:
-        """What need not be done before an answer is done after it, while it is on its way."""
         for data in requests:
             with refusing(context):
-                session, answer = self._answered(data, context)
-            yield answer
-            with refusing(context), self.sessions.at_work(session), self._turns:
-                self._afterwards(session.work)
+                session, act = self._read(data, lambda: not context.is_active())
+            yield from self._answers(data, session, act, requests, context)
 
-    def _answered(self, data: bytes, context: Any) -> tuple[Session[W], Any]:
-        began, came = time.time_ns(), time.perf_counter_ns()
-        session, act = self._read(data, lambda: not context.is_active())
+    def _answers(
+        self, data: bytes, session: Session[W], act: Callable[[], Any], requests: Iterator[bytes], context: Any
+    ) -> Iterator[Message]:
+        """What need not be done before an answer is done after it, while it is on its way."""
+        with refusing(context):
+            answer = self._answer(data, session, act)
+        yield answer
+        with refusing(context), self.sessions.at_work(session), self._turns:
+            self._afterwards(session.work)
+
+    def _answer(self, data: bytes, session: Session[W], act: Callable[[], Any]) -> Any:
         with self.sessions.at_work(session):
-            if session.last is not None and session.last[0] == data:
-                return session, session.last[1]
-            asked = time.perf_counter_ns()
-            with self._turns:
-                queue, busy = time.perf_counter_ns() - asked, session.busy
-                answer = act()
-            session.busy = session.work.busy
-            answer.session = session.id
-            answer.telemetry.span, answer.telemetry.began = secrets.randbits(64), began
-            answer.telemetry.wall, answer.telemetry.queue = time.perf_counter_ns() - came, queue
-            answer.telemetry.model = int(1e9 * (session.busy - busy))
-            session.last = data, answer
-        return session, answer
+            if session.last is None or session.last[0] != data:
+                answer, telemetry = self._timed(session, act)
+                answer.session = session.id
+                answer.telemetry.CopyFrom(telemetry)
+                session.last = data, answer
+            return session.last[1]
+
+    def _timed(self, session: Session[W], act: Callable[[], T]) -> tuple[T, pb.Telemetry]:
+        """Does that in its turn at the model. What it made, and what that took from now on."""
+        began, came = time.time_ns(), time.perf_counter_ns()
+        with self._turns:
+            queue = time.perf_counter_ns() - came
+            made = act()
+        busy, session.busy = session.busy, session.work.busy
+        model = int(1e9 * (session.busy - busy))
+        wall = time.perf_counter_ns() - came
+        return made, pb.Telemetry(span=secrets.randbits(64), began=began, wall=wall, queue=queue, model=model)
 
     @abstractmethod
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[W], Callable[[], Any]]:
@@ -129,29 +142,66 @@ class Service(Generic[W]):
         """What a session does once its answer is out."""
 
 
-class DraftService(Service[Drafting]):
+class DraftService(Service[Drafting | Feeding]):
     """A draft model's."""
 
     name, once = DRAFT, "GenerateDrafts"
 
-    def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[Drafting], Callable[[], Any]]:
+    def _once(self, data: bytes, context: Any) -> Message:
+        with refusing(context):
+            session, act = self._read(data, lambda: not context.is_active())
+            if isinstance(session.work, Feeding):
+                raise ValueError("a draft that grows ahead tells of it in a stream: ask for one, or for mode serial")
+            return self._answer(data, session, act)
+
+    def _answers(
+        self, data: bytes, session: Session[Any], act: Callable[[], Any], requests: Iterator[bytes], context: Any
+    ) -> Iterator[Message]:
+        if isinstance(session.work, Feeding):
+            return self._growth(session, act, requests, context)
+        return super()._answers(data, session, act, requests, context)
+
+    def _growth(
+        self, session: Session[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
+    ) -> Iterator[Message]:
+        """What the tree grows on an opening and on each result, and for as long as no other one is there."""
+        work, coming, opening = session.work, Coming(requests, context), None
+        while not coming.ended:
+            with refusing(context), self.sessions.at_work(session):
+                if opening not in (None, work.openings):
+                    raise Stale("the request is over: the session has begun another one")
+                more, telemetry = self._timed(session, act)
+                opening, grown = work.openings, work.take()
+            for delta in grown:
+                yield pb.DraftAnswer(session=session.id, telemetry=telemetry, delta=delta_to(delta))
+                telemetry = None
+            data, act = coming.next(wait=not more), work.grow
+            if data is not None:
+                with refusing(context):
+                    whose, act = self._read(data, lambda: not context.is_active())
+                    if whose is not session:
+                        raise ValueError("a stream has the requests of one session")
+
+    def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[Any], Callable[[], Any]]:
         request = parsed(pb.DraftRequest, data)
         if request.HasField("opening"):
             opening, shape = read_opening(request.opening, self._about.identity)
-            session = self.sessions.open(request.session, shape)
+            session: Session[Any] = self.sessions.open(request.session, shape)
             act = partial(session.work.open, opening, cancelled)
         elif request.HasField("result"):
             session = self.sessions.find(request.session)
             act = partial(session.work.observe, read_result(request.result))
         else:
             raise ValueError("a request with neither an opening nor a result")
+        if isinstance(session.work, Feeding):
+            return session, act
         return session, partial(self._propose, session.work, request.draft_steps, act)
 
     def _propose(self, work: Drafting, steps: int, act: Callable[[], Proposal]) -> pb.DraftAnswer:
         work.set_steps(steps)
         return pb.DraftAnswer(proposal=proposal_to(act()))
 
-    def _afterwards(self, work: Drafting) -> None:
+    def _afterwards(self, work: Drafting | Feeding) -> None:
         work.grow()
 
 

@@ -125,6 +125,24 @@ class Proposal(_message.Message):
     drawn: Drawn
     def __init__(self, request: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., drawn: _Optional[_Union[Drawn, _Mapping]] = ...) -> None: ...
 
+class TreeDelta(_message.Message):
+    __slots__ = ("request", "round", "expansions", "first", "parents", "tokens", "weights")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    EXPANSIONS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    round: int
+    expansions: int
+    first: int
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request: _Optional[int] = ..., round: _Optional[int] = ..., expansions: _Optional[int] = ..., first: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class Likelihoods(_message.Message):
     __slots__ = ("logprobs", "width", "top_tokens", "top_logprobs")
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -184,14 +202,16 @@ class DraftRequest(_message.Message):
     def __init__(self, session: _Optional[bytes] = ..., draft_steps: _Optional[int] = ..., opening: _Optional[_Union[Opening, _Mapping]] = ..., result: _Optional[_Union[VerifyResult, _Mapping]] = ...) -> None: ...
 
 class DraftAnswer(_message.Message):
-    __slots__ = ("session", "proposal", "telemetry")
+    __slots__ = ("session", "telemetry", "proposal", "delta")
     SESSION_FIELD_NUMBER: _ClassVar[int]
-    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     TELEMETRY_FIELD_NUMBER: _ClassVar[int]
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     session: bytes
-    proposal: Proposal
     telemetry: Telemetry
-    def __init__(self, session: _Optional[bytes] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ...) -> None: ...
+    proposal: Proposal
+    delta: TreeDelta
+    def __init__(self, session: _Optional[bytes] = ..., telemetry: _Optional[_Union[Telemetry, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., delta: _Optional[_Union[TreeDelta, _Mapping]] = ...) -> None: ...
 
 class VerifyRequest(_message.Message):
     __slots__ = ("session", "opening", "proposal")

@@ -146,7 +146,7 @@ def test_without_triton_there_is_no_flexattention(monkeypatch: pytest.MonkeyPatc
         rivals.flexattention()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flexattention_compiles_for_more_shapes_than_torch_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the CPU's compiler in the place of triton."""
     import torch._dynamo

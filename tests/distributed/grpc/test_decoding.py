@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,18 +53,35 @@ def plain(target: Path, sampling: str, verify: str = "match") -> list[int]:
     return LLM(target, target.parent / "draft", config, **OPTIONS).generate(PROMPT, params).token_ids
 
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "serial": {"mode": "serial", "draft_steps": 3},
+    "async": {"mode": "async", "draft_steps": 3},  # the worker tells what it grows, a copy proposes
+    "as it comes": {"mode": "async"},
+}
+
+
 @pytest.mark.parametrize("where", ["both", "target", "draft"])
-@pytest.mark.parametrize("mode", ["async", "serial"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_the_text_is_that_of_one_process(
-    pair: tuple[Path, Path], target: Started, draft: Started, mode: str, where: str
+    pair: tuple[Path, Path], target: Started, draft: Started, shape: str, where: str
 ) -> None:
     here = target.named() if where != "draft" else pair[0]
     there = draft.named() if where != "target" else pair[1]
-    with on_workers(here, there, mode=mode, draft_steps=3) as running:
+    with on_workers(here, there, **SHAPES[shape]) as running:
         for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
             answer = running.generate(PROMPT, params)
             assert answer.token_ids == plain(pair[0], name) and answer.stats.drafter_lost is None
             assert answer.stats.accepted > 3 and answer.stats.draft_busy_time > 0 and answer.stats.target_busy_time > 0
+
+
+def test_with_d_given_the_rounds_are_those_of_a_draft_here(
+    pair: tuple[Path, Path], target: Started, draft: Started
+) -> None:
+    rounds = []
+    for drafting in (draft.named(), pair[1]):
+        with on_workers(target.named(), drafting, draft_steps=3) as running:
+            rounds.append([chunk.token_ids for chunk in running.stream(PROMPT, SAMPLED)])
+    assert rounds[0] == rounds[1]
 
 
 def test_without_a_draft_and_with_guidance_and_scores(pair: tuple[Path, Path], target: Started) -> None:

@@ -16,14 +16,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
-from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, read_opening, read_proposal
+from swiftspec.distributed.grpc.convert import (
+    Identity,
+    opening_to,
+    proposal_to,
+    read_delta,
+    read_opening,
+    read_proposal,
+    result_to,
+)
 from swiftspec.distributed.grpc.endpoint import MOST_BYTES, Endpoint, Security
 from swiftspec.distributed.grpc.link import Link
 from swiftspec.distributed.grpc.service import DRAFT, TARGET
 from swiftspec.distributed.grpc.sessions import Sessions, Turns
 from swiftspec.distributed.grpc.status import Full, Refused, SessionGone, WorkerLost
 from swiftspec.errors import UserError
-from swiftspec.messages import Opening, Proposal
+from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.tiny import make_checkpoint
 from tests.support.workers import TOKENIZER, Started, started
@@ -90,6 +98,37 @@ def test_a_round_is_applied_once(client: Client) -> None:
     assert "over" in client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(**ask))
 
 
+def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, vocab=64)
+    with started("draft", tmp_path) as worker:
+        link = Link(f"127.0.0.1:{worker.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security())
+        about = link.ping(10)
+        own = Identity(about.model, about.tokenizer)
+        ahead = opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), EngineConfig(mode="async"), own)
+        first, second = link.stream(), link.stream()
+        first.send(pb.DraftRequest(opening=ahead))
+        grown = first.recv(20)
+        assert read_delta(grown.delta).parents.tolist()[0] == 0 and grown.telemetry.model > 0
+        second.send(pb.DraftRequest(session=grown.session, opening=ahead))
+        assert second.recv(20).delta == grown.delta
+        result = result_to(VerifyResult(1, 0, 2, (0, 1), (grown.delta.tokens[0], 9)), whole=False)
+        first.send(pb.DraftRequest(session=grown.session, result=result))
+        with pytest.raises(Refused, match="has begun another"):
+            while True:
+                first.recv(20)
+        second.send(pb.DraftRequest(session=grown.session, result=result))
+        while (told := second.recv(20).delta).round == 0:
+            pass
+        assert told.round == 1
+        second.send(pb.DraftRequest(session=bytes(16), result=result))
+        with pytest.raises(SessionGone):
+            while True:
+                second.recv(20)
+        call = grpc.insecure_channel(f"127.0.0.1:{worker.port}").unary_unary(f"/{DRAFT}/GenerateDrafts")
+        with pytest.raises(grpc.RpcError, match="in a stream"):
+            call(pb.DraftRequest(opening=ahead).SerializeToString(), timeout=20)
+
+
 def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
     session = client.ask(opening=client.opening()).session
     good = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
@@ -123,7 +162,7 @@ def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
             setattr(message, name, value)
         return lambda: client.ask(opening=message)
 
-    assert "version 1" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=2))
+    assert "version 2" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=1))
     assert "tokenizers" in client.refused(Code.FAILED_PRECONDITION, asked(tokenizer=b"other"))
     assert "another model" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
     client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))

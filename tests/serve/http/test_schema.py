@@ -74,7 +74,7 @@ def test_whatever_the_document_allows(plain_player: Player) -> None:
         for mode in schemathesis.GenerationMode:
 
             @given(operation.as_strategy(generation_mode=mode))
-            @settings(max_examples=15, deadline=None, suppress_health_check=SLOW)
+            @settings(max_examples=8, deadline=None, suppress_health_check=SLOW)
             def each(case: schemathesis.Case) -> None:
                 case.call_and_validate(checks=checks)
 

@@ -3,7 +3,7 @@ with workers that answer anything. They may refuse in a line; nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, result_to
-from swiftspec.distributed.grpc.drafter import GrpcDrafter
+from swiftspec.distributed.grpc.draft_stream import DraftStream
+from swiftspec.distributed.grpc.drafter import GrpcDrafter, GrpcFeed
 from swiftspec.distributed.grpc.drafting import Drafting
 from swiftspec.distributed.grpc.service import About, DraftService, Service, TargetService
 from swiftspec.distributed.grpc.sessions import Sessions
@@ -23,7 +24,11 @@ from swiftspec.distributed.wire import read_proposal, read_result
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.pause import Pause
+from swiftspec.runtime.replica_drafter import ReplicaDrafter
+from swiftspec.tree.replica import Replica
+from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
 from tests.support.fuzz.roles import FakeRole, sound
 from tests.support.fuzz.words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
@@ -31,6 +36,7 @@ from tests.support.fuzz.words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RE
 OWN = Identity(b"model", b"tokenizer")
 ABOUT = About(OWN, "fake", BOUNDS.vocab, BOUNDS.context, (2,), "float32")
 SHAPE = EngineConfig(mode="serial", verify_batch=BOUNDS.nodes, draft_steps=3)
+AHEAD = EngineConfig(mode="async", verify_batch=BOUNDS.nodes, draft_steps=1)
 Asked = tuple[Message, list[tuple[int, int]]]  # a message, and bytes of it that are other ones
 
 
@@ -109,9 +115,23 @@ class Says:
 
 
 def hear_draft(says: Sequence[pb.DraftAnswer]) -> str:
-    drafter = GrpcDrafter(Says(says), SHAPE, BOUNDS, 0.0)  # type: ignore[arg-type]
-    drafter.attach(OWN)
+    return hear(lambda: GrpcDrafter(heard(says, SHAPE)))
+
+
+def hear_growth(says: Sequence[pb.DraftAnswer]) -> str:
+    stream = heard(says, AHEAD)
+    return hear(lambda: ReplicaDrafter(GrpcFeed(stream), Replica(DraftTree(40, 20), BOUNDS.vocab), AHEAD))
+
+
+def heard(says: Sequence[pb.DraftAnswer], shape: EngineConfig) -> DraftStream:
+    stream = DraftStream(Says(says), shape, BOUNDS, 0.0)  # type: ignore[arg-type]
+    stream.attach(OWN)
+    return stream
+
+
+def hear(make: Callable[[], Drafter]) -> str:
     try:
+        drafter = make()
         drafter.open(Opening(1, TEXT, SamplingParams(), len(TEXT)))
         found = drafter.propose()
     except DrafterLost as lost:
@@ -145,6 +165,19 @@ OPENED = OPENINGS.map(lambda opening: opening_to(opening, SHAPE, OWN))
 PROPOSED = (
     proposal().map(proposal_to) | PROPOSAL_WORDS.map(lambda w: read_or_none(read_proposal, proposal_to, w))
 ).filter(lambda message: message is not None)
+SMALL = st.integers(-1, 5)
+NODES = st.tuples(SMALL, SMALL | EDGES.map(lambda n: n % 2**31), st.floats() | st.sampled_from([-0.5, -1.5]))
+
+
+def growth(place: tuple[int, int, int], nodes: list[tuple[int, int, float]]) -> pb.DraftAnswer:
+    parents, tokens, weights = zip(*nodes) if nodes else ((), (), ())
+    round_, expansions, first = place
+    delta = pb.TreeDelta(request=1, round=round_, expansions=expansions, first=first, parents=parents, tokens=tokens)
+    delta.weights.extend(weights[: len(nodes) - (first == 5)])
+    return pb.DraftAnswer(delta=delta)
+
+
+GROWN = st.builds(growth, st.just((0, 1, 1)) | st.tuples(SMALL, SMALL, SMALL), st.lists(NODES, max_size=4))
 ENDED = RESULT_WORDS.map(lambda w: read_or_none(read_result, result_to, w)).filter(lambda message: message is not None)
 STEPS = st.just(0) | EDGES
 TO_TARGET = st.builds(lambda m: pb.VerifyRequest(opening=m), OPENED) | st.builds(
@@ -161,6 +194,7 @@ def calls(messages: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Asked]]:
 
 
 FROM_DRAFT = st.lists(PROPOSED.map(lambda m: pb.DraftAnswer(proposal=m)), max_size=3)
+GROWTH = st.lists(GROWN | st.just(pb.DraftAnswer()), max_size=4)
 PATHS = st.lists(st.integers(-1, 3), min_size=1, max_size=3)
 STANDS = st.builds(
     lambda path, tokens: pb.VerifyResult(request=1, prefix_len=2, path=path, tokens=tokens),
@@ -178,5 +212,6 @@ TARGETS = (
     target("TargetService", calls(TO_TARGET), ask_target),
     target("DraftService of a worker", calls(TO_DRAFT), ask_draft),
     target("GrpcDrafter", FROM_DRAFT, hear_draft),
+    target("GrpcFeed", GROWTH, hear_growth),
     target("GrpcVerifier", FROM_TARGET, hear_target),
 )

@@ -1,0 +1,48 @@
+"""The requests of a call, of which one can ask whether there is another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, Full, Queue
+from threading import Thread
+from typing import Any
+
+import grpc
+
+HELD = 16  # requests read ahead; beyond them the client has to wait
+LOOK = 1.0  # seconds between two looks at whether the call is over
+
+
+class Coming:
+    """A thread reads them, until they end or the call does. `ended`: there are no more."""
+
+    def __init__(self, requests: Iterator[bytes], context: Any) -> None:
+        self.ended = False
+        self._requests, self._context = requests, context
+        self._read: Queue[bytes | None] = Queue(HELD)
+        Thread(target=self._run, name="requests", daemon=True).start()
+
+    def next(self, *, wait: bool) -> bytes | None:
+        """None: there is none, yet or any more."""
+        try:
+            data = self._read.get(wait)
+        except Empty:
+            return None
+        self.ended = data is None
+        return data
+
+    def _run(self) -> None:
+        with suppress(grpc.RpcError):  # the call broke off
+            for data in self._requests:
+                self._put(data)
+        self._put(None)
+
+    def _put(self, data: bytes | None) -> None:
+        while True:
+            try:
+                self._read.put(data, timeout=LOOK)
+                return
+            except Full:
+                if not self._context.is_active():
+                    return
