@@ -85,7 +85,7 @@ def tokens(told: list[Any]) -> list[int]:
 
 
 def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: Front) -> None:
-    asked = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
+    asked: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
     wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in asked.items()}
     front.say(*(frames.Start(n, [5, n], sampling) for n, sampling in asked.items()))
     front.say(frames.Cancel(77))  # one that has ended, or never was
