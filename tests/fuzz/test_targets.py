@@ -1,4 +1,4 @@
-"""A few hundred hostile inputs of each kind; `python -m tests.support.fuzz` draws on for as long as one likes."""
+"""Two hundred hostile inputs of each kind; `python -m tests.support.fuzz` draws on for as long as one likes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_each_is_taken_or_refused_in_a_line(target: Target) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_some_hundred_of_each(target: Target) -> None:
-    outcomes = draw(target, 400)
+def test_two_hundred_of_each(target: Target) -> None:
+    outcomes = draw(target, 200)
     if target not in requests.TARGETS:
         assert set(outcomes) == {"taken", "refused"}, "examples of which all end in one way are of no use"

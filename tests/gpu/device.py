@@ -18,10 +18,12 @@ T = TypeVar("T")
 
 _module = os.environ.get("SWIFTSPEC_EMULATED")
 EMULATED = _module is not None
+FEW = EMULATED and os.environ.get("SWIFTSPEC_EMULATED_CASES", "more") == "few"  # what every change runs
+SEED = int(os.environ.get("SWIFTSPEC_EMULATED_SEED", "1"))
 if _module is not None:
     from tests.simt.emulate import install
 
-    install(Path(_module), int(os.environ.get("SWIFTSPEC_EMULATED_SEED", "1")))
+    install(Path(_module), SEED)
 
 DEVICE = torch.device("cpu") if EMULATED else torch.device("cuda", 0)
 
@@ -40,8 +42,10 @@ needs_kernels = pytest.mark.skipif(WHY_NOT != "", reason=WHY_NOT)
 real = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
 
-def most(cases: list[T], emulated: int) -> list[T]:
-    """All cases on a GPU; the first so many on the emulated one, which is slow."""
+def most(cases: list[T], emulated: int, few: int | None = None) -> list[T]:
+    """All cases on a GPU; on the emulated one, which is slow, the first so many; of a change the first few."""
+    if FEW and few is not None:
+        return cases[:few]
     return cases[:emulated] if EMULATED else cases
 
 

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cuda import linear as ops
-from tests.gpu.device import DEVICE, EMULATED, needs_kernels
+from tests.gpu.device import DEVICE, EMULATED, FEW, needs_kernels
 from tests.gpu.test_linear import generator, rows_of, weight
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 ROOT = Path(__file__).resolve().parents[2]
 K, N = (256, 136) if EMULATED else (512, 1024)
-EPOCHS = 12 if EMULATED else int(os.environ.get("SWIFTSPEC_TEST_EPOCHS", "60"))  # fewer under a sanitizer, too
+SANITIZED = os.environ.get("SWIFTSPEC_TEST_EPOCHS", "60")  # fewer there, too
+EPOCHS = (6 if FEW else 12) if EMULATED else int(SANITIZED)
 
 
 class Ranks:

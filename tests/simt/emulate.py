@@ -49,23 +49,26 @@ def device_code(arch: int) -> tuple[str, ...]:
 
 
 def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",)) -> Path:
-    """Compiles the module into `folder`; CalledProcessError where that fails."""
+    """Compiles the module into `folder`, which may hold that of another architecture: they share what is no kernel.
+    CalledProcessError where that fails."""
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
     plain = [*SOURCES, here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
-    jobs: list[tuple[Path, tuple[str, ...]]] = [(source, ()) for source in plain]
-    jobs += [(source, device_code(arch)) for source in sorted(CSRC.glob("cuda/*/*.cu"))]
+    jobs: list[tuple[Path, tuple[str, ...], Path]] = [(source, (), folder / f"{source.name}.o") for source in plain]
+    for source in sorted(CSRC.glob("cuda/*/*.cu")):
+        jobs.append((source, device_code(arch), folder / f"{source.name}.{arch}.o"))
 
-    def compile_one(job: tuple[Path, tuple[str, ...]]) -> str:
-        source, more = job
-        out = str(folder / f"{source.name}.o")
-        subprocess.run([compiler, *FLAGS, *flags, *includes, *more, "-c", str(source), "-o", out], check=True)
-        return out
+    def compile_one(job: tuple[Path, tuple[str, ...], Path]) -> str:
+        source, more, out = job
+        if not out.exists():
+            command = [compiler, *FLAGS, *flags, *includes, *more, "-c", str(source), "-o", str(out)]
+            subprocess.run(command, check=True)
+        return str(out)
 
     with ThreadPoolExecutor(2) as pool:
         objects = list(pool.map(compile_one, jobs))
-    module = folder / f"emulated{sysconfig.get_config_var('EXT_SUFFIX')}"
+    module = folder / f"emulated{arch}{sysconfig.get_config_var('EXT_SUFFIX')}"
     subprocess.run([compiler, *flags, "-shared", "-o", str(module), *objects, "-lrt", "-pthread"], check=True)
     return module
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_verify")  # from one form of the kernels to the other
+MOST = ("test_linear",)  # of these, where most of the kernels differ
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -45,32 +46,37 @@ def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> No
     assert said in done.stdout
 
 
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The kernels of an architecture, compiled when they are first asked for."""
+    folder = tmp_path_factory.mktemp("emulated")
+    return functools.cache(lambda arch: build(COMPILER, folder, arch))
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("arch", "only"),
+    ("arch", "only", "cases"),
     [
-        pytest.param(HOPPER, DIFFERENT, marks=pytest.mark.slow),
-        pytest.param(HOPPER, None, marks=pytest.mark.long),
-        pytest.param(AMPERE, DIFFERENT, marks=pytest.mark.long),
+        pytest.param(HOPPER, DIFFERENT, "few", marks=pytest.mark.slow),
+        pytest.param(AMPERE, MOST, "few", marks=pytest.mark.slow),
+        pytest.param(HOPPER, None, "more", marks=pytest.mark.long),
+        pytest.param(AMPERE, DIFFERENT, "more", marks=pytest.mark.long),
     ],
 )
-def test_what_a_gpu_must_pass(tmp_path: Path, arch: int, only: tuple[str, ...] | None) -> None:
-    """Every file of tests/gpu but those of library operators, each in a process of its own, two at a time; with every
-    change, and without clusters and bulk copies, those whose kernels differ."""
-    module = build(COMPILER, tmp_path, arch)
-    environment = os.environ | {"SWIFTSPEC_EMULATED": str(module), "OMP_NUM_THREADS": "1"}
+def test_what_a_gpu_must_pass(
+    module: Callable[[int], Path], arch: int, only: tuple[str, ...] | None, cases: str
+) -> None:
+    """Every file of tests/gpu but those of library operators, two tests at a time; without clusters and bulk copies
+    those whose kernels differ. Every change runs the files and cases that tell most for their time."""
     files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]
     if only is not None:
         files = [file for file in files if file.stem in only]
-
-    def run(file: Path) -> subprocess.CompletedProcess[str]:
-        options = ("-m", "gpu", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout", "400")
-        command = [sys.executable, "-m", "pytest", *options, str(file)]
-        return subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        for file, done in zip(files, pool.map(run, files), strict=True):
-            passed = re.search(r"(\d+) passed", done.stdout)
-            assert done.returncode == 0 and passed is not None, f"{file.name}: {done.stdout[-4000:]}"
+    own = {"SWIFTSPEC_EMULATED": str(module(arch)), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1"}
+    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
+    options = ("-o", "addopts=", "-m", "gpu", "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *options, *map(str, files)], cwd=ROOT, capture_output=True,
+        text=True, timeout=850, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert all(f"PASSED tests/gpu/{file.name}::" in done.stdout for file in files), done.stdout[-6000:]

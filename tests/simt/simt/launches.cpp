@@ -76,17 +76,9 @@ void Machine::start(const std::shared_ptr<Grid>& grid, size_t part) {
       thread->block = block.get();
       thread->warp = static_cast<int>(t / 32), thread->lane = static_cast<int>(t % 32);
       thread->groups.emplace_back();
-      if (stacks_.empty()) {
-        thread->stack.reset(new uint8_t[kStack]);
-      } else {
-        thread->stack = std::move(stacks_.back());
-        stacks_.pop_back();
-      }
-      getcontext(&thread->beginning);
-      thread->beginning.uc_stack.ss_sp = thread->stack.get();
-      thread->beginning.uc_stack.ss_size = kStack;
-      thread->beginning.uc_link = nullptr;
-      makecontext(&thread->beginning, &Machine::enter, 0);
+      if (fibers_.empty()) fibers_.push_back(std::make_unique<Fiber>());
+      thread->fiber = std::move(fibers_.back());
+      fibers_.pop_back();
       ready_.push_back(thread.get());
       block->threads.push_back(std::move(thread));
     }
@@ -134,7 +126,10 @@ void Machine::retire() {
     if (cluster->live > 0) return false;
     if (!copies_.empty() && receives(*cluster)) fault_ = "a block has left that a copy is under way to";
     for (auto& block : cluster->blocks) {
-      for (auto& thread : block->threads) stacks_.push_back(std::move(thread->stack));
+      for (auto& thread : block->threads) {
+        thread->fiber->started &= thread->ended;  // the others have stopped amid something
+        fibers_.push_back(std::move(thread->fiber));
+      }
     }
     Grid& grid = *cluster->grid;
     if (++grid.left == grid.clusters) grid.before = nullptr, wake(grid.dependents);

@@ -11,13 +11,6 @@
 
 namespace simt {
 
-Machine& Machine::get() {
-  static Machine machine;
-  return machine;
-}
-
-Machine::Machine() : dice_(1) {}
-
 uint8_t* Block::variable(std::type_index type, size_t bytes) {
   auto& [memory, size] = variables[type];
   if (memory == nullptr) {
@@ -48,13 +41,20 @@ void* Block::in(Block& other, const void* p, size_t bytes) {
 
 void Machine::resume(Thread& thread) {
   current_ = &thread;
+  Fiber& fiber = *thread.fiber;
 #if SIMT_ASAN
-  __sanitizer_start_switch_fiber(&home_fake_, thread.stack.get(), kStack);
+  __sanitizer_start_switch_fiber(&home_fake_, fiber.stack.get(), kStack);
 #endif
   if (_setjmp(home_) == 0) {  // jumps, for a swap of contexts asks the kernel twice
-    if (thread.started) _longjmp(thread.here, 1);
-    thread.started = true;
-    setcontext(&thread.beginning);
+    if (fiber.started) _longjmp(fiber.here, 1);
+    fiber.started = true;
+    ucontext_t beginning;
+    getcontext(&beginning);
+    beginning.uc_stack.ss_sp = fiber.stack.get();
+    beginning.uc_stack.ss_size = kStack;
+    beginning.uc_link = nullptr;
+    makecontext(&beginning, &Machine::enter, 0);
+    setcontext(&beginning);
   }
 #if SIMT_ASAN
   __sanitizer_finish_switch_fiber(home_fake_, nullptr, nullptr);
@@ -63,13 +63,13 @@ void Machine::resume(Thread& thread) {
 }
 
 void Machine::stop() {
-  Thread& thread = *current_;
+  Fiber& fiber = *current_->fiber;
 #if SIMT_ASAN
-  __sanitizer_start_switch_fiber(thread.ended ? nullptr : &thread.fake_stack, home_stack_, home_size_);
+  __sanitizer_start_switch_fiber(&fiber.fake_stack, home_stack_, home_size_);
 #endif
-  if (_setjmp(thread.here) == 0) _longjmp(home_, 1);
+  if (_setjmp(fiber.here) == 0) _longjmp(home_, 1);
 #if SIMT_ASAN
-  __sanitizer_finish_switch_fiber(thread.fake_stack, &home_stack_, &home_size_);
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, &home_stack_, &home_size_);
 #endif
 }
 
@@ -78,9 +78,11 @@ void Machine::enter() {
 #if SIMT_ASAN
   __sanitizer_finish_switch_fiber(nullptr, &machine.home_stack_, &machine.home_size_);
 #endif
-  machine.current_->block->grid->launch.body();
-  machine.leave(*machine.current_);
-  machine.stop();
+  for (;;) {  // one thread after the other
+    machine.current_->block->grid->launch.body();
+    machine.leave(*machine.current_);
+    machine.stop();
+  }
 }
 
 void Machine::leave(Thread& thread) {

@@ -110,12 +110,16 @@ struct Cluster {
   int live = 0;
 };
 
-struct Thread {
-  ucontext_t beginning;
-  jmp_buf here;  // where it has stopped
+// What a thread runs on, and after it has ended another one: to begin anew costs calls to the system.
+struct Fiber {
+  std::unique_ptr<uint8_t[]> stack{new uint8_t[kStack]};
   bool started = false;
-  std::unique_ptr<uint8_t[]> stack;
+  jmp_buf here;  // where it has stopped
   void* fake_stack = nullptr;  // AddressSanitizer's
+};
+
+struct Thread {
+  std::unique_ptr<Fiber> fiber;
   Index index;
   Block* block = nullptr;
   int warp = 0, lane = 0;
@@ -140,7 +144,10 @@ static_assert(sizeof(Barrier) == 8);
 
 class Machine {
  public:
-  static Machine& get();
+  static Machine& get() {
+    static Machine machine;
+    return machine;
+  }
 
   void seed(uint64_t seed) { dice_.seed(seed); }
   int ordinal = 0;       // of the GPU; another one where `parts` are others
@@ -167,7 +174,7 @@ class Machine {
   [[noreturn]] void fault(const std::string& what);
 
  private:
-  Machine();
+  Machine() : dice_(1) {}
   void begin();
   bool find_room(unsigned blocks, size_t& part) const;
   void start(const std::shared_ptr<Grid>& grid, size_t part);
@@ -194,7 +201,7 @@ class Machine {
   std::vector<Thread*> ready_;
   std::vector<std::unique_ptr<Cluster>> resident_;
   std::vector<BulkCopy> copies_;
-  std::vector<std::unique_ptr<uint8_t[]>> stacks_;  // to be used again
+  std::vector<std::unique_ptr<Fiber>> fibers_;  // to be used again
   std::string fault_;
   bool trapped_ = false;
   bool changed_ = false;  // a cluster has left, or no block is silent any more

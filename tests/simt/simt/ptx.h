@@ -19,26 +19,28 @@ struct Operands {
 
 // PTX ISA, "Matrix Fragments for mma.m16n8k16": who holds what of a [16, 16], b [16, 8] and c [16, 8].
 inline void multiply(Warp& warp) {
-  float a[16][16], b[16][8];
+  float a[16][16], b[16][8], c[16][8];
+  const auto row = [](int lane, int i) { return lane / 4 + i / 2 * 8; };
+  const auto column = [](int lane, int i) { return lane % 4 * 2 + i % 2; };
   for (int lane = 0; lane < 32; ++lane) {
     const auto& mine = *static_cast<const Operands*>(warp.in[lane]);
     const int group = lane / 4, place = lane % 4 * 2;
     for (int i = 0; i < 4; ++i) {
-      const int row = group + i % 2 * 8, column = place + i / 2 * 8;
-      a[row][column] = low_half(mine.a[i]), a[row][column + 1] = high_half(mine.a[i]);
+      const int at = group + i % 2 * 8, from = place + i / 2 * 8;
+      a[at][from] = low_half(mine.a[i]), a[at][from + 1] = high_half(mine.a[i]);
+      c[row(lane, i)][column(lane, i)] = mine.c[i];
     }
     for (int i = 0; i < 2; ++i) {
       b[place + 8 * i][group] = low_half(mine.b[i]), b[place + 8 * i + 1][group] = high_half(mine.b[i]);
     }
   }
-  for (int lane = 0; lane < 32; ++lane) {
-    const auto& mine = *static_cast<const Operands*>(warp.in[lane]);
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      float sum = mine.c[i];
-      for (int k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-      static_cast<float*>(warp.out[lane])[i] = sum;
+  for (int i = 0; i < 16; ++i) {
+    for (int k = 0; k < 16; ++k) {
+      for (int j = 0; j < 8; ++j) c[i][j] += a[i][k] * b[k][j];
     }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    for (int i = 0; i < 4; ++i) static_cast<float*>(warp.out[lane])[i] = c[row(lane, i)][column(lane, i)];
   }
 }
 
