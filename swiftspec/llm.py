@@ -28,7 +28,7 @@ from swiftspec.smc.decoding import Request
 
 
 class Running:
-    """Roles that decode one request at a time, wherever their models are."""
+    """Roles that decode requests, one or several (`at_once`) at a time, wherever their models are."""
 
     def __init__(
         self, roles: Roles, load_time: float = 0.0, writer: Writer | None = None, pause: Pause | None = None
@@ -132,7 +132,7 @@ def _numbered(chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[int, 
 
 
 class LLM(Running):
-    """A target model and perhaps a draft, decoding one request at a time.
+    """A target model and perhaps a draft, decoding requests one at a time, or several side by side (`at_once`).
 
     With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
     where a model cannot be loaded or the pair does not fit.

@@ -179,6 +179,8 @@ class Service:
         except FrontEndLost:
             raise
         except UserError as error:
+            if not self._here:  # then it is no request's
+                raise
             for number in sorted(self._here):
                 self._end(frames.Failed(number, str(error), user=True))
 
