@@ -2,7 +2,7 @@
 
     python -m bench.smc [--particles 1,4,8] [--steps 4] [--ops reference] [--threads 2] [--memory]
     python -m bench.smc --limit 8 --seeds 4 --plot docs/smc.svg    # the figure
-    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # tokens a second of all groups
+    python -m bench.smc --groups 1,2,4,8 --particles 4 --steps 4   # requests side by side, and exact chains as well
 
 Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
 temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
@@ -26,6 +26,7 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
+from bench.smc_groups import add_flags, compare
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
@@ -94,11 +95,11 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
     return score
 
 
-def build(particles: int, steps: int, args: argparse.Namespace, groups: int = 1) -> LLM:
+def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
     kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT}
     if particles == 0:
         return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
-    population = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=groups)
+    population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
     return LLM(DEMO / "target", DEMO / "draft", EngineConfig("smc", population=population), **kind)
 
 
@@ -171,30 +172,6 @@ def memory(args: argparse.Namespace) -> None:
         f"  KV moved by fan-out and resampling ({int(smc.particles.resampled)} times): none; by {answer.compactions}"
         f" compactions: {answer.moved_slots} slots"
     )
-
-
-def groups(args: argparse.Namespace) -> None:
-    """Tokens a second of all groups together, for every G, N and K. Every G decodes the same requests, as many as the
-    most groups; they are all as long, so that no place is empty."""
-    most = max(args.groups)
-    read = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))
-    prompts = [read[i % len(read)] for i in range(most)]
-    sampling = [
-        SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i) for i in range(most)
-    ]
-    for particles, steps in ((n, k) for k in args.steps for n in args.particles):
-        systems = {count: build(particles, steps, args, count) for count in args.groups}
-        spent = dict.fromkeys(systems, 0.0)
-        for _ in range(args.seeds):
-            for count, llm in systems.items():
-                llm.generate(prompts[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
-                began = time.perf_counter()
-                answers = llm.generate_batch(prompts, sampling)
-                spent[count] += time.perf_counter() - began - sum(answer.stats.prompt_time for answer in answers)
-        rates = {count: args.seeds * most * args.max_tokens / seconds for count, seconds in spent.items()}
-        for count, rate in rates.items():
-            times = rate / rates[min(rates)]
-            print(f"N={particles:<3} K={steps:<3} G={count:<3} {rate:7.1f} tok/s of all groups  {times:5.2f}x")
 
 
 def plot(results: Sequence[Result], file: Path, title: str) -> None:
@@ -278,7 +255,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--groups", type=numbers, help="several requests at a time: this many, and their speed alone")
+    parser.add_argument("--groups", type=numbers, help="so many requests side by side: their speed alone")
+    add_flags(parser, DEMO / "target", DEMO / "draft")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -291,7 +269,7 @@ def main() -> None:
         memory(args)
         return
     if args.groups:
-        groups(args)
+        compare(read_prompts(AutoTokenizer.from_pretrained(DEMO / "target")), args)
         return
     results = measure(args)
     for result in results:

@@ -12,6 +12,7 @@ from swiftspec.setting import check_fields, require, setting
 MODES = ("ar", "serial", "async", "smc")
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions.md)
 MOST_STEPS = 16  # a measured d beyond this adds nodes that are hardly ever accepted
+MOST_REQUESTS = 256  # side by side
 MAX_TREE = 64  # bounds of bs, w and d: beyond them a round costs more than it can win back
 VERIFY = ("match", "reject")
 PROPOSALS = ("top", "coupled", "sample")
@@ -44,9 +45,10 @@ class PopulationConfig:
         must="lie in 0..smc_draft_tokens", beside="smc_draft_tokens", shapes=POPULATION,
     )  # fmt: skip
     smc_groups: int = setting(
-        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", least=1, most=256,
-        shapes=POPULATION,
+        1, "Requests that are decoded side by side, each with its own particles.", PARTICLES, "G", least=1,
+        most=MOST_REQUESTS, shapes=POPULATION,
     )  # fmt: skip
+    chains: str | None = None  # how chains of one particle are verified, match or reject, in place of weights
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,6 +57,11 @@ class PopulationConfig:
             0 <= self.smc_exact <= most,
             f"smc_exact must lie in 0..{most}, the draft tokens of a round, not {self.smc_exact}",
         )
+
+    @property
+    def rejected(self) -> int:
+        """How many leading draft tokens of a round are verified by rejection."""
+        return self.smc_draft_tokens if self.chains == "reject" else self.smc_exact
 
     @property
     def slots(self) -> int:
@@ -100,6 +107,10 @@ class EngineConfig:
         True, "async: expand on after a result while that is worth its time; off: the paper's rule.", SPECULATION,
         shapes=AHEAD,
     )  # fmt: skip
+    max_num_seqs: int = setting(
+        1, "Requests decoded side by side, in mode serial; above 1 each has a chain of D draft tokens in place of a"
+        " tree.", SPECULATION, "G", least=1, most=MOST_REQUESTS,
+    )  # fmt: skip
     self_switch: bool = False  # go on without the draft while that is faster; rounds then depend on the clock
     adapt_steps: bool = False  # d follows what is measured while requests run; rounds then depend on the clock
     adapt_batch: bool = False  # so does bs, never above verify_batch
@@ -121,6 +132,8 @@ class EngineConfig:
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
         self._check_rejection()
+        if self.max_num_seqs > 1:
+            self._make_chains()
         if self.mode == "async":
             alone = self.draft_tp == 0 and self.target_tp == 1
             require(self.draft_tp >= 1 or alone, f"draft_tp must be at least 1 in mode async, not {self.draft_tp}")
@@ -138,6 +151,17 @@ class EngineConfig:
             self.verify == "match" or not self.adapts,
             "verify reject has a text that follows the tree, which must not follow the clock: leave adapt_* out",
         )
+
+    def _make_chains(self) -> None:
+        """A chain is a tree with one leaf, all of which is verified; the same for every request."""
+        here = self.mode == "serial" and self.target_tp == 1 and not (self.target_remote or self.draft_remote)
+        require(here, "max_num_seqs above 1 is for mode serial on one rank; mode smc has smc_groups")
+        require(not self.decides, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
+        fits = self.proposal == ("sample" if self.verify == "reject" else "coupled")
+        require(fits, f"with max_num_seqs above 1 verify {self.verify} says what is proposed: leave proposal out")
+        require(self.steps < MAX_TREE, f"a chain has 1..{MAX_TREE - 1} draft_steps, not {self.steps}")
+        object.__setattr__(self, "draft_leaves", 1)
+        object.__setattr__(self, "verify_batch", self.steps + 1)
 
     def check_request(self, sampling: SamplingParams) -> None:
         """Raises UserError on a request that the tree cannot serve."""
@@ -207,9 +231,19 @@ class EngineConfig:
         return self.target_tp + (self.draft_tp if self.mode == "async" else 0)
 
     @property
+    def grouped(self) -> PopulationConfig | None:
+        """The shape of the groups in which requests are decoded: in mode smc as it is set, with `max_num_seqs` above 1
+        one particle each, whose draft tokens are verified. None: a tree, one request at a time."""
+        if self.mode == "smc":
+            return self.population
+        if self.max_num_seqs == 1:
+            return None
+        return PopulationConfig(1, self.steps, smc_groups=self.max_num_seqs, chains=self.verify)
+
+    @property
     def sequences(self) -> int:
-        """Sequences of a model's cache. A guided request takes a second one."""
-        return self.population.smc_groups if self.mode == "smc" else 1
+        """Sequences of a model's cache: one for each request at a time. A guided request takes a second one."""
+        return 1 if self.grouped is None else self.grouped.smc_groups
 
     @property
     def beside(self) -> bool:

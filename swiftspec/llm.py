@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -23,10 +24,11 @@ from swiftspec.engine import Chunk, Completion, Stats
 from swiftspec.observe.recorder import Listener
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Pause
+from swiftspec.smc.decoding import Request
 
 
 class Running:
-    """Roles that decode one request at a time, wherever their models are."""
+    """Roles that decode requests, one or several (`at_once`) at a time, wherever their models are."""
 
     def __init__(
         self, roles: Roles, load_time: float = 0.0, writer: Writer | None = None, pause: Pause | None = None
@@ -50,6 +52,11 @@ class Running:
     @property
     def max_model_len(self) -> int:
         return self.roles.limits.max_model_len
+
+    @property
+    def at_once(self) -> int:
+        """How many requests can be decoded side by side."""
+        return self.config.sequences
 
     @property
     def vocab_size(self) -> int:
@@ -76,16 +83,17 @@ class Running:
     def generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:
-        """Decodes several prompts side by side, in mode smc: as many at a time as there are groups (`smc_groups`), each
-        with its own particles; the others follow as places become free. `sampling`: one for all, or one for each.
+        """Decodes several prompts, as many at a time as the engine has room for (`at_once`); the others follow as
+        places become free. `sampling`: one for all, or one for each.
 
         Returns their completions in the order of the prompts. A text depends on its prompt and its seed, not on the
-        others. Raises UserError, before anything is computed, in another mode or where a request cannot be served.
+        others. One whose logits are no numbers ends with the finish reason "error", and the others go on. Raises
+        UserError, before anything is computed, where a request cannot be served.
         """
         requests, chunks = self.engine.batch(prompts, sampling)
         tokens: list[list[int]] = [[] for _ in requests]
-        for index, chunk in chunks:
-            tokens[index] += chunk.token_ids
+        for request, chunk in chunks:
+            tokens[request.number] += chunk.token_ids
         stats = [request.stats for request in requests]
         return [
             Completion(text, each.finish_reason or "length", each) for text, each in zip(tokens, stats, strict=True)
@@ -98,8 +106,9 @@ class Running:
         cancelled: Callable[[int], bool] = lambda index: False,
     ) -> Generator[tuple[int, Chunk]]:
         """As `generate_batch`; yields chunks as they come, each with the index of its prompt. `cancelled` is asked
-        between rounds and while a prompt is read: a request that it names ends without a last chunk."""
-        return self.engine.batch(prompts, sampling, cancelled)[1]
+        between rounds and while a prompt is read: a request that it names ends with the finish reason "abort"."""
+        _, chunks = self.engine.batch(prompts, sampling, cancelled)
+        return _numbered(chunks)
 
     def listen(self, listener: Listener | None) -> None:
         """From the next request on this hears, on the decoding thread and several rounds at a time, what a trace of it
@@ -116,8 +125,14 @@ class Running:
             self.writer.close()
 
 
+def _numbered(chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[int, Chunk]]:
+    with closing(chunks):
+        for request, chunk in chunks:
+            yield request.number, chunk
+
+
 class LLM(Running):
-    """A target model and perhaps a draft, decoding one request at a time.
+    """A target model and perhaps a draft, decoding requests one at a time, or several side by side (`at_once`).
 
     With a `world` this is its rank 0, and the other ranks run `serve_rank` with the same arguments. Raises UserError
     where a model cannot be loaded or the pair does not fit.

@@ -132,6 +132,6 @@ def assemble_elsewhere(
     parts = Tree(drafter, verifier)
     decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away)
     eos = tuple(about.eos_token_ids)
-    check = partial(check_request, config.check_request, Grammars(tokenizer, eos, about.vocab_size))
+    check = partial(check_request, config, Grammars(tokenizer, eos, about.vocab_size))
     limits = RequestLimits(length, about.vocab_size, eos, check)
     return Roles(decoding, parts, config, limits, None, log, head, leave)

@@ -208,12 +208,14 @@ class Models:
         return drafter_on(*self._runner("draft", plan, group, progress), plan)
 
     def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
-        """Both models and the groups of particles on them, for mode smc."""
+        """Both models and the groups of particles on them."""
         target, tools = self._runner("target", plan, group, progress)
         draft, draft_tools = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-        steps = kinds.for_population(target, tools, draft_tools, plan.population.smc_groups)
-        return SMC(target, draft, steps, plan.population, longest=self.max_model_len, lag=lag)
+        config = plan.grouped
+        assert config is not None
+        steps = kinds.for_population(target, tools, draft_tools, config.smc_groups)
+        return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag)
 
     def _runner(
         self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None
@@ -245,8 +247,8 @@ class Models:
 
     def slots(self, side: Side, plan: EngineConfig) -> int:
         """Tree slots of a model's cache."""
-        if plan.mode == "smc":
-            return region(plan.population, self.max_model_len)
+        if plan.grouped is not None:
+            return region(plan.grouped, self.max_model_len)
         if side == "target":
             return plan.verify_batch
         return draft_slots(plan)

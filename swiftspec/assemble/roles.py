@@ -84,12 +84,11 @@ def assemble(
     worker runs, where the config has that."""
     log = Recorder(None if models.trace is None else TraceFile(models.trace))
     rank = None if world is None else Rank(world, config, models, progress)
-    mode = check_sampling if config.mode == "smc" else config.check_request  # before d is measured: there is more room
-    check = partial(check_request, mode, models.grammars)
+    check = partial(check_request, config, models.grammars)  # before d is measured: there is more room
     away, leave = None, lambda: None
     if worker is not None and config.draft_remote and config.mode != "ar":
         away, leave = worker(config, Bounds(models.vocab_size, models.max_model_len, config.verify_batch))
-    if config.mode == "smc":
+    if config.grouped is not None:
         parts, decoding = _population(models, config, rank, log, progress)
     else:
         parts, decoding, config = _tree(models, config, rank, away, log, progress)
@@ -101,9 +100,11 @@ def assemble(
     return Roles(decoding, parts, config, limits, rank, log, head, leave)
 
 
-def check_request(mode: Callable[[SamplingParams], None], grammars: Grammars, sampling: SamplingParams) -> None:
+def check_request(config: EngineConfig, grammars: Grammars, sampling: SamplingParams) -> None:
     """Raises UserError on parameters that the mode cannot serve, or a grammar that is none."""
-    mode(sampling)
+    if config.grouped is not None:
+        check_sampling(sampling, chains=config.grouped.chains is not None)
+    config.check_request(sampling)
     if sampling.grammar is not None:
         grammars.rules(sampling.grammar)
 

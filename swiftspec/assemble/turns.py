@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
 from swiftspec.engine import Chunk, Decoding, Engine, Limits, Stats
-from swiftspec.errors import UserError, shown
+from swiftspec.errors import NotFinite, UserError, shown
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.pause import Cancelled, Pause
 from swiftspec.setting import meant, require
-from swiftspec.smc.decoding import ParticleDecoding, Request
+from swiftspec.smc.decoding import Arriving, IsCancelled, ParticleDecoding, Request
 
 Piece = TypeVar("Piece")
 
@@ -58,44 +58,72 @@ class OneAtATime(Engine):
         with self._turn():
             return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
 
+    def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """What `together` takes, under a number of its caller's. Raises UserError where it cannot be served."""
+        prompt = token_ids(prompt)
+        self.limits.check(prompt, sampling)
+        opening = Opening(number, prompt, sampling, len(prompt))
+        return Request(opening, self._ends(prompt, sampling), Stats(prompt_tokens=len(prompt)))
+
     def batch(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         cancelled: Callable[[int], bool] = lambda index: False,
-    ) -> tuple[list[Request], Generator[tuple[int, Chunk]]]:
-        """Requests side by side: what becomes of each, and their chunks. Raises UserError before anything is computed,
-        where one of them cannot be served or the decoding takes one at a time."""
+    ) -> tuple[list[Request], Generator[tuple[Request, Chunk]]]:
+        """Several requests, and their chunks as `together` has them. Raises UserError, before anything is computed,
+        where one of them cannot be served."""
+        requests: list[Request] = []
+        for index, asked in enumerate(each_with(prompts, sampling)):
+            try:
+                requests.append(self.request(index, *asked))
+            except UserError as error:
+                raise UserError(f"request {index} of the batch: {error}") from None
+        waiting = iter(requests)
+        return requests, self.together(lambda: next(waiting, None), lambda request: cancelled(request.number))
+
+    def together(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+        """Decodes requests that come while others are under way, side by side where the decoding has room for several,
+        else in their order. As `ParticleDecoding.batch`, of any decoding; `cancelled` is also asked now and then while
+        a prompt is read."""
+        coming: Request | None = None  # whose prompt is read
+
+        def come() -> Request | None:
+            nonlocal coming
+            coming = arriving()
+            return coming
+
         decoding = self.decoding
-        if not isinstance(decoding, ParticleDecoding):
-            raise UserError("only mode smc decodes several requests at a time: generate them one after the other")
-        requests = [self._request(*each) for each in enumerate(each_with(prompts, sampling))]
         with self._turn():
-            return requests, self._rounds(
-                self._batch(decoding, requests, cancelled), lambda: cancelled(decoding.reading)
-            )
+            if isinstance(decoding, ParticleDecoding) and decoding.population.places > 1:
+                chunks = self._batch(decoding.batch(come, cancelled))
+            else:
+                chunks = self._in_turn(come, cancelled)
+            return self._rounds(chunks, lambda: coming is not None and cancelled(coming))
 
-    def _request(self, index: int, asked: tuple[Sequence[int], SamplingParams]) -> Request:
-        prompt, sampling = asked
-        try:
-            prompt = token_ids(prompt)
-            self.limits.check(prompt, sampling)
-        except UserError as error:
-            raise UserError(f"request {index} of the batch: {error}") from None
-        opening = Opening(index, prompt, sampling, len(prompt))
-        return Request(opening, self._ends(prompt, sampling), Stats(prompt_tokens=len(prompt)))
-
-    def _batch(
-        self, decoding: ParticleDecoding, requests: Sequence[Request], cancelled: Callable[[int], bool]
-    ) -> Generator[tuple[int, Chunk]]:
+    def _batch(self, chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[Request, Chunk]]:
         """The chunks of all, until a later request ends them."""
         self._requests += 1
         mine = self._requests
-        with closing(decoding.batch(requests, cancelled)) as chunks:
-            for index, chunk in chunks:
-                self.stats = requests[index].stats
-                yield index, chunk
+        with closing(chunks):
+            for request, chunk in chunks:
+                self.stats = request.stats
+                yield request, chunk
                 require(self._requests == mine, "this batch was ended by a later request: read it to its end first")
+
+    def _in_turn(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+        """One request after the other."""
+        while (request := arriving()) is not None:
+            reason = "abort"
+            with suppress(Cancelled), closing(self._stream(request.opening.tokens, request.opening.sampling)) as chunks:
+                try:
+                    while not cancelled(request) and (chunk := next(chunks, None)) is not None:
+                        request.stats, reason = self.stats, chunk.finish_reason or "abort"
+                        yield request, chunk
+                except NotFinite as error:
+                    request.stats, request.error, reason = self.stats, error, "error"
+            if reason in ("abort", "error"):
+                yield request, request.cut(reason)
 
     def close(self) -> None:
         """Waits for the round under way, if any, and ends its request."""

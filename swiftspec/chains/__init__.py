@@ -1,1 +1,1 @@
-"""Verifies many chains of draft tokens in one call, on any device. No mode uses it yet; bench.verify measures it."""
+"""Verifies many chains of draft tokens in one call, on any device: those of exact requests side by side."""

@@ -29,7 +29,7 @@ class Verified:
 def greedy(target: Tensor, tokens: Tensor) -> Verified:
     """Keeps draft tokens as long as each is the likeliest. `target` [B, K + 1, V] logits, floating; `tokens` [B, K]."""
     _check(tokens, target=(target, 1))
-    return _as_far_as_equal(target.argmax(-1), tokens)
+    return as_far_as_equal(target.argmax(-1), tokens)
 
 
 def match(target: Tensor, tokens: Tensor, noise: Tensor) -> Verified:
@@ -39,7 +39,7 @@ def match(target: Tensor, tokens: Tensor, noise: Tensor) -> Verified:
     Gumbel, a row for each position. The tokens are those of plain decoding with the same noise.
     """
     _check(tokens, target=(target, 1))
-    return _as_far_as_equal(_best(target, noise), tokens)
+    return as_far_as_equal(_best(target, noise), tokens)
 
 
 def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> Verified:
@@ -81,7 +81,8 @@ def _check(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
             raise ValueError(f"{name} must be {list(want)} for tokens {list(tokens.shape)}, not {list(rows.shape)}")
 
 
-def _as_far_as_equal(best: Tensor, tokens: Tensor) -> Verified:
+def as_far_as_equal(best: Tensor, tokens: Tensor) -> Verified:
+    """Keeps draft tokens [B, K] as long as each is the target's own `best` [B, K + 1] there."""
     accepted = (best[:, :-1] == tokens).long().cumprod(-1).bool()
     count = accepted.sum(-1)
     return Verified(accepted, count, best.gather(1, count[:, None]).squeeze(1))

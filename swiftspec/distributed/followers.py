@@ -174,6 +174,14 @@ class LeadingPopulation:
         return self.population.groups
 
     @property
+    def exact(self) -> bool:
+        return self.population.exact
+
+    @property
+    def places(self) -> int:
+        return self.population.places
+
+    @property
     def has_room(self) -> bool:
         return self.population.has_room
 

@@ -131,7 +131,7 @@ class Rank:
                 self._world, here.side, here.rank, here.size, device=builder.device,
                 share_device=builder.share_device, width=builder.kernel_sums(**holds),
             )  # fmt: skip
-        if config.mode == "smc":
+        if config.grouped is not None:
             self.population = builder.population(config, self._group, progress)
             return
         if here.side == "target":

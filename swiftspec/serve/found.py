@@ -70,7 +70,8 @@ def planned(settings: Settings, target: Path, draft: Path, ranks: int, phases: P
     UserError where a profile is named and is damaged, or not of this machine and pair. One that only lies in ./profiles
     is passed over then, with a note."""
     folder, named = Path("profiles"), settings.plan not in ("auto", "none")
-    if settings.plan == "none" or settings.mode == "smc" or not (named or any(folder.glob("*.json"))):
+    no_tree = settings.mode == "smc" or settings.max_num_seqs > 1
+    if settings.plan == "none" or no_tree or not (named or any(folder.glob("*.json"))):
         return settings
     from swiftspec.profiles import store
 
@@ -115,6 +116,8 @@ def _check_plan(settings: Settings, draft: Path | None) -> None:
         why = "fills in what shapes a draft, and there is no draft model: name one with --draft-model"
     elif settings.mode in ("ar", "smc"):
         why = f"fills in what shapes a draft tree, which mode {settings.mode} has not"
+    elif settings.max_num_seqs > 1:
+        why = "fills in what shapes a draft tree, which --max-num-seqs above 1 has not"
     if why is not None:
         raise UsageError(f"--plan {settings.plan} {why}; or leave it out")
 

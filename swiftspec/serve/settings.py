@@ -103,6 +103,11 @@ class Settings(Attributes):
         for part in CONTRADICTS[mode]:
             for name in self._given(part):
                 raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
+        trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
+        for name in trees:
+            if name in self.model_fields_set:
+                chains = "--max-num-seqs above 1 has chains of --draft-steps"
+                raise UsageError(f"{flag_name(name)} shapes a draft tree, and {chains}: leave it out")
         if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
             raise UsageError(
                 "--adapt: rounds follow the clock, and the text of --verify reject the rounds: leave one out"
@@ -143,9 +148,9 @@ class Settings(Attributes):
 
     def _follows_clock(self, mode: str) -> dict[str, bool]:
         """What of a round may follow what is measured: where the user gave d or bs, or --verify reject, whose text
-        follows the rounds, not that."""
-        fixed = self.verify == "reject"
-        adapts = self.adapt and mode in ("serial", "async") and not fixed
+        follows the rounds, not that; nor where several requests share a round."""
+        fixed = self.verify == "reject" or self.max_num_seqs > 1
+        adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
         return {
             "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),
             "adapt_steps": adapts and "draft_steps" not in self.model_fields_set,

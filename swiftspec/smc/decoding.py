@@ -10,10 +10,10 @@ from typing import Protocol
 
 from swiftspec.decode import Observer, nobody
 from swiftspec.engine import Chunk, Ends, Stats
-from swiftspec.errors import NotFinite
+from swiftspec.errors import NotFinite, UserError
 from swiftspec.messages import Opening
 from swiftspec.runtime.pause import Cancelled
-from swiftspec.smc.population import Answer, Group
+from swiftspec.smc.population import WHOSE, Answer, Group
 
 
 class Population(Protocol):
@@ -25,6 +25,10 @@ class Population(Protocol):
     def drafted(self) -> int: ...
     @property
     def groups(self) -> Sequence[Group]: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def places(self) -> int: ...
     @property
     def has_room(self) -> bool: ...
     def admit(self, opening: Opening, stops: Collection[int], limit: int) -> Group: ...
@@ -41,7 +45,8 @@ def decode_smc(
 
     A round gives the tokens that all particles of a group have come to share, often none: nothing else is certain to be
     in its answer. The last ones, with `Group.answer`, are what is left of the particle that was picked; the group has
-    left by then. As long as there is room `admit` is asked for another request; it says whether it has admitted one.
+    left by then. One whose logits are no numbers leaves without an answer (`Group.broken`), and the others go on. As
+    long as there is room `admit` is asked for another request; it says whether it has admitted one.
     """
     told: dict[Group, int] = {}
 
@@ -52,9 +57,9 @@ def decode_smc(
 
     while True:
         for group in [group for group in population.groups if group.over]:
-            answer = population.finish(group)
+            tokens = _last(population, group)
             population.leave(group)
-            yield new(group, answer.tokens)
+            yield new(group, tokens)
             del told[group]
         while population.has_room and admit():
             pass
@@ -66,17 +71,38 @@ def decode_smc(
                 yield new(group, group.tokens)
 
 
+def _last(population: Population, group: Group) -> Sequence[int]:
+    """All tokens of a group that needs no further round."""
+    try:
+        return population.finish(group).tokens
+    except NotFinite:
+        return group.tokens
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request of a batch. Its times begin when it is admitted."""
+    """One request of a batch, which its opening numbers. Its times begin when it is admitted."""
 
     opening: Opening
     ends: Ends
     stats: Stats
-    group: Group | None = None
+    error: UserError | None = None  # what has ended it, where its finish reason is "error"
     began: float = 0.0
     opened: float = 0.0
     spent: tuple[float, float] = (0.0, 0.0)  # by both models in forwards until it was admitted
+
+    @property
+    def number(self) -> int:
+        return self.opening.request
+
+    def cut(self, reason: str) -> Chunk:
+        """The last chunk of a request that does not come to its own end."""
+        self.stats.finish_reason = reason
+        return Chunk((), 0, reason)
+
+
+Arriving = Callable[[], Request | None]  # the next request that waits, if there is one
+IsCancelled = Callable[[Request], bool]
 
 
 class ParticleDecoding:
@@ -85,7 +111,6 @@ class ParticleDecoding:
     def __init__(self, population: Population, tell: Observer = nobody) -> None:
         self.population, self._tell = population, tell
         self._group: Group | None = None  # that of a request alone
-        self.reading = 0  # which request of a batch has its prompt read
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -100,41 +125,53 @@ class ParticleDecoding:
 
     def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
         for group, tokens in decode_smc(self.population, tell=self._tell):
+            if group.broken:
+                raise NotFinite(WHOSE)
             yield self._chunk(group, tokens, stats)
 
     def close(self, stats: Stats) -> None:
         if self._group is not None:
-            with suppress(NotFinite):  # then there is nothing to pick from
-                stats.population = self.population.finish(self._group)
+            self._end(self._group, stats)
         self._clear()
         self._tell("closed", stats)
 
-    def batch(self, requests: Sequence[Request], cancelled: Callable[[int], bool]) -> Generator[tuple[int, Chunk]]:
-        """Decodes them side by side, as many as there are groups; the others follow as places become free. Yields
-        chunks with the number of their request. One that `cancelled` names leaves without a last chunk.
+    def batch(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+        """Decodes requests side by side, as many as there are groups. Whenever there is room `arriving` is asked for
+        another; the batch is over once it has none and all that came have ended.
 
-        Raises NotFinite on logits that are no numbers, which ends them all.
+        A request's last chunk says why it is the last: beside "stop" and "length", "abort" where `cancelled` names it,
+        and "error" where its logits are no numbers (`Request.error`), of which the others notice nothing.
         """
         self._clear()
-        waiting, here = iter(range(len(requests))), dict[Group, int]()
+        here, gone = dict[Group, Request](), list[Request]()  # gone: before they had a group
 
         def admit() -> bool:
-            number = next(waiting, None)
-            if number is not None and not cancelled(number):
-                self.reading = number
-                with suppress(Cancelled):  # in the midst of its prompt
-                    here[self._admit(requests[number])] = number
-            return number is not None
+            request = arriving()
+            if request is None:
+                return False
+            try:
+                if cancelled(request):
+                    raise Cancelled("the request was cancelled before its turn")
+                here[self._admit(request)] = request
+            except Cancelled:  # or in the midst of its prompt
+                gone.append(request)
+            return True
 
         try:
             for group, tokens in decode_smc(self.population, admit):
-                number = here[group]
-                request = requests[number]
-                if group not in self.population.groups and group.answer is None:
-                    continue  # it left while this round's chunks were handed out
-                yield number, self._timed(request, self._chunk(group, tokens, request.stats))
-                if group.answer is None and cancelled(number):
+                while gone:
+                    yield _aborted(gone.pop(0))
+                request = here[group]
+                if group.broken:
+                    request.error = NotFinite(WHOSE)
+                    yield request, self._timed(request, request.cut("error"))
+                elif group.answer is None and cancelled(request):
+                    self._end(group, request.stats)
                     self.population.leave(group)
+                    yield request, self._timed(request, request.cut("abort"))
+                else:
+                    yield request, self._timed(request, self._chunk(group, tokens, request.stats))
+            yield from map(_aborted, gone)
         finally:
             self._clear()
 
@@ -154,12 +191,36 @@ class ParticleDecoding:
         answer = group.answer
         stats.rounds, stats.drafted = group.rounds, group.rounds * self.population.drafted
         stats.tokens += len(tokens)
-        stats.population = answer
+        accepted = 0
+        if self.population.exact:
+            new = group.accepted[len(stats.verified) :]
+            accepted = min(sum(new), len(tokens))
+            stats.verified += [(chain(self.population.drafted), tuple(range(count + 1)), ()) for count in new]
+            stats.accepted += sum(new)
+            stats.rounds = len(stats.verified)
+            stats.drafted = stats.rounds * self.population.drafted
+        else:
+            stats.population = answer
         stats.finish_reason = None if answer is None else "stop" if answer.stopped else "length"
-        return Chunk(tokens, 0, stats.finish_reason)
+        return Chunk(tokens, accepted, stats.finish_reason)
+
+    def _end(self, group: Group, stats: Stats) -> None:
+        """Notes what became of a group, wherever it stands."""
+        with suppress(NotFinite):  # then there is nothing to pick from
+            answer = self.population.finish(group)
+            stats.population = None if self.population.exact else answer
 
     def _clear(self) -> None:
         """Ends whatever is left of earlier requests."""
         self._group = None
         for group in [*self.population.groups]:
             self.population.leave(group)
+
+
+def chain(steps: int) -> tuple[int, ...]:
+    """The parents of a root and so many draft tokens after it."""
+    return tuple(range(-1, steps))
+
+
+def _aborted(request: Request) -> tuple[Request, Chunk]:
+    return request, request.cut("abort")

@@ -1,7 +1,9 @@
 """What the target makes of a round's draft tokens: how many stay, which token comes after them, and the weights.
 
-Letters: A groups of N particles that share a shaper, K draft tokens a round, E of them verified, V tokens. The law is
-in smc/weights.py.
+This is where the two kinds of rounds differ. Particles are weighed by the law of smc/weights.py, and some of their
+tokens verified on the way; chains, one particle a group, are verified whole by chains/law.py and weigh nothing.
+
+Letters: A groups of N particles that share a shaper, K draft tokens a round, E of them verified, V tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference.sampling import best
+from swiftspec.chains import law
 from swiftspec.config import PopulationConfig
 from swiftspec.sampling import filters
 from swiftspec.smc import weights
@@ -26,8 +29,8 @@ class Drafted:
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
     logits: list[Tensor]  # [A N, V] each: the draft's at the steps that may be rejected, shaped
-    noise: Tensor  # [A N, V]
-    coins: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified
+    noise: list[Tensor | None]  # [A N, V] of the token after them, and before it of theirs where chains are matched
+    coins: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,37 @@ class Judged:
 
 def judge(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Drafted) -> Judged:
     """By the target's raw logits [A, K + 1, N, >= V]."""
+    if config.chains is not None:
+        return _matched(shaper, logits, drafted) if config.chains == "match" else _rejected(shaper, logits, drafted)
     if shaper.filtered or config.smc_exact > 0:
         return _in_part(shaper, config, logits, drafted)
     return _whole(shaper, config.power, logits, drafted)
+
+
+def _matched(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+    """Tokens stay as long as plain decoding says them."""
+    noise = [each for each in drafted.noise if each is not None]
+    rows = logits.transpose(1, 2).flatten(0, 2)  # by group, then by step
+    best = shaper.plain(rows, torch.stack(noise, 1).flatten(0, 1) if noise else None)
+    tokens = drafted.tokens.flatten(0, 1)
+    return _unweighed(law.as_far_as_equal(best.view(len(tokens), -1), tokens), drafted)
+
+
+def _rejected(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+    """Rejection sampling."""
+    groups, steps, particles, _ = logits.shape
+    target = shaper.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
+    tokens, coins = drafted.tokens.flatten(0, 1), drafted.coins().flatten(0, 1)
+    found = law.reject(target, torch.stack(drafted.logits, 1), tokens, coins, _after(drafted))
+    last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
+    bonus = torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus)
+    return _unweighed(law.Verified(found.accepted, found.count, bonus), drafted)
+
+
+def _unweighed(found: law.Verified, drafted: Drafted) -> Judged:
+    shape = drafted.tokens.shape[:2]
+    terms = torch.zeros(*shape, drafted.tokens.shape[2] + 1, dtype=torch.float64, device=found.count.device)
+    return Judged(found.count.view(shape), found.bonus.view(shape), terms)
 
 
 def _whole(shaper: Shaper, power: float, logits: Tensor, drafted: Drafted) -> Judged:
@@ -52,7 +83,7 @@ def _whole(shaper: Shaper, power: float, logits: Tensor, drafted: Drafted) -> Ju
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
     log_p = shaper.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
     log_p = log_p.view(groups, steps, particles).transpose(1, 2)
-    extra = shaper.draw(last, drafted.noise, power)
+    extra = shaper.draw(last, _after(drafted), power)
     norm = torch.zeros_like(drafted.log_q[..., :1])
     if power != 1:
         shaped = shaper.tempered(last)
@@ -76,8 +107,15 @@ def _in_part(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: 
     kept, scores = _reject(config, logits, draft, drafted)
     terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
     terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-    extra, shape = best(scores + drafted.noise), (groups, particles)
+    extra, shape = best(scores + _after(drafted)), (groups, particles)
     return Judged(kept.view(shape), extra.view(shape), terms.view(*shape, -1))
+
+
+def _after(drafted: Drafted) -> Tensor:
+    """The noise [A N, V] of the token after the draft's."""
+    noise = drafted.noise[-1]
+    assert noise is not None
+    return noise
 
 
 def _reject(config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from swiftspec.config import PopulationConfig
@@ -30,12 +30,15 @@ from swiftspec.smc.round import SMCRound
 from swiftspec.tree.mask import WIDTHS
 
 REGION = 32768  # tree slots at most, of all groups
+WHOSE = "the target's or the draft's"  # logits are no numbers
 
 
 def region(config: PopulationConfig, context: int) -> int:
     """Tree slots of each group: all that N texts of `context` tokens could need, if that is not too many. A multiple of
     the widest window. Raises UserError where two rounds of every group would not fit."""
     widest, groups = WIDTHS[-1], config.smc_groups
+    if config.chains is not None:  # a chain's slots are in the prefix two rounds later
+        return -(-4 * config.slots // widest) * widest
     share = REGION // groups // widest * widest
     most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
     if config.particles > most:
@@ -48,20 +51,21 @@ def region(config: PopulationConfig, context: int) -> int:
     return -(-min(config.particles * context + 2 * config.slots, share) // widest) * widest
 
 
-def check_sampling(sampling: SamplingParams) -> None:
-    """Refuses what a population cannot follow."""
-    if sampling.greedy:
+def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
+    """Refuses what groups of particles cannot follow. `chains`: those that are verified exactly."""
+    who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
+    if sampling.greedy and not chains:
         raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
     if sampling.penalised:
-        raise UserError("mode smc knows no penalties: set repetition, presence and frequency back, or take mode serial")
+        raise UserError(f"{who} knows no penalties: set repetition, presence and frequency back, or {instead}")
     if sampling.guided:
-        raise UserError("mode smc knows no guidance: leave guidance_scale at 1, or take mode serial")
+        raise UserError(f"{who} knows no guidance: leave guidance_scale at 1, or {instead}")
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-        raise UserError("mode smc gives no log-probabilities: leave them out, or take mode serial")
+        raise UserError(f"{who} gives no log-probabilities: leave them out, or {instead}")
     if sampling.verify_batch is not None or sampling.draft_steps is not None:
-        raise UserError("mode smc has no draft tree: leave verify_batch and draft_steps out, or take mode serial")
+        raise UserError(f"{who} has no draft tree: leave verify_batch and draft_steps out, or {instead}")
     if sampling.grammar is not None:
-        raise UserError("mode smc knows no grammar: leave it out, or take mode serial")
+        raise UserError(f"{who} knows no grammar: leave it out, or {instead}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Group:
     done: bool = False  # every particle has finished
     full: bool = False  # the cache has no room for another round
     broken: bool = False  # its logits or weights are no numbers
+    accepted: list[int] = field(default_factory=list)  # draft tokens that stayed, round by round
     compactions: int = 0
     moved_slots: int = 0
     answer: Answer | None = None  # once a particle is picked
@@ -137,9 +142,19 @@ class SMC:
         return self.config.particles * self.config.smc_draft_tokens
 
     @property
+    def exact(self) -> bool:
+        """Whether its texts follow the target's law: chains, each verified."""
+        return self.config.chains is not None
+
+    @property
+    def places(self) -> int:
+        """How many requests can be decoded at once."""
+        return self.config.smc_groups
+
+    @property
     def has_room(self) -> bool:
         """Whether another request can be admitted."""
-        return len(self.groups) < self.config.smc_groups
+        return len(self.groups) < self.places
 
     def choose(self, opening: Opening) -> Rounds:
         """The steps that run a request."""
@@ -184,10 +199,9 @@ class SMC:
 
     def finish(self, group: Group) -> Answer:
         """Picks one particle of a group, once. Waits for the device. Raises NotFinite where there is none to pick."""
-        while any(group in told for told, _ in self._told):
-            self._take_in()
+        self._take_in_all_of(group)
         if group.broken:
-            raise NotFinite("the target's or the draft's")
+            raise NotFinite(WHOSE)
         if group.answer is None:
             group.answer = self._pick(group)
         return group.answer
@@ -196,6 +210,7 @@ class SMC:
         """Ends a request, wherever it stands, and frees its place. Its prompt stays in the cache; of the answer nobody
         holds the keys and values any more."""
         if group in self.groups:
+            self._take_in_all_of(group)  # what it has left in its sequence may have to be wiped
             self.groups.remove(group)
             self.particles.drop(self._order.index(group.sequence))
 
@@ -241,16 +256,22 @@ class SMC:
         group.full = group.used > most
         return not group.full
 
+    def _take_in_all_of(self, group: Group) -> None:
+        """What its rounds have left. Waits for the device."""
+        while any(group in told for told, _ in self._told):
+            self._take_in()
+
     def _take_in(self) -> None:
         """The oldest copy."""
         groups, copied = self._told.popleft()
         for group, head in zip(groups, copied.read(), strict=False):  # of idle groups nobody wants to know
-            common, finished = head[:2].tolist()
+            common, finished, accepted = head[:3].tolist()
             if common < 0:
                 group.broken = True
                 self._wipe(group)
-            else:
-                group.tokens, group.done = head[2 : 2 + common].tolist(), finished == self.config.particles
+            elif not group.done:  # a round too many may have begun before that was known
+                group.tokens, group.done = head[3 : 3 + common].tolist(), finished == self.config.particles
+                group.accepted.append(accepted)
 
     def _wipe(self, group: Group) -> None:
         """Forgets what a group has in the caches: NaN would spoil the sums of a later request, even where it is

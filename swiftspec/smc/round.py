@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, repeat
 
 import torch
 from torch import Tensor
@@ -64,6 +64,7 @@ class Chains:
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
     logits: list[list[Tensor]]  # by span: [A N, V] each, of the steps that may be rejected
+    noise: list[Tensor | None]  # [A N, V] each, of the steps that may be matched
     pending_slots: Tensor  # [A, N]
     views: list[Tensor]
 
@@ -120,7 +121,7 @@ class SMCRound:
 
     def rejects(self, sampling: SamplingParams) -> bool:
         """Whether a particle of such a request may grow by fewer than K + 1 tokens in a round."""
-        return sampling.filtered or self._config.smc_exact > 0
+        return sampling.filtered or self._config.smc_exact > 0 or self._config.chains is not None
 
     @property
     def state(self) -> list[Tensor]:
@@ -137,19 +138,20 @@ class SMCRound:
         """One round of the first groups over the first `width` tree slots of each, of which its own are handed out.
         Touches the host nowhere.
 
-        Returns what the host shall read, [A, 2 + L] int64, for each group: length of the common prefix, or -1 where
-        logits or weights are no numbers; number of finished particles; row 0's tokens.
+        Returns what the host shall read, [A, 3 + L] int64, for each group: length of the common prefix, or -1 where
+        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens.
         """
         p = self._some[groups]
         kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
         here = Here(p, self._spans(groups), width, p.new_slots(), kv_len)
-        noise = self.streams.round(p.clock[:, None] + self._ticks, self._dtype)
+        noise = self._noise(here)
         chains = self._draft_tokens(here, noise)
         judged = self._judge(here, self._score(here, chains), chains, next(noise))
         broken = (judged.extra < 0).any(-1) | judged.terms.isnan().flatten(1).any(-1)
         p.take(chains.tokens, judged.kept, judged.extra.clamp_min(0), judged.terms, self._stops[:groups], width)
-        p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
-        books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1)), 1)
+        if self._config.chains is None:
+            p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
+        books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1), judged.kept.sum(-1)), 1)
         return torch.cat((books, p.tokens[:, 0]), 1)
 
     def _spans(self, groups: int) -> list[Span]:
@@ -163,7 +165,17 @@ class SMCRound:
             spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
         return spans
 
-    def _draft_tokens(self, here: Here, noise: Iterator[Tensor]) -> Chains:
+    def _noise(self, here: Here) -> Iterator[Tensor | None]:
+        """Of the draft's tokens [A N, V], step by step, and of the one after them. Where chains are matched it is that
+        of plain decoding, so that the draft looks where the target will look."""
+        p = here.particles
+        if self._config.chains != "match":
+            return self.streams.round(p.clock[:, None] + self._ticks, self._dtype)
+        if all(span.shaper.greedy for span in here.spans):
+            return repeat(None)
+        return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks, self._dtype)
+
+    def _draft_tokens(self, here: Here, noise: Iterator[Tensor | None]) -> Chains:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
         p, n = here.particles, here.particles.count
         tail, last, pending = self._tail(here)
@@ -176,22 +188,43 @@ class SMCRound:
         logits = logits.view(p.groups, 2, n, -1)[:, 1].flatten(0, 1)
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
         shaped: list[list[Tensor]] = [[] for _ in here.spans]
+        drawn_by = list[Tensor | None]()
         for step in range(self._config.smc_draft_tokens):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
                 logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
             given, drawn, log = next(noise), list[Tensor](), list[Tensor]()
+            if self._config.chains == "match":
+                drawn_by.append(given)
             for span, kept in zip(here.spans, shaped, strict=True):
                 mine = span.rows(n)
-                drawn.append(span.shaper.draw(logits[mine], given[mine]).clamp_min_(0))  # -1: its weight tells
-                log.append(span.shaper.log_probs(logits[mine], drawn[-1]))
-                if span.shaper.filtered or step < self._config.smc_exact:
+                token, log_of = self._draw(span.shaper, logits[mine], None if given is None else given[mine])
+                drawn.append(token)
+                log.append(log_of)
+                if self._keeps_logits(span.shaper, step):
                     kept.append(span.shaper.tempered(logits[mine]))
             tokens.append(joined(drawn).view(p.groups, n))
             log_q.append(joined(log).view(p.groups, n))
             views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
         log = torch.stack(log_q, -1).to(torch.float64)
-        return Chains(torch.stack(tokens, -1), log, shaped, tail[..., 1], views)
+        return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views)
+
+    def _draw(self, shaper: Shaper, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The draft's tokens [n] after rows of its logits, and their log-probabilities [n], 0 where nobody weighs
+        them."""
+        if self._config.chains == "match":
+            tokens = shaper.plain(logits, noise).clamp_min_(0)  # where its logits are no numbers it guesses badly
+        else:
+            assert noise is not None
+            tokens = shaper.draw(logits, noise).clamp_min_(0)  # -1: its weight tells, or it is rejected
+        if self._config.chains is None:
+            return tokens, shaper.log_probs(logits, tokens)
+        return tokens, torch.zeros_like(tokens, dtype=torch.float64)
+
+    def _keeps_logits(self, shaper: Shaper, step: int) -> bool:
+        """Whether the target's judgement of a step needs the draft's logits."""
+        outside = shaper.filtered and self._config.chains is None
+        return outside or step < self._config.rejected
 
     def _tail(self, here: Here) -> tuple[Tensor, Tensor, Tensor]:
         """The two tokens of each row without draft KV: their slots [A, N, 2], and what each of them sees [A, N, W].
@@ -218,22 +251,23 @@ class SMCRound:
         )
         return logits.view(p.groups, p.step, p.count, -1)
 
-    def _judge(self, here: Here, logits: Tensor, chains: Chains, noise: Tensor) -> Judged:
-        """What becomes of the chains, span by span."""
+    def _judge(self, here: Here, logits: Tensor, chains: Chains, last: Tensor | None) -> Judged:
+        """What becomes of the chains, span by span. `last`: the noise of the token after them."""
         found: list[Judged] = []
+        noise = [*chains.noise, last]
         for span, kept in zip(here.spans, chains.logits, strict=True):
             some = span.groups
             coins = partial(self._coins, here, some)
-            drafted = Drafted(
-                chains.tokens[some], chains.log_q[some], kept, noise[span.rows(here.particles.count)], coins
-            )
+            rows = span.rows(here.particles.count)
+            mine = [None if each is None else each[rows] for each in noise]
+            drafted = Drafted(chains.tokens[some], chains.log_q[some], kept, mine, coins)
             found.append(judge(span.shaper, self._config, logits[some], drafted))
         if len(found) == 1:
             return found[0]
         return Judged(*(joined([getattr(each, name) for each in found]) for name in ("kept", "extra", "terms")))
 
     def _coins(self, here: Here, groups: slice) -> Tensor:
-        clock = here.particles.clock[:, None] + self._ticks[: self._config.smc_exact]
+        clock = here.particles.clock[:, None] + self._ticks[: self._config.rejected]
         return self.streams.coins(clock)[groups]
 
     def _forward(

@@ -22,7 +22,7 @@ class Shaper:
     """
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: Ops) -> None:
-        self.key, self.filtered = shaping(sampling), sampling.filtered
+        self.key, self.filtered, self.greedy = shaping(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
@@ -41,6 +41,19 @@ class Shaper:
         logits are no numbers."""
         rows = torch.arange(len(noise), device=noise.device)
         return self._ops.draw(logits, self._vocab, self._scores(power, noise, rows))
+
+    def plain(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """A token [n] of each row of raw logits as plain decoding draws it, by its row of `noise` [n, V], and without
+        any at temperature 0; -1 where logits are no numbers."""
+        params, bias, temperature = self._draft.params, self._draft.bias, 1.0
+        if self.filtered:
+            logits, bias = self.target(logits), None
+        elif not params.greedy:
+            temperature = params.temperature
+        if params.greedy or noise is None:
+            return self._ops.draw(logits, self._vocab, Scores(temperature, bias))
+        rows = torch.arange(len(noise), device=noise.device)
+        return self._ops.draw(logits, self._vocab, Scores(temperature, bias, noise, rows))
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The log-probabilities [n] of tokens [n] by raw logits, without filters."""

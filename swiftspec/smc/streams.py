@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits, row_keys, stream_key
+from swiftspec.sampling.noise import TARGET_STREAM
 
 BLOCK = 2**18  # noise made at a time
 Keyed = Callable[[Tensor, range], Tensor]  # row keys [...] int32, tokens -> [..., tokens] float32
@@ -49,6 +50,7 @@ class Streams:
         """`rounds`: how many a request may have."""
         count = max(particles, 2)  # the population's own two streams are there for one particle too
         self._keys = torch.empty(groups, len(Purpose), count, dtype=torch.int32, device=device)
+        self._target = torch.empty(groups, dtype=torch.int32, device=device)  # keys of the streams of plain decoding
         self._particles, self._vocab = particles, range(vocab)
         self._tokens = counters(self._vocab, device)
         self._gumbel_keyed = gumbel_keyed
@@ -60,13 +62,15 @@ class Streams:
     @property
     def state(self) -> list[Tensor]:
         """What belongs to a group: [G, ...] each."""
-        return [self._keys, self._resampling]
+        return [self._keys, self._target, self._resampling]
 
     def seed(self, group: int, seed: int) -> None:
         """Those of another request, in the same tensors."""
         count = self._keys.shape[-1]
         keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
         self._keys[group].copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
+        plain = torch.tensor([stream_key(seed, TARGET_STREAM)], dtype=torch.uint32)
+        self._target[group : group + 1].copy_(plain.view(torch.int32))
         # one number a round: to make them all at once costs no more than to make one
         self._resampling[group].copy_(self._uniform(self._keys[group, Purpose.POPULATION, 0], self._rounds))
 
@@ -81,7 +85,15 @@ class Streams:
         groups, draws = clock.shape
         drafts, extra = (self._of(purpose, groups) for purpose in (Purpose.DRAFT, Purpose.EXTRA))
         streams = torch.cat((drafts.expand(draws - 1, -1, -1), extra[None]))
-        keys = row_keys(streams, clock.t()[..., None]).flatten(1)
+        yield from self._by_draw(row_keys(streams, clock.t()[..., None]).flatten(1), dtype)
+
+    def target(self, positions: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The Gumbel noise by which plain decoding draws the tokens at `positions` [A, N, m]: m times [A N, V]."""
+        keys = row_keys(self._target[: len(positions), None, None], positions)
+        yield from self._by_draw(keys.flatten(0, 1).t().contiguous(), dtype)
+
+    def _by_draw(self, keys: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Of keys [draws, rows]: [rows, V] each."""
         for some in keys.split(max(1, BLOCK // (keys.shape[1] * len(self._vocab)))):
             yield from self._made(some, dtype)
 

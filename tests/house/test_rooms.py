@@ -13,7 +13,7 @@ from tests.house.sources import circles, imported_files, imports, parsed, python
 
 ROOMS = (
     "errors", "setting", "files", "params", "config", "messages", "model", "backends", "sampling", "tree", "runtime",
-    "decode", "engine", "observe", "smc", "chains", "control", "distributed", "assemble", "llm", "profiles", "serve",
+    "decode", "engine", "observe", "chains", "smc", "control", "distributed", "assemble", "llm", "profiles", "serve",
     "lab", "profile", "exactness",
 )  # fmt: skip
 FLOORS = {name: floor for floor, name in enumerate(ROOMS)} | {"_C": 0, "demo": 0}

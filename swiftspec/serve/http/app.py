@@ -88,7 +88,7 @@ def create_app(
     told: dict[int | str, dict[str, Any]] = {"default": {"model": Error, "description": "What went wrong."}}
     app = FastAPI(
         title="SwiftSpec", version=__version__, docs_url=None, redoc_url=None, responses=told,
-        description="One request at a time, decoded fast. OpenAI's and Anthropic's endpoints.",
+        description="Requests decoded fast, one at a time or several. OpenAI's and Anthropic's endpoints.",
     )  # fmt: skip
     for part in (chat, completions, responses, messages, tokens, info):
         app.include_router(part.router(server))

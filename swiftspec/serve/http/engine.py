@@ -59,7 +59,7 @@ class State:
 
 
 class Engine(Protocol):
-    """Serves requests one after the other, first come, first served."""
+    """Serves as many requests at a time as it has room for, mostly one; first come, first served."""
 
     @property
     def state(self) -> State: ...

@@ -1,7 +1,8 @@
 """What rank 0 and the front end say to each other: msgspec frames over a Unix socket, each with its length before it.
 
-Rank 0 serves one request at a time. The front end sends the next `Start` only after the `Done` or the `Failed` of the
-one before, which also follow a `Cancel`. Nothing in here is pickled, and a frame has a largest length.
+Rank 0 serves as many requests at a time as it says in `Ready`, mostly one. The front end sends the next `Start` only
+after the `Done` or the `Failed` of an earlier one, which also follow a `Cancel`. Nothing in here is pickled, and a
+frame has a largest length.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Configure(Frame, frozen=True):
 
 
 class Drain(Frame, frozen=True):
-    """Take no new requests, end the one that runs, and then say `Leave`."""
+    """Take no new requests, let those that run end, and then say `Leave`."""
 
 
 class Loading(Frame, frozen=True):
@@ -95,6 +96,7 @@ class Ready(Frame, frozen=True):
     plan: dict[str, Any]
     load_ms: float
     head: dict[str, Any] = {}  # the first line of a trace
+    at_once: int = 1  # requests that it decodes side by side
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -154,7 +156,7 @@ class Events(Frame, frozen=True):
 
 
 class Done(Frame, frozen=True):
-    """A request has ended, by itself or cancelled; the caches are ready for the next. `timings` and `metrics` as
+    """A request has ended, by itself or cancelled; there is room for the next. `timings` and `metrics` as
     `serve.answer` makes them, and `more` what else it says of the answer (`exact`, `particles`, ...)."""
 
     request: int
@@ -173,7 +175,7 @@ class Failed(Frame, frozen=True):
 
 
 class Lost(Frame, frozen=True):
-    """Rank 0 leaves, and so the request that runs there is lost: no `Failed` comes before this."""
+    """Rank 0 leaves, and so the requests that run there are lost: no `Failed` comes before this."""
 
     message: str
 

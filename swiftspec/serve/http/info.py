@@ -68,7 +68,7 @@ def router(server: Server) -> APIRouter:
         about = up()
         began = time.monotonic()
         prompt = [about.eos_token_ids[0] if about.eos_token_ids else 0]
-        ask = Ask(prompt, {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True})
+        ask = Ask(prompt, {"max_tokens": 1, "ignore_eos": True})  # at temperature 1, which every mode takes
 
         async def one() -> None:
             async with contextlib.aclosing(server.engine.answer(ask)) as frames:

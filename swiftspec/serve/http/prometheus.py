@@ -102,7 +102,7 @@ class Metrics:
             self._by_position.labels(self._name, str(position)).inc(number)
 
     def _gauges(self) -> None:
-        self._running = self._gauge("num_requests_running", "Requests that are decoded now: 0 or 1.")
+        self._running = self._gauge("num_requests_running", "Requests that are decoded now.")
         self._waiting = self._gauge("num_requests_waiting", "Requests in the queue.")
         self._up = self._gauge("ready", "1 while rank 0 serves.")
         help = "Ranks that are up."

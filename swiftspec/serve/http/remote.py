@@ -1,4 +1,4 @@
-"""The engine behind the wire, as the HTTP side sees it: one request at a time on rank 0, the others in a queue here."""
+"""The engine behind the wire, as the HTTP side sees it: as many requests on rank 0 as it takes, others in a queue."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RemoteEngine:
         self._ranks: list[RankState] = []
         self._numbers = itertools.count(1)  # of tries, never the same over all wires
         self._waiting: deque[Ticket] = deque()
-        self._running: Ticket | None = None
+        self._running: dict[int, Ticket] = {}  # by the number of the try
         self._idle = asyncio.Event()
         self._idle.set()
         self._serves = False
@@ -78,7 +78,12 @@ class RemoteEngine:
 
     @property
     def state(self) -> State:
-        return State(self._phase, self._step, int(self._running is not None), len(self._waiting), self._ranks)
+        return State(self._phase, self._step, len(self._running), len(self._waiting), self._ranks)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether rank 0 would begin with another request now."""
+        return self.about is not None and self._phase == "ready" and len(self._running) < self.about.at_once
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
         """As `engine.Engine.answer` says."""
@@ -128,33 +133,33 @@ class RemoteEngine:
             raise Refused(f"the server is {self._phase}", 503, LOADING if self._phase == "draining" else None)
         if ticket.ask.key is not None:
             self._replace(ticket.ask.key)
-        waits = self._running is not None or self._phase == "recovering"
-        if waits and len(self._waiting) >= self._limits.max_queue:
+        if not self._has_room and len(self._waiting) >= self._limits.max_queue:
             raise Refused(f"the queue is full ({len(self._waiting)} requests wait): try again later", 429, SOON)
         self._waiting.append(ticket)
         self._next()
 
     def _replace(self, key: str) -> None:
         """A newer request takes the place of those with the same key."""
-        for older in (*self._waiting, *([self._running] if self._running else [])):
+        for older in (*self._waiting, *self._running.values()):
             if older.ask.key == key:
                 older.end(Broken("a newer request with the same key has replaced this one", "replaced"))
         self._waiting = deque(ticket for ticket in self._waiting if not ticket.over)
 
     def _next(self) -> None:
-        """Gives the turn to whoever has waited longest."""
-        if self._phase == "ready" and self._running is None and self._waiting:
-            ticket = self._running = self._waiting.popleft()
-            self._idle.clear()
+        """Gives their turn to those that have waited longest."""
+        while self._has_room and self._waiting:
+            ticket = self._waiting.popleft()
             ticket.move(next(self._numbers), _in(self._limits.request_timeout))
+            self._running[ticket.number] = ticket
+            self._idle.clear()
             self._send(frames.Start(ticket.number, ticket.ask.prompt, ticket.ask.sampling))
 
     def _leave(self, ticket: Ticket) -> None:
-        """Nobody reads this request any more. Where it runs, the next begins once rank 0 has answered the `Cancel`."""
+        """Nobody reads this request any more. Where it runs, its place is free once rank 0 answers the `Cancel`."""
         ticket.over = True
         with suppress(ValueError):
             self._waiting.remove(ticket)
-        if self._running is ticket:
+        if ticket.number in self._running:
             self._send(frames.Cancel(ticket.number))
 
     async def serve_wire(self, wire: AsyncWire) -> None:
@@ -200,8 +205,8 @@ class RemoteEngine:
         self._next()
 
     def _hand(self, frame: Prompt | Chunk | Done | Failed) -> None:
-        ticket = self._running
-        if ticket is None or ticket.number != frame.request:
+        ticket = self._running.get(frame.request)
+        if ticket is None:
             return
         if isinstance(frame, Chunk):
             ticket.tokens += len(frame.token_ids)
@@ -209,20 +214,25 @@ class RemoteEngine:
         if ticket.news.qsize() > MOST_BEHIND:
             ticket.end(Broken("the client reads too slowly", "timeout"))
         if isinstance(frame, Done | Failed):
-            self._running = None
-            self._idle.set()
+            del self._running[frame.request]
+            if not self._running:
+                self._idle.set()
             self._next()
 
     def _lose(self, why: str) -> None:
-        """Rank 0 is gone. The request that ran there is tried again, before all that wait, or ends."""
+        """Rank 0 is gone. The requests that ran there are tried again, before all that wait, or end."""
         if self._phase != "loading":
             self._phase = "recovering" if self._phase in ("ready", "recovering") else "dead"
         self._step = why
         self._ranks = [structs.replace(one, state="lost") if one.rank == 0 else one for one in self._ranks]
-        ticket, self._running = self._running, None
+        tickets, self._running = self._running, {}
         self._idle.set()
-        if ticket is None or ticket.over:
-            return
+        for ticket in reversed(tickets.values()):
+            if not ticket.over:
+                self._again(ticket, why)
+
+    def _again(self, ticket: Ticket, why: str) -> None:
+        """A request that rank 0 has left behind."""
         if ticket.shown or ticket.again or self._phase == "dead":
             plural = "s" * (ticket.tokens != 1)
             ticket.end(Broken(f"the answer broke off after {ticket.tokens} token{plural}: {why}", "engine_error"))
@@ -232,7 +242,7 @@ class RemoteEngine:
             self._waiting.appendleft(ticket)
 
     async def drained(self) -> None:
-        """Waits for the request that runs, at most `drain_timeout`, refusing those that wait; then nothing runs."""
+        """Waits for the requests that run, at most `drain_timeout`, refusing those that wait; then nothing runs."""
         self._phase = "dead" if self._wire is None else "draining"
         for ticket in self._waiting:
             ticket.end(Refused("the server is draining", 503, LOADING))
@@ -240,8 +250,8 @@ class RemoteEngine:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limits.drain_timeout):
                 await self._idle.wait()
-        if self._running is not None:
-            self._running.end(Broken("the server is being stopped", "engine_error"))
+        for ticket in self._running.values():
+            ticket.end(Broken("the server is being stopped", "engine_error"))
 
     def serving(self) -> None:
         """Tells rank 0 that clients may come, and every later rank 0 when it is ready."""

@@ -6,33 +6,33 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
-from threading import Lock
 from types import FrameType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from swiftspec.distributed.keeping import Keeping, Member
-from swiftspec.errors import NotFinite, RankLost, UserError
+from swiftspec.errors import RankLost, UserError
 from swiftspec.observe.rounds import Noted
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
-from swiftspec.serve.found import Found
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.front import defaults_of
 from swiftspec.serve.http.lines import as_frame
-from swiftspec.serve.http.wire import FrontEndLost, Wire
+from swiftspec.serve.http.teller import Teller, Telling
+from swiftspec.serve.http.wire import FrontEndLost
 from swiftspec.serve.keeping.kept import Kept
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings import Settings
-from swiftspec.serve.terminal import Phases
 
 if TYPE_CHECKING:
     from swiftspec.distributed.world import World
     from swiftspec.engine import Chunk
     from swiftspec.messages import Likelihood
+    from swiftspec.smc.decoding import Request
 
 FLUSH = 2.0  # seconds for the last frames at the end
 
@@ -68,67 +68,6 @@ def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None])
     finally:
         teller.wire.close(FLUSH)
     return 0
-
-
-class Teller:
-    """What rank 0 says of itself and of the ranks goes to the front end, and is said again to the next one. `wire`: to
-    the present one."""
-
-    def __init__(self, kept: Kept) -> None:
-        self._kept, self._lock = kept, Lock()
-        self._said: dict[type[frames.Frame], frames.Frame] = {}
-        self.wire = self._next(None)
-
-    def tell(self, frame: frames.Frame) -> None:
-        """A frame that stays true until another of its kind comes. From any thread."""
-        with self._lock:
-            self._said[type(frame)] = frame
-            with suppress(FrontEndLost):
-                self.wire.send(frame)
-
-    def found(self, found: Found) -> None:
-        """Where the models lie: the front end reads the tokenizer while the weights load."""
-        self.tell(frames.Found(str(found.target)))
-
-    def members(self, members: Sequence[Member]) -> None:
-        """What the ranks are like. From any thread."""
-        self.tell(frames.Ranks([frames.RankState(**asdict(member)) for member in members]))
-
-    def renew(self, beside: int) -> bool:
-        """Waits for the wire to the next front end, which hears what was said; False where the file `beside` has
-        something to read before that."""
-        wire = self._next(beside)
-        if wire is None:
-            return False
-        with self._lock:
-            self.wire.close(0)
-            self.wire = wire
-            if frames.Ready in self._said:
-                self._said.pop(frames.Loading, None)
-            for frame in self._said.values():
-                with suppress(FrontEndLost):
-                    wire.send(frame)
-        return True
-
-    @overload
-    def _next(self, beside: None) -> Wire: ...
-    @overload
-    def _next(self, beside: int) -> Wire | None: ...
-    def _next(self, beside: int | None) -> Wire | None:
-        end = self._kept.wire(beside)
-        return None if end is None else Wire(end)
-
-
-class Telling(Phases):
-    """Phases of the start, which clients hear of, too."""
-
-    def __init__(self, teller: Teller) -> None:
-        super().__init__()
-        self._teller = teller
-
-    def begin(self, phase: str, step: str = "") -> None:
-        super().begin(phase, step)
-        self._teller.tell(frames.Loading(f"{phase} {step}".rstrip()))
 
 
 class Stopping:
@@ -168,13 +107,15 @@ class Stopping:
 
 
 class Service:
-    """Decodes requests one after the other."""
+    """Decodes what the front end sends: as many requests at a time as the engine has room for."""
 
     def __init__(self, session: Session, teller: Teller, stopping: Stopping, kept: Kept) -> None:
         self._session, self._teller, self._stopping = session, teller, stopping
         self._pulse, self._url = kept.pulse, kept.first.decode()
-        self._drained = self._left = self._cancelled = self._lost = False
-        self._request = 0  # that runs, or ran last
+        self._drained = self._left = self._lost = False
+        self._starts: deque[frames.Start] = deque()  # that no place was free for yet
+        self._here: set[int] = set()  # that the engine has
+        self._cancelled: set[int] = set()  # of either
 
     def run(self) -> None:
         """Until the front end says Leave. Raises what ends rank 0: RankLost."""
@@ -185,13 +126,21 @@ class Service:
                 if self._stopping.asked:
                     self._drain()
                 self._take(frame)
+                while self._starts and not (self._left or self._lost):
+                    self._serve()
             except FrontEndLost:
+                self._lost = False
+                for asked in (self._starts, self._here, self._cancelled):
+                    asked.clear()
                 self._watch(False)  # the next one says whether anybody listens there
                 self._left = self._drained or not self._teller.renew(self._stopping.heard)
 
     def _take(self, frame: frames.ToEngine | None) -> None:
         if isinstance(frame, frames.Start):
-            self._serve(frame)
+            self._starts.append(frame)
+        elif isinstance(frame, frames.Cancel):
+            if frame.request in self._here or any(start.request == frame.request for start in self._starts):
+                self._cancelled.add(frame.request)
         elif isinstance(frame, frames.Serving):
             print(f"swiftspec: listening on {self._url} (a browser shows the tree there)", file=sys.stderr, flush=True)
         elif isinstance(frame, frames.Watch):
@@ -214,65 +163,87 @@ class Service:
             with suppress(FrontEndLost):
                 self._teller.wire.send(frames.Drain())
 
-    def _serve(self, start: frames.Start) -> None:
-        """One request, to its `Done` or `Failed`. Raises FrontEndLost where nobody hears them."""
-        self._request, self._cancelled, self._lost = start.request, False, False
-        tokens, wire = 0, self._teller.wire
+    def _serve(self) -> None:
+        """Requests as they come, each to its `Done` or `Failed`, until none is left. Raises FrontEndLost where nobody
+        hears them."""
+        wire = self._teller.wire
         try:
-            sampling = SamplingParams(**start.sampling)
-            with closing(self._session.llm.stream(start.prompt, sampling, self._over)) as chunks:
-                for chunk in chunks:
-                    tokens += len(chunk.token_ids)
-                    self._tell(chunk)
-                    if self._over():
-                        break
+            with closing(self._session.llm.engine.together(self._next, self._over)) as chunks:
+                for request, chunk in chunks:
+                    if not self._lost:
+                        self._tell(request, chunk)
         except RankLost as error:
             with suppress(FrontEndLost):
                 wire.send(frames.Lost(str(error)))
             raise
         except FrontEndLost:
             raise
-        except (UserError, TypeError) as error:
-            wire.send(frames.Failed(start.request, str(error), user=not isinstance(error, NotFinite)))
-        else:
-            if not self._lost:
-                wire.send(self._done(start.request, tokens, sampling))
+        except UserError as error:
+            if not self._here:  # then it is no request's
+                raise
+            for number in sorted(self._here):
+                self._end(frames.Failed(number, str(error), user=True))
 
-    def _over(self) -> bool:
-        """Whether the request is to end: the front end has cancelled it, leaves, or is gone. Asked in the midst of a
+    def _next(self) -> Request | None:
+        """The next request that the engine is to begin with."""
+        self._hear()
+        while self._starts and not (self._left or self._lost):
+            start = self._starts.popleft()
+            try:
+                sampling = SamplingParams(**start.sampling)
+                request = self._session.llm.engine.request(start.request, start.prompt, sampling)
+            except (UserError, TypeError) as error:
+                self._end(frames.Failed(start.request, str(error), user=True))
+            else:
+                self._here.add(start.request)
+                return request
+        return None
+
+    def _over(self, request: Request) -> bool:
+        """Whether a request is to end: the front end has cancelled it, leaves, or is gone. Asked in the midst of a
         prompt, where all ranks must go on alike: so it raises nothing."""
         self._pulse.work()
         if self._stopping.asked:
             self._drain()
+        self._hear()
+        return self._left or self._lost or request.number in self._cancelled
+
+    def _hear(self) -> None:
+        """What the front end has said meanwhile."""
         try:
-            frame = self._teller.wire.poll()
+            while (frame := self._teller.wire.poll()) is not None:
+                self._take(frame)
         except FrontEndLost:
-            self._lost, frame = True, None
-        if isinstance(frame, frames.Leave):
-            self._left = True
-        elif isinstance(frame, frames.Watch):
-            self._watch(frame.on)
-        elif isinstance(frame, frames.Cancel) and frame.request == self._request:
-            self._cancelled = True
-        return self._left or self._cancelled or self._lost
+            self._lost = True
 
-    def _tell(self, chunk: Chunk) -> None:
-        """A round's tokens for the front end."""
-        wire = self._teller.wire
+    def _tell(self, request: Request, chunk: Chunk) -> None:
+        """A round's tokens for the front end; behind the last ones, how the request has ended."""
+        wire, number = self._teller.wire, request.number
         if chunk.prompt is not None:
-            wire.send(frames.Prompt(self._request, as_frames(chunk.prompt)))
+            wire.send(frames.Prompt(number, as_frames(chunk.prompt)))
         likelihoods = None if chunk.likelihoods is None else as_frames(chunk.likelihoods)
-        tokens = list(chunk.token_ids)
-        wire.send(frames.Chunk(self._request, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
+        if chunk.token_ids or chunk.finish_reason in (None, "stop", "length"):
+            tokens = list(chunk.token_ids)
+            wire.send(frames.Chunk(number, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
+        if request.error is not None:
+            self._end(frames.Failed(number, str(request.error), user=False))
+        elif chunk.finish_reason is not None:
+            self._end(self._done(request))
 
-    def _done(self, request: int, tokens: int, sampling: SamplingParams) -> frames.Done:
-        llm = self._session.llm
+    def _end(self, frame: frames.Done | frames.Failed) -> None:
+        """A request has no place any more."""
+        self._here.discard(frame.request)
+        self._cancelled.discard(frame.request)
+        self._teller.wire.send(frame)
+
+    def _done(self, request: Request) -> frames.Done:
+        llm, sampling, stats = self._session.llm, request.opening.sampling, request.stats
         more = answer.guidance(sampling) if sampling.guided else {}
         if llm.config.mode == "smc":
-            more = {**more, **answer.population(llm.config, llm.stats)}
-        timings = answer.timings(llm.stats, tokens, llm.load_time)
-        metrics = answer.metrics(llm.config.for_request(sampling), llm.stats, tokens, llm.outages)
-        return frames.Done(request, timings, metrics, more)
+            more = {**more, **answer.population(llm.config, stats)}
+        timings = answer.timings(stats, stats.tokens, llm.load_time)
+        metrics = answer.metrics(llm.config.for_request(sampling), stats, stats.tokens, llm.outages)
+        return frames.Done(request.number, timings, metrics, more)
 
 
 def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
@@ -287,5 +258,5 @@ def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:
         model=session.model, draft_model=session.draft_model, max_model_len=llm.max_model_len,
         vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.defaults, **defaults},
         plan=asdict(llm.config), load_ms=round(llm.load_time * 1e3, 3),
-        head=llm.roles.head,
+        head=llm.roles.head, at_once=llm.at_once,
     )  # fmt: skip

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+from msgspec import structs
 
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.engine import Ask, Broken, Refused, Unusable
@@ -103,6 +104,37 @@ def test_a_client_that_leaves_as_its_turn_comes_holds_nobody_up() -> None:
         await third
 
     play(scene)
+
+
+def test_as_many_run_as_rank_0_takes_at_once() -> None:
+    """The others wait; one that ends or leaves makes room for the next and disturbs nobody."""
+
+    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
+        rank0.say(structs.replace(READY, at_once=2))
+        while engine.state.phase != "ready":
+            await asyncio.sleep(0)
+        tasks = [begin(engine, n) for n in range(4)]
+        first, second = await rank0.next(), await rank0.next()
+        assert (first, second) == (frames.Start(1, [0], {}), frames.Start(2, [1], {}))
+        assert (engine.state.running, engine.state.waiting) == (2, 2)
+        with pytest.raises(Refused, match="full"):
+            await begin(engine, 4)
+        rank0.say(frames.Chunk(2, [7], 0), frames.Chunk(1, [5], 0))
+        tasks[0].cancel()
+        assert await rank0.next() == frames.Cancel(1)
+        assert (engine.state.running, engine.state.waiting) == (2, 2), "its place is free once rank 0 says so"
+        rank0.end(1)
+        assert await rank0.next() == frames.Start(3, [2], {})
+        rank0.say(frames.Failed(3, "no", False), frames.Chunk(2, [8], 0, None, "stop"))
+        assert await rank0.next() == frames.Start(4, [3], {})
+        rank0.end(4)
+        rank0.end(2)
+        assert [frame.token_ids for frame in await tasks[1] if isinstance(frame, frames.Chunk)] == [[7], [8]]
+        with pytest.raises(Broken, match="no"):
+            await tasks[2]
+        assert isinstance((await tasks[3])[-1], frames.Done)
+
+    play(scene, ready=False)
 
 
 def test_the_newest_request_of_a_key_replaces_the_others() -> None:

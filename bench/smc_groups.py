@@ -1,0 +1,120 @@
+"""Requests side by side: tokens a second of all of them, as particles and as exact chains. `bench.smc` starts it.
+
+Every number G of requests at a time decodes the same requests, as many as the most of them twice, all equally long; the
+next one joins as soon as one ends. Speed is that of decoding: the time in which prompts are read is left out. `own` is
+what a round costs beyond its forwards, as a share of these. Kinds and numbers take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.smc.decoding import Request
+
+KINDS = ("smc", "match", "reject")
+PROMPT = 64  # tokens of each prompt
+
+
+@dataclass
+class Total:
+    """What a kind took with so many requests at a time."""
+
+    tokens: int = 0
+    rounds: int = 0  # of one request each
+    seconds: float = 0.0
+    forwards: float = 0.0  # seconds of them
+    rates: list[float] = field(default_factory=list)  # of each run
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def own(self) -> float:
+        return self.seconds / self.forwards - 1
+
+
+def build(kind: str, particles: int, steps: int, args: argparse.Namespace) -> LLM:
+    """An engine with room for the most requests that are asked for."""
+    most = max(2, *args.groups)  # a chain alone would be a tree
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
+    if kind == "smc":
+        shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
+        return LLM(args.target, args.draft, EngineConfig("smc", population=shape), **options)
+    config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
+    return LLM(args.target, args.draft, config, **options)
+
+
+def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
+    """Decodes them, so many at a time, and adds what that took."""
+    sampling = [
+        SamplingParams(args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=i)
+        for i in range(len(prompts))
+    ]
+    requests = [llm.engine.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
+    waiting, here = iter(requests), 0
+
+    def arriving() -> Request | None:
+        nonlocal here
+        request = None if here == at_once else next(waiting, None)
+        here += request is not None
+        return request
+
+    began, busy = time.perf_counter(), sum(llm.roles.decoding.busy)
+    for _, chunk in llm.engine.together(arriving, lambda request: False):
+        here -= chunk.finish_reason is not None
+    reading = sum(request.stats.prompt_time for request in requests)
+    seconds = time.perf_counter() - began - reading
+    tokens = sum(request.stats.tokens for request in requests)
+    total.rates.append(tokens / seconds)
+    total.tokens, total.seconds = total.tokens + tokens, total.seconds + seconds
+    total.forwards += sum(llm.roles.decoding.busy) - busy - reading
+    total.rounds += sum(request.stats.rounds for request in requests)
+
+
+def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
+    """A line for each kind, N, K and G."""
+    shapes = [("smc", n, k) for k in args.steps for n in args.particles if "smc" in args.kinds]
+    shapes += [(kind, 1, k) for kind in args.kinds for k in args.steps if kind != "smc"]
+    systems = {shape: build(*shape, args) for shape in shapes}
+    asked = [prompts[i % len(prompts)][:PROMPT] for i in range(2 * max(args.groups))]
+    totals = {(shape, count): Total() for shape in shapes for count in args.groups}
+    for llm in systems.values():
+        llm.generate(asked[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
+    for _ in range(args.seeds):
+        for (shape, count), total in totals.items():
+            run(systems[shape], asked, args, count, total)
+    for (shape, count), total in totals.items():
+        first = totals[shape, min(args.groups)].rate
+        kind, particles, steps = shape
+        print(
+            f"{kind:<7} N={particles:<3} K={steps:<3} G={count:<3} {total.rate:7.1f} tok/s ({min(total.rates):.1f} to"
+            f" {max(total.rates):.1f})  {total.rate / first:5.2f}x  {total.tokens / total.rounds:.2f} tok/round"
+            f"  own {100 * total.own:.1f} %"
+        )
+
+
+def kinds(text: str) -> list[str]:
+    """Of a list with commas."""
+    found = text.split(",")
+    if not set(found) <= set(KINDS):
+        raise argparse.ArgumentTypeError(f"kinds are {', '.join(KINDS)}")
+    return found
+
+
+def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> None:
+    """Those that only this reads."""
+    parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="of --groups: particles, and exact chains")
+    parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.grow, say")
+    parser.add_argument("--draft", type=Path, default=draft)
+    parser.add_argument("--device", default="cpu", help="of --groups")

@@ -1,0 +1,165 @@
+"""Batches as a caller sees them: each request equals itself alone, ends by itself and is refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec import _C
+from swiftspec.backends import cpu, reference
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.engine import Ends, Stats
+from swiftspec.errors import NotFinite, UserError
+from swiftspec.llm import LLM
+from swiftspec.model.batch import Batch
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.smc.decoding import ParticleDecoding, Request
+from swiftspec.smc.population import region
+from tests.model.test_loader import quantise
+from tests.support.histories import HistoryModel, make_worker
+from tests.support.roles import opening, population_of
+from tests.support.tiny import make_pair
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    made = make_pair(tmp_path_factory.mktemp("int4"), head_dim=16, intermediate_size=64)
+    quantise(made[0], "awq")
+    return made
+
+
+def llm(pair: tuple[Path, Path], groups: int, **options: Any) -> LLM:
+    plan = PopulationConfig(3, 3, 0.7, smc_groups=groups)
+    return LLM(*pair, EngineConfig("smc", population=plan), max_model_len=96, **options)
+
+
+def asked_of(count: int) -> Iterator[tuple[list[int], SamplingParams]]:
+    """Prompts of unlike lengths, up to the context."""
+    for i in range(count):
+        prompt = [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)]
+        yield prompt, SamplingParams(0.7 if i % 3 else 0.9, seed=i, max_tokens=3 + 7 * i % 40, ignore_eos=i % 2 > 0)
+
+
+NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+
+@pytest.mark.parametrize(
+    ("models", "dtype", "count", "groups"),
+    [
+        ("pair", torch.float64, 4, 3),
+        pytest.param("pair", torch.bfloat16, 4, 4, marks=NATIVE),
+        pytest.param("pair", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.long)),
+        pytest.param("int4", torch.bfloat16, 16, 16, marks=(NATIVE, pytest.mark.slow)),
+    ],
+)
+def test_each_of_a_batch_equals_itself_alone(
+    request: pytest.FixtureRequest, models: str, dtype: torch.dtype, count: int, groups: int
+) -> None:
+    """Native operators in bfloat16, whose rows are independent to the bit; reference operators in float64."""
+    pair = request.getfixturevalue(models)
+    several, one = llm(pair, groups, dtype=dtype), llm(pair, 1, dtype=dtype)
+    assert population_of(several).target.ops is (cpu if dtype == torch.bfloat16 else reference)
+    prompts, sampling = zip(*asked_of(count), strict=True)
+    assert max(map(len, prompts)) > 90 and min(map(len, prompts)) < 40
+    found = several.generate_batch(prompts, sampling)
+    wanted = [one.generate(*each) for each in zip(prompts, sampling, strict=True)]
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+    assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in wanted]
+    assert [answer.stats.rounds for answer in found] == [answer.stats.rounds for answer in wanted]
+    assert several.generate(prompts[-1], sampling[-1]).token_ids == wanted[-1].token_ids, "a batch of one"
+
+
+def test_one_that_is_cancelled_leaves_the_others_alone(pair: tuple[Path, Path]) -> None:
+    engine = llm(pair, 2, dtype=torch.float64)
+    sampling = [SamplingParams(0.7, seed=i, max_tokens=30, ignore_eos=True) for i in range(3)]
+    wanted = [answer.token_ids for answer in engine.generate_batch([[7, 8]] * 3, sampling)]
+    told: list[list[int]] = [[], [], []]
+    reasons = dict[int, str | None]()
+    for index, chunk in engine.stream_batch([[7, 8]] * 3, sampling, lambda index: index == 1 and 1 in reasons):
+        told[index] += chunk.token_ids
+        reasons[index] = chunk.finish_reason
+    assert (told[0], told[2]) == (wanted[0], wanted[2]) and reasons == {0: "length", 1: "abort", 2: "length"}
+    assert not population_of(engine).groups
+    left = engine.stream_batch([[7, 8]] * 3, sampling)
+    next(left)
+    left.close()
+    assert not population_of(engine).groups and engine.generate([7, 8], sampling[0]).token_ids == wanted[0]
+
+
+def test_where_only_one_has_room_a_batch_goes_in_turn(pair: tuple[Path, Path]) -> None:
+    engine = LLM(*pair, max_model_len=96, dtype=torch.float64)
+    prompts, sampling = zip(*asked_of(3), strict=True)
+    wanted = [engine.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)]
+    found = engine.generate_batch(prompts, sampling)
+    assert [answer.token_ids for answer in found] == wanted
+    assert [answer.stats.prompt_tokens for answer in found] == [*map(len, prompts)]
+    ended = {index: chunk.finish_reason for index, chunk in engine.stream_batch(prompts, sampling, lambda i: i == 1)}
+    assert ended == {0: found[0].finish_reason, 1: "abort", 2: found[2].finish_reason}
+
+
+class Ill(HistoryModel):
+    """Its logits after one token, wherever that stands, are no numbers."""
+
+    def forward(self, batch: Batch, cache: KVCache, *, head: bool = True) -> Tensor:
+        found = super().forward(batch, cache, head=head)
+        return torch.where((batch.tokens == self.vocab - 1)[:, None], torch.nan, found)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
+    """A prompt may end with the token that nothing can follow; the others do without it."""
+    plan = PopulationConfig(3, 2, smc_groups=3)
+    worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, longest=12, slots=64, lag=lag)
+    decoding = ParticleDecoding(worker)
+    bias = {3: -1e9}  # nobody says it
+    ends = Ends(9, ())
+    requests = [
+        Request(
+            opening((1, 3 if i == 1 else 2), SamplingParams(0.8, seed=i, logit_bias=bias), request=i), ends, Stats()
+        )
+        for i in range(4)
+    ]
+
+    def run(asked: Sequence[Request]) -> dict[int, list[int]]:
+        waiting, told = iter(asked), dict[int, list[int]]()
+        for request, chunk in decoding.batch(lambda: next(waiting, None), lambda request: False):
+            told.setdefault(request.number, []).extend(chunk.token_ids)
+        return told
+
+    found = run(requests)
+    assert {n: found[n] for n in (0, 2, 3)} == {n: run([requests[n]])[n] for n in (0, 2, 3)}
+    assert [request.stats.finish_reason for request in requests] == ["length", "error", "length", "length"]
+    assert isinstance(requests[1].error, NotFinite) and found[1] == [] and not worker.groups
+
+
+def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
+    engine, warm = llm(pair, 2), SamplingParams(max_tokens=3)
+    assert engine.generate_batch([]) == []
+    refused: list[tuple[Any, Any, str]] = [
+        ([[1], []], warm, "request 1 of the batch: the prompt is empty"),
+        ([[1] * 96], warm, "request 0 of the batch: the prompt of 96 tokens does not fit"),
+        ([[1], [2]], [warm], "1 sampling parameters for 2 prompts"),
+        ([[1]], {"seed": 1}, "sampling takes SamplingParams"),
+        ([[1]], SamplingParams(0), "request 0 of the batch: mode smc samples"),
+    ]
+    for prompts, sampling, said in refused:
+        with pytest.raises(UserError, match=said):
+            engine.generate_batch(prompts, sampling)
+    assert len(engine.generate_batch([[1], [2]], warm)) == 2
+    with pytest.raises(
+        UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
+    ):
+        region(PopulationConfig(8, 64, smc_groups=40), 512)
+    with pytest.raises(UserError, match="several groups of particles run on one rank: take smc_groups 1, or one rank"):
+        EngineConfig("smc", target_tp=2, population=PopulationConfig(smc_groups=2))
