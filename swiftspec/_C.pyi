@@ -263,7 +263,8 @@ class CudaAttention:
         """Once a forward, before the layers."""
 
 class CudaCache:
-    """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive."""
+    """A cache [layers, sequences, kv_heads, capacity, head_dim] on a GPU, which it keeps alive; float8 comes as
+    uint8."""
     def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Array, start: int, stream: int) -> None:
         """Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which lies

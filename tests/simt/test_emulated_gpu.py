@@ -20,7 +20,7 @@ COMPILER = str(shutil.which("g++"))
 FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory",
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
-DIFFERENT = ("test_linear", "test_cuda_ops", "test_verify")  # from one form of the kernels to the other
+DIFFERENT = ("test_linear", "test_cuda_ops", "test_float8", "test_verify")  # from one form of the kernels to the other
 MOST = ("test_linear",)  # of these, where most of the kernels differ
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 

@@ -36,7 +36,7 @@ CONFIG = parse_config(
 class HistoryModel:
     """Logits that depend on every token before, `sharpness` times something between -1 and 1."""
 
-    dtype = torch.float64
+    dtype = cache_dtype = torch.float64
     group: Group | None = None
     fused: NativeModel | None = None
     kv_heads = 1
