@@ -15,7 +15,11 @@ from swiftspec.serve.keeping.child import Program
 from swiftspec.serve.keeping.kept import Kept
 
 LIVE = [sys.executable, "-c", "import tests.support.keep; tests.support.keep.live()"]
-FOR_EVER = "import threading; threading.Event().wait()"
+FOR_EVER = """
+import time
+while True:  # Python does not see a signal that comes just before it waits: no wait is long
+    time.sleep(0.05)
+"""
 
 
 def program(report: int, name: str, does: str, nowhere: Sequence[int] = (), **more: Any) -> Program:

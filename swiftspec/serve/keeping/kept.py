@@ -35,7 +35,9 @@ class Kept:
         self._end, self._beats, self._ready = end, beats, False
         self._wires: SimpleQueue[socket.socket | None] = SimpleQueue()
         self.arrived, self._told = os.pipe()
-        Thread(target=self._live, daemon=True, name="kept").start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
+        Thread(target=self._live, daemon=True, name="kept").start()  # with that mask from its first instruction on
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def keeping(self, changed: Callable[[Sequence[Member]], None] = nobody) -> Keeping:
         """What the ranks' own side is to know. `changed` hears on rank 0 what the ranks are like."""
@@ -64,7 +66,6 @@ class Kept:
         return self._wires.get()
 
     def _live(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are to wake the main thread
         poll = select.poll()
         poll.register(self._end, select.POLLIN)
         while True:
