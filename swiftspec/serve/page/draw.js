@@ -165,6 +165,7 @@ export class TreeCanvas {
     context.lineDashOffset = -beat * 16;
     context.stroke();
     context.setLineDash([]);
+    context.lineDashOffset = 0; // the edges of the next picture stand still
     context.font = FONT;
     context.textBaseline = "middle";
     context.fillStyle = solid ? this.colours.paper : fate === "rejected" ? colour : this.colours.ink;

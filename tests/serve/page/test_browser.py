@@ -78,6 +78,7 @@ def test_a_visitor_sees_a_tree_grow_and_re_root(page: Page, url: str) -> None:
     page.says("caption", "Round 1.")
     page.wait(lambda: page.data("nodes") > 20 and page.data("proposed") > 1)
     page.says("caption", "Round 3.")
+    page.says("caption", "from one pass")  # the target has answered: some guesses are rejected
     assert "A recording" in page.text("talk-title") and page.at("play").get_attribute("aria-label") == "Pause"
     page.click("play")
     paused = page.picture()
