@@ -1,10 +1,11 @@
 """Draft and target behind a slow wire: tokens a second against its delay, serial and async, beside the prediction.
 
-    python -m bench.wire [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 96] [--json out.json] [--plot out.svg]
+    python -m bench.wire [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json] [--plot out.svg]
 
 Two workers on this machine run the embedded pair at emulated step times (30 ms and 3 ms), each behind a relay of its
 own (tests/support/relay.py); `generate` decodes through both. Delays are milliseconds one way. The prediction is that
-of `swiftspec.profile predict --link`, from rounds of other texts, at the d that is best there.
+of `swiftspec.profile predict --link`, at the d that is best there, from rounds of the same prompts on one machine and
+the round trip of a Ping.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from bench.data.heldout import texts
+from swiftspec.distributed.grpc.service import TARGET as TARGET_SERVICE
 from swiftspec.lab import apart, predict
 from swiftspec.lab.link import Link
 from swiftspec.lab.simulate import Acceptance, Times
@@ -26,8 +33,8 @@ from swiftspec.lab.simulate import Acceptance, Times
 ROOT = Path(__file__).parents[1]
 SERVE = [sys.executable, "-m", "swiftspec.serve"]
 TARGET, DRAFT = 30e-3, 3e-3  # seconds a step
-NODES = 8  # bs and w
-PROMPTS = ("def read_lines(path):\n", "class Stack:\n", "import argparse\n\ndef main():\n")
+NODES = 16  # bs and w: a target of 30 ms verifies 16 as fast as one
+PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
 MODES = ("serial", "async")
 
 
@@ -59,9 +66,10 @@ def worker(side: str, seconds: float) -> list[str]:
 def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     """Tokens a second and tokens a round of a few answers, and of nothing but their rounds."""
     made = rounds = seconds = 0.0
-    for prompt in PROMPTS:
+    for prompt in texts()[:PROMPTS]:
         flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--json", "--raw"]
         flags += ["--verify-batch", str(NODES), "--draft-leaves", str(NODES), "--temperature", "0", "--ignore-eos"]
+        flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
         command = [*SERVE, "generate", *flags, "--max-tokens", str(tokens), "--prompt", prompt]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode != 0:
@@ -71,6 +79,17 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
         seconds += 1e-3 * answer["timings"]["predicted_ms"]
         rounds += answer["metrics"]["speculative_decoding"]["num_spec_steps"]
     return {"tokens_per_second": made / seconds, "tokens_per_round": made / rounds}
+
+
+def round_trip(url: str) -> float:
+    """Seconds of a call that does nothing, median of 20."""
+    with grpc.insecure_channel(url) as channel:
+        ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
+        for _ in range(20):
+            began = time.perf_counter()
+            ping(b"")
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def predicted(link: Link) -> dict[str, float]:
@@ -90,14 +109,15 @@ def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[
         }
         for delay in delays:
             text = f"{2 * delay:g}ms,{bandwidth}"
-            expected = predicted(Link.parse(text))
             with ExitStack() as relays:
                 command = [sys.executable, "-m", "tests.support.relay", "--link", text, "--to"]
                 urls = {
                     side: relays.enter_context(started([*command, url], r"^(\S+:\d+)$")) for side, url in at.items()
                 }
+                link = Link(round_trip(urls["target"]), Link.parse(text).bandwidth)
+                about, expected = {"delay_ms": delay, "ping_ms": 1e3 * link.round_trip}, predicted(link)
                 for mode in MODES:
-                    yield {"delay_ms": delay, "mode": mode, "predicted": expected[mode], **measure(mode, urls, tokens)}
+                    yield {**about, "mode": mode, "predicted": expected[mode], **measure(mode, urls, tokens)}
 
 
 def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
@@ -123,18 +143,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.wire", description=__doc__)
     parser.add_argument("--delays", type=lambda text: [float(part) for part in text.split(",")], default=[0.2, 2, 20])
     parser.add_argument("--bandwidth", default="1Gbit")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     found = []
-    print(f"{'delay ms':>8}  {'mode':6}  {'tok/s':>6}  {'predicted':>9}  tok/round")
+    print(f"{'delay ms':>8}  {'ping ms':>7}  {'mode':6}  {'tok/s':>6}  {'predicted':>9}  tok/round")
     for row in rows(args.delays, args.bandwidth, args.tokens):
         found.append(row)
         error = row["predicted"] / row["tokens_per_second"] - 1
         print(
-            f"{row['delay_ms']:8g}  {row['mode']:6}  {row['tokens_per_second']:6.1f}  {row['predicted']:6.1f}"
-            f" ({error:+.0%})  {row['tokens_per_round']:.2f}", flush=True,
+            f"{row['delay_ms']:8g}  {row['ping_ms']:7.2f}  {row['mode']:6}  {row['tokens_per_second']:6.1f}"
+            f"  {row['predicted']:6.1f} ({error:+.0%})  {row['tokens_per_round']:.2f}", flush=True,
         )  # fmt: skip
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -110,13 +110,13 @@ def assemble_elsewhere(
         models = Models.check(draft, draft, config, None, options)
     bounds = Bounds(about.vocab_size, length, config.verify_batch)
     identity, worker = Identity(about.model, about.tokenizer), options.get("draft_worker")
-    verifier = GrpcVerifier(target.link, identity, config, bounds, target.worker.timeout)
     away, leave_draft, local = None, lambda: None, None
     if models is not None:
         local = models.drafter(config, None, options.get("progress"))
     elif worker is not None and config.mode != "ar":
         away, leave_draft = remote_drafter(replace(worker, tokenizer=about.tokenizer), note, config, bounds)
     drafter = local or (NoDrafter() if away is None else away.drafter)
+    verifier = GrpcVerifier(target.link, identity, config, bounds, target.worker.timeout)
 
     def leave() -> None:
         leave_draft()
@@ -131,6 +131,8 @@ def assemble_elsewhere(
         log.file.write([head])
     parts = Tree(drafter, verifier)
     decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away)
+    if away is not None:
+        verifier.meanwhile = lambda: decoding.asked.grow()  # takes in what the draft's worker sends
     eos = tuple(about.eos_token_ids)
     check = partial(check_request, config, Grammars(tokenizer, eos, about.vocab_size))
     limits = RequestLimits(length, about.vocab_size, eos, check)

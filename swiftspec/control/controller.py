@@ -119,6 +119,7 @@ class Controller:
     def catch_up(self, result: VerifyResult) -> None:
         """Rounds that were decoded without this drafter, as the result of one long round. They are not measured."""
         if self.measured.speculating:
+            self._catch_up()
             self._drafter.observe(result)
         else:
             self._missed.append(result)

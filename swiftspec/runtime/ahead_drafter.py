@@ -54,6 +54,7 @@ class AheadDrafter(LocalDrafter):
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
             best = self._best(there if self._children.drawn else 0)
         while self._catch_up and self._worth_expanding():
+            self.settle()  # first, for a tree that loses as many nodes to its new root as it expands has grown
             before = self.tree.expanded
             self.expand()
             if self.tree.expanded == before:  # no room

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,19 @@ class TreeDelta:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def joined(deltas: Sequence[TreeDelta]) -> TreeDelta:
+    """Consecutive ones of a round as one. Raises ValueError where ids do not go on."""
+    if len(deltas) == 1:
+        return deltas[0]
+    for before, after in pairwise(deltas):
+        if after.first != before.first + len(before):
+            raise ValueError(f"growth from node {after.first}, where node {before.first + len(before)} comes next")
+    parts = ([getattr(delta, name) for delta in deltas] for name in ("parents", "tokens", "weights"))
+    parents, tokens, weights = map(np.concatenate, parts)
+    expansions = sum(delta.expansions for delta in deltas)
+    return TreeDelta(deltas[0].request, deltas[0].round, expansions, deltas[0].first, parents, tokens, weights)
 
 
 class NodeIds:
@@ -165,9 +179,14 @@ class Replica:
         if after > tree.slots or (tree.slot[expanded] < tree.slots).any():
             raise ValueError("growth under nodes that were expanded before, or beyond the tree's room")
         tree.token[new], tree.parent[new], tree.logprob[new] = delta.tokens, parents, delta.weights
-        for slot, node in enumerate(expanded.tolist(), first):  # ancestors first
-            tree.visible[slot] = tree.visible[tree.slot[tree.parent[node]]]
-            tree.visible[slot, slot] = True
-            tree.slot[node] = slot
+        while len(expanded) > 0:  # a generation at a time, ancestors first
+            above = tree.slot[tree.parent[expanded]]
+            here = (above < tree.slots) | (expanded == 0)
+            nodes, expanded = expanded[here], expanded[~here]
+            slots = np.arange(first, first + len(nodes))
+            rows = tree.visible[above[here]]
+            rows[slots - first, slots] = True
+            tree.visible[slots], tree.slot[nodes] = rows, slots
+            first += len(nodes)
         tree.sizes[:] = new.stop, after
         self._ids.add(len(delta))

@@ -170,7 +170,7 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
     assert sorted(vocab.values()) == [0, 1, 3, 4] and vocab["a"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_without_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grown, started, measured and told, by two of our option sets; the second time nothing is grown."""
     monkeypatch.setattr(large, "OUR_OPTIONS", [one for one in large.OUR_OPTIONS if one.name in ("ar", "serial")])

@@ -156,8 +156,10 @@ def grown(round_: int, first: int, parents: list[int], tokens: list[int], reques
     return TreeDelta(request, round_, 1, first, np.array(parents, np.int64), np.array(tokens, np.int64), weights)
 
 
-def scripted(*deltas: TreeDelta | None, steps: int | None = None) -> tuple[ReplicaDrafter, Script]:
-    config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps)
+def scripted(
+    *deltas: TreeDelta | None, steps: int | None = None, catch_up: bool = True
+) -> tuple[ReplicaDrafter, Script]:
+    config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=catch_up)
     link = Script(list(deltas))
     drafter = ReplicaDrafter(link, Replica(DraftTree(40, 20), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY))
@@ -167,9 +169,9 @@ def scripted(*deltas: TreeDelta | None, steps: int | None = None) -> tuple[Repli
 def test_with_d_free_only_a_lack_of_nodes_is_waited_for() -> None:
     stale = grown(0, 1, [0], [9], request=7)
     drafter, link = scripted(
-        None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]),  # a wait, then a proposal
+        None, None, stale, grown(0, 1, [0, 0, 1, 1, 3], [8, 9, 8, 9, 8]), None,  # a wait, then a proposal
         None, None,  # the next is there already
-        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]),  # one where the text left the tree
+        None, None, grown(1, 6, [4], [7]), grown(2, 8, [7, 7, 7], [1, 2, 3]), None,  # one where the text left the tree
         grown(3, 11, [], []),  # and the draft's last word
     )  # fmt: skip
     first = drafter.propose()
@@ -182,6 +184,34 @@ def test_with_d_free_only_a_lack_of_nodes_is_waited_for() -> None:
     assert drafter.propose() == Proposal(1, 2, at + 2, (4, 1, 2), (-1, 0, 0)) and link.waits == 2
     drafter.observe(VerifyResult(1, 2, at + 2, (0, 1), (1,)))
     assert drafter.propose() == Proposal(1, 3, at + 3, (1,), (-1,)) and link.waits == 2
+
+
+def test_with_d_fixed_a_round_without_a_proposal_has_its_growth_all_the_same() -> None:
+    drafter, link = scripted(
+        replace(grown(0, 1, [0, 0], [8, 9]), expansions=4), replace(grown(0, 3, [1], [8]), expansions=4),
+        grown(1, 5, [4, 4], [8, 9]), replace(grown(1, 7, [5], [8]), expansions=4),  # where the text left the tree
+        grown(4, 9, [8, 8], [8, 9]),  # and again, three rounds later
+        steps=4, catch_up=False,
+    )  # fmt: skip
+    at = drafter.propose().prefix_len
+    drafter.observe(VerifyResult(1, 0, at, (0,), (7,)))
+    drafter.observe(VerifyResult(1, 3, at + 1, (0, 1, 2), (1, 2, 3)))
+    assert drafter.propose() == Proposal(1, 4, at + 4, (3, 8, 9), (-1, 0, 0)) and link.waits == 0
+
+
+@pytest.mark.parametrize(("catch_up", "waits"), [(True, 3), (False, 1)])
+def test_with_d_free_an_expansion_that_is_worth_its_time_is_waited_for(catch_up: bool, waits: int) -> None:
+    many = replace(grown(0, 1, [0, 0], [8, 9]), expansions=10)  # a tenth of a round each
+    drafter, link = scripted(
+        many, None, None, None, None, grown(1, 4, [3, 3], [8, 9]),  # where the text left the tree
+        None, None, grown(1, 6, [4, 4, 5], [8, 9, 8]),
+        None, None, grown(1, 9, [], []),
+        catch_up=catch_up,
+    )  # fmt: skip
+    first = drafter.propose()
+    assert link.waits == 0 and len(first.tokens) == 3
+    drafter.observe(VerifyResult(1, 0, first.prefix_len, (0,), (7,)))
+    assert drafter.propose().tokens == (7, 8, 9) and link.waits == waits
 
 
 NONSENSE = {

@@ -72,7 +72,7 @@ def test_the_tree_gives_at_least_2_7_tokens_a_round() -> None:
     assert greedy_with_four_steps() >= 2.7
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
     """One round late, a tree holds a little less of what comes (the paper loses 8 %). For a fixed d the rounds are
     those of two groups of ranks, so one process can count them."""
@@ -84,7 +84,7 @@ def test_growing_ahead_keeps_most_of_the_tokens_a_round() -> None:
     assert 0.9 * serial <= ahead < serial  # measured: 0.914 with w = 4, 0.941 with w = 8
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_coupled_noise_makes_sampling_nearly_as_predictable_as_greedy() -> None:
     """At temperature 1: at least 80 % of the (calibrated) greedy ratio, 1.2 times the uncoupled one."""
     coupled = LLM(TARGET, DRAFT, EngineConfig(draft_steps=4), dtype=torch.bfloat16)

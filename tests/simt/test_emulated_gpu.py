@@ -22,6 +22,7 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "did not wait for the launch in front"]  # fmt: skip
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_float8", "test_verify")  # from one form of the kernels to the other
 MOST = ("test_linear",)  # of these, where most of the kernels differ
+SHORT = "test_products and (64-32 or 512-72)"  # of that, a shape without a split of K and one with
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -55,16 +56,16 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("arch", "only", "cases"),
+    ("arch", "only", "which", "cases"),
     [
-        pytest.param(HOPPER, DIFFERENT, "few", marks=pytest.mark.slow),
-        pytest.param(AMPERE, MOST, "few", marks=pytest.mark.slow),
-        pytest.param(HOPPER, None, "more", marks=pytest.mark.long),
-        pytest.param(AMPERE, DIFFERENT, "more", marks=pytest.mark.long),
+        pytest.param(HOPPER, DIFFERENT, "", "few", marks=pytest.mark.slow),
+        pytest.param(AMPERE, MOST, SHORT, "few", marks=pytest.mark.slow),
+        pytest.param(HOPPER, None, "", "more", marks=pytest.mark.long),
+        pytest.param(AMPERE, DIFFERENT, "", "more", marks=pytest.mark.long),
     ],
 )
 def test_what_a_gpu_must_pass(
-    module: Callable[[int], Path], arch: int, only: tuple[str, ...] | None, cases: str
+    module: Callable[[int], Path], arch: int, only: tuple[str, ...] | None, which: str, cases: str
 ) -> None:
     """Every file of tests/gpu but those of library operators, two tests at a time; without clusters and bulk copies
     those whose kernels differ. Every change runs the files and cases that tell most for their time."""
@@ -73,7 +74,7 @@ def test_what_a_gpu_must_pass(
         files = [file for file in files if file.stem in only]
     own = {"SWIFTSPEC_EMULATED": str(module(arch)), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1"}
     plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
-    options = ("-o", "addopts=", "-m", "gpu", "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
+    options = ("-o", "addopts=", "-m", "gpu", "-k", which, "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, *options, *map(str, files)], cwd=ROOT, capture_output=True,
         text=True, timeout=850, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.backends.cpu.decoder import HostDecoder
 from swiftspec.runtime.steps.native import NativeTree
-from swiftspec.tree.replica import NodeIds, Replica, TreeDelta
+from swiftspec.tree.replica import NodeIds, Replica, TreeDelta, joined
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB, ROOT = 24, 3, 5, 4
@@ -97,11 +97,15 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.roots = {}
 
     @precondition(lambda self: self.deltas)
-    @rule()
-    def deliver(self) -> None:
-        delta, nodes = self.deltas.popleft()
-        self.replica.apply(delta)
-        self.known |= nodes
+    @rule(most=st.integers(1, 4))
+    def deliver(self, most: int) -> None:
+        """One delta, or several of a round as one."""
+        together, round_ = list[TreeDelta](), self.deltas[0][0].round
+        while self.deltas and self.deltas[0][0].round == round_ and len(together) < most:
+            delta, nodes = self.deltas.popleft()
+            together.append(delta)
+            self.known |= nodes
+        self.replica.apply(joined(together))
 
     @rule(bs=st.integers(1, 9))
     def propose(self, bs: int) -> None:
@@ -168,3 +172,8 @@ def test_what_no_draft_sends_changes_nothing(reason: str) -> None:
     assert replica.best(9) == ([ROOT, 1, 1, 2], [-1, 0, 1, 0])
     with pytest.raises(ValueError, match="expanded before"):
         replica.apply(delta([1], [2], [-1.5], first=4))
+
+
+def test_deltas_that_do_not_follow_each_other_are_not_joined() -> None:
+    with pytest.raises(ValueError, match="growth from node 5, where node 4 comes next"):
+        joined([GOOD, replace(GOOD, first=5)])

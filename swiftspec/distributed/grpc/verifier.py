@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from swiftspec.config import EngineConfig
@@ -17,6 +18,7 @@ from swiftspec.runtime.verifier import Pending
 
 READING = 10.0  # an opening, which reads the prompt, may take as many times as long as a round
 PAUSE = 0.2  # seconds between two attempts to reach a worker
+LOOK = 2e-3  # seconds between two looks at what else there is to do while an answer is waited for
 
 
 class GrpcVerifier:
@@ -24,7 +26,7 @@ class GrpcVerifier:
 
     A worker that is lost on the way is asked again, for the same round, until the deadline: one that has answered gives
     the same answer, one that was started anew is told the text so far. At the deadline, and at whatever a worker
-    refuses, the request ends with a UserError.
+    refuses, the request ends with a UserError. `meanwhile` is called again and again while a result is waited for.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class GrpcVerifier:
     ) -> None:
         """`worker`: as it has told of itself; another one in its place is refused. `timeout`: seconds of a round."""
         self.busy = 0.0
+        self.meanwhile: Callable[[], None] | None = None
         self._link, self._worker, self._shape, self._timeout = link, worker, shape, timeout
         self._standing = Standing(bounds)
         self._session = b""
@@ -113,7 +116,7 @@ class GrpcVerifier:
         self._asked = True
 
     def _result(self) -> VerifyResult:
-        answer = self._recv()
+        answer = self._recv(self.meanwhile)
         try:
             result = read_result(answer.result)
             check_result(result, self._proposal)
@@ -130,14 +133,21 @@ class GrpcVerifier:
             self._stream = self._link.stream()
         self._stream.send(message)
 
-    def _recv(self) -> pb.VerifyAnswer:
+    def _recv(self, meanwhile: Callable[[], None] | None = None) -> pb.VerifyAnswer:
         """The next answer. Raises UserError at the deadline, and what the worker says."""
         assert self._stream is not None, "nothing was asked"
-        try:
-            answer = self._stream.recv(self._deadline - time.monotonic())
-        except TimeoutError:
-            self._hang_up()
-            raise UserError(f"{self._link.peer} did not answer in time: ask again, or raise --remote-timeout") from None
+        while True:
+            left = self._deadline - time.monotonic()
+            try:
+                answer = self._stream.recv(left if meanwhile is None else min(left, LOOK))
+                break
+            except TimeoutError:
+                if meanwhile is not None and left > LOOK:
+                    meanwhile()
+                    continue
+                self._hang_up()
+                late = f"{self._link.peer} did not answer in time: ask again, or raise --remote-timeout"
+                raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         return answer
 

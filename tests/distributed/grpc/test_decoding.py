@@ -74,6 +74,15 @@ def test_the_text_is_that_of_one_process(
             assert answer.stats.accepted > 3 and answer.stats.draft_busy_time > 0 and answer.stats.target_busy_time > 0
 
 
+def test_a_request_that_wants_no_tree_leaves_the_draft_alone(
+    pair: tuple[Path, Path], target: Started, draft: Started
+) -> None:
+    with on_workers(target.named(), draft.named()) as running:
+        alone, helped = running.generate(PROMPT, replace(GREEDY, verify_batch=1)), running.generate(PROMPT, GREEDY)
+    assert alone.token_ids == helped.token_ids == plain(pair[0], "greedy")
+    assert alone.stats.accepted == 0 < helped.stats.accepted
+
+
 def test_with_d_given_the_rounds_are_those_of_a_draft_here(
     pair: tuple[Path, Path], target: Started, draft: Started
 ) -> None:
