@@ -188,4 +188,4 @@ def test_the_operators_agree_on_what_is_likely() -> None:
         (chunk,) = llm.stream(list(range(40, 60)), sampling)
         assert chunk.likelihoods is not None
         likely.append(dict(chunk.likelihoods[0].top))
-    assert likely[0] == pytest.approx(likely[1], abs=0.05)
+    assert likely[0] == pytest.approx(likely[1], abs=0.1)  # logits above 8 have a step of 0.06 in bfloat16
