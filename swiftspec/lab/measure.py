@@ -98,7 +98,7 @@ def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: Sampl
     count = max(2 * llm.at_once, len(prompts))
     asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
     run = Run(answers=[[] for _ in asked])
-    requests, chunks = llm.engine.batch(*zip(*asked, strict=True))
+    requests, chunks = llm.engine.batch([prompt for prompt, _ in asked], [each for _, each in asked])
     began, busy = time.perf_counter(), llm.roles.decoding.busy[0]
     with closing(chunks):
         for request, chunk in chunks:

@@ -49,7 +49,7 @@ def system(name: str, texts: list[str], seconds: float, particles: list[list[str
         answer: Any = SimpleNamespace(
             token_ids=text, stats=SimpleNamespace(population=end, decode_time=seconds / len(texts))
         )
-        made.add(0, answer, lambda tokens: "".join(tokens))
+        made.add(0, answer, lambda tokens: "".join(map(str, tokens)))
         made.likelihood.append(-float(len(text)))
     return made
 
