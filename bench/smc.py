@@ -27,6 +27,8 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from bench.smc_groups import add_flags, compare
+from bench.svg import line as _line
+from bench.svg import text as _text
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
@@ -221,14 +223,6 @@ def _curve(
         out += [_line(x, top, x, bottom, colour), f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>']
         out += [_text(x + label[0], y + label[1], str(particles), colour, label[2])]
     return out
-
-
-def _line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
-    return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}"/>'
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str = "start", size: int = 12) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{text}</text>'
 
 
 def distance(result: Result, plain: Result) -> tuple[float, float]:

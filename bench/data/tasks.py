@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,12 @@ def prompt_of(record: Any, where: str = "record") -> str:
             if record.get(name):
                 return str(record[name])
     raise UserError(f"{where} has no field of a task family (turns, prompt, question, instruction, article)")
+
+
+def numbers_of(text: str) -> list[str]:
+    """The numbers in a text as GSM8K compares them: without commas, signs of money, and zeros after a point."""
+    found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return [re.sub(r"\.0+$", "", number.replace(",", "")) for number in found]
 
 
 def _records(file: Path) -> Iterator[Any]:

@@ -26,7 +26,8 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.prefixes import told
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import SMC, Answer, Group
+from swiftspec.smc.answer import Answer
+from swiftspec.smc.population import SMC, Group
 
 T = TypeVar("T")
 

@@ -27,13 +27,16 @@ LEAST_POINTS = 3  # of one kind of operator, to fit a line
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`copy`: bytes a second of a large copy; `link`: bytes a second that one GPU sends to the others."""
+    """`copy`: bytes a second of a large copy; `link`: bytes a second that one GPU sends to the others; `flops`: dense
+    bfloat16 operations a second by its data sheet."""
 
     copy: float
     link: float
+    flops: float = 989e12
 
 
 GPUS = {"h200": Gpu(4.3e12, 450e9), "h100": Gpu(3.0e12, 450e9), "h800": Gpu(3.0e12, 200e9)}
+REACHED = (0.4, 0.7)  # of the operations, by products of some hundred rows: assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,17 @@ class Constants:
     attention: Line
     all_reduce: Line  # by the bytes that one GPU sends
     sampler: float
+    flops: float  # operations a second
     origin: str = "predicted"
 
 
 def constants(gpu: Gpu) -> tuple[Constants, Constants]:
     """(slow, fast) for a GPU that nothing was measured on."""
     scale = gpu.copy / H200_COPY
-    slow = Constants(Line(3.5e-6, 3.2e12 * scale), Line(5.0e-6, 2.4e12 * scale), Line(3.0e-6, gpu.link), 6e-6)
-    fast = Constants(Line(2.5e-6, 3.7e12 * scale), Line(3.8e-6, 3.0e12 * scale), Line(2.0e-6, 2 * gpu.link), 4e-6)
+    slow = Constants(Line(3.5e-6, 3.2e12 * scale), Line(5.0e-6, 2.4e12 * scale), Line(3.0e-6, gpu.link), 6e-6,
+                     REACHED[0] * gpu.flops)  # fmt: skip
+    fast = Constants(Line(2.5e-6, 3.7e12 * scale), Line(3.8e-6, 3.0e12 * scale), Line(2.0e-6, 2 * gpu.link), 4e-6,
+                     REACHED[1] * gpu.flops)  # fmt: skip
     return slow, fast
 
 
@@ -81,7 +87,7 @@ def fitted(file: Path, gpu: Gpu) -> tuple[Constants, Constants]:
             for op, fit in lines.items()
         }
         origin = "measured" if lines["linear"] is not None else "predicted"
-        made.append(Constants(found["linear"], found["attention"], base.all_reduce, base.sampler, origin))
+        made.append(Constants(found["linear"], found["attention"], base.all_reduce, base.sampler, base.flops, origin))
     return made[0], made[1]
 
 
@@ -99,18 +105,23 @@ def _fit(points: list[tuple[float, float]]) -> tuple[float, float, float] | None
     return float(fixed), float(1 / slope), float(np.std(seconds - fixed - slope * size))
 
 
-def forward(config: ModelConfig, tp: int, rows: int, lines: Constants, int4: bool, context: int = CONTEXT) -> float:
-    """Seconds of a forward over `rows` with sampling, on a group of `tp` GPUs."""
+def forward(
+    config: ModelConfig, tp: int, rows: int, lines: Constants, int4: bool, context: int = CONTEXT, sequences: int = 1
+) -> float:
+    """Seconds of a forward over `rows` with sampling, on a group of `tp` GPUs. The rows are those of so many
+    `sequences`, each with a context of its own. Few rows cost what the weights cost to read; where a product has more
+    operations than fit into that time, it takes theirs."""
     bits = INT4_BITS if int4 or config.quantization else 16.0
     heads, kv_heads = math.ceil(config.num_heads / tp), math.ceil(config.num_kv_heads / tp)
     hidden, inner, width = config.hidden_size, math.ceil(config.intermediate_size / tp), config.head_dim
 
     def product(inputs: int, outputs: int, bits: float = bits) -> float:
-        return lines.linear.at(inputs * outputs * bits / 8 + 2 * rows * (inputs + outputs))
+        least = lines.linear.at(inputs * outputs * bits / 8 + 2 * rows * (inputs + outputs))
+        return max(least, lines.linear.fixed + 2 * rows * inputs * outputs / lines.flops)
 
     layer = product(hidden, (heads + 2 * kv_heads) * width) + product(heads * width, hidden)
     layer += product(hidden, 2 * inner) + product(inner, hidden)
-    layer += lines.attention.at(2 * 2 * kv_heads * width * context)
+    layer += lines.attention.at(2 * 2 * kv_heads * width * context * sequences)
     if tp > 1:
         layer += 2 * lines.all_reduce.at(2 * (tp - 1) * rows * hidden * 2)  # LL lines are half flags
     head = product(hidden, math.ceil(config.vocab_size / tp), 16.0)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -76,6 +77,8 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
     """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
     temperature = 1.0 if llm.config.mode == "smc" else 0.0
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    if llm.at_once > 1:
+        return _decode_together(llm, prompts, sampling, deadline)
     run = Run()
     for prompt in prompts:
         answer, first = [], None
@@ -86,6 +89,25 @@ def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, dead
                 raise OutOfTime
         run.add(first or Books(), Books.of(llm))
         run.answers.append(answer)
+    return run
+
+
+def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
+    """Enough requests to fill an engine that takes several at once, twice over; a prompt comes again with another seed.
+    Seconds are those of all together, without those in which prompts are read."""
+    count = max(2 * llm.at_once, len(prompts))
+    asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
+    run = Run(answers=[[] for _ in asked])
+    requests, chunks = llm.engine.batch([prompt for prompt, _ in asked], [each for _, each in asked])
+    began, busy = time.perf_counter(), llm.roles.decoding.busy[0]
+    with closing(chunks):
+        for request, chunk in chunks:
+            run.answers[request.number] += chunk.token_ids
+            if time.monotonic() > deadline:
+                raise OutOfTime
+    run.seconds = time.perf_counter() - began - sum(request.stats.prompt_time for request in requests)
+    run.busy = min(llm.roles.decoding.busy[0] - busy, run.seconds)  # prompts count here, too
+    run.tokens, run.rounds = (sum(getattr(each.stats, name) for each in requests) for name in ("tokens", "rounds"))
     return run
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from swiftspec.config import MOST_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import apart, latency, simulate
+from swiftspec.lab import apart, batches, latency, simulate
 from swiftspec.lab.link import Link
 from swiftspec.lab.simulate import Acceptance, Times
 from swiftspec.observe.emulate import Emulation
@@ -19,7 +20,14 @@ from swiftspec.profiles import emulation, store
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
 ASSUMED = {"verify": 30e-6, "settle": 20e-6, "expand": 30e-6, "answer": 60e-6, "link": 10e-6}  # beside GPU forwards
-StepTimesOf = Callable[[int, int, int], tuple[Times, Times]]  # target TP, draft TP, rows verified -> slow, fast
+
+
+class StepTimesOf(Protocol):
+    """Step times of a plan: slow and fast."""
+
+    def __call__(self, x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
+        """Target and draft on x and y ranks; rows of the target and, if not w, of the draft; of so many requests."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,23 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)
 
 
+def side_by_side(args: argparse.Namespace, acceptance: Acceptance, step_times: StepTimesOf) -> str:
+    """What several requests at once give on one rank. Raises UserError on a shape that is none."""
+    try:
+        groups = [int(part) for part in args.groups.split(",")]
+    except ValueError:
+        groups = [0]
+    config = PopulationConfig(args.particles, args.smc_draft_tokens)  # bounds, in one line
+    if not all(1 <= count <= MOST_REQUESTS for count in groups):
+        raise UserError(f"--groups {args.groups!r}: write numbers of requests in 1..{MOST_REQUESTS}, such as 1,2,4,8")
+
+    def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
+        return step_times(1, 1, rows, drafted, requests)
+
+    found = batches.batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
+    return f"\nside by side on one rank, tokens of all requests:\n{batches.table(found)}\n"
+
+
 def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
     """Prediction beside measurement, split by split, each at its own best d."""
     lines, found = [], []
@@ -138,6 +163,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, help="with --emulate (default 4)")
     made.add_argument("--link", type=Link.parse, help="also drafting over a network of this round trip and bandwidth,"
                       " such as 40ms,1Gbit")  # fmt: skip
+    made.add_argument("--groups", metavar="G,G,...", help="also so many requests side by side on one rank, plain, as"
+                      " exact chains and as particles, such as 1,2,4,8,16,32")  # fmt: skip
+    made.add_argument("--particles", type=int, default=4, help="N, with --groups (default 4)")
+    made.add_argument("--smc-draft-tokens", type=int, default=4, help="K, of particles and chains (default 4)")
     made.add_argument("--verify-batch", type=int, default=8, help="bs (default 8)")
     made.add_argument("--draft-leaves", type=int, default=8, help="w (default 8)")
     made.add_argument("--acceptance", type=Path, help="a profile whose recorded rounds are taken (default: those of the"
@@ -160,12 +189,14 @@ def main(argv: Sequence[str]) -> int:
         given = _emulation(args, profile)
         ranks = args.ranks or (4 if profile is None else profile["key"]["ranks"])
         step_times, origin = _table(args, given, around), "step times: quoted or given"
-    if ranks < 2 and args.link is None:
-        raise UserError("a prediction compares splits: take two ranks or more, or a --link")
+    if ranks < 2 and args.link is None and args.groups is None:
+        raise UserError("a prediction compares splits: take two ranks or more, or a --link, or --groups")
     rows = predict(ranks, acceptance, args.verify_batch, args.draft_leaves, step_times)
     print(table(rows))
     if args.link is not None:
         print(over_link(args.link, ranks, acceptance, args.verify_batch, args.draft_leaves, step_times))
+    if args.groups is not None:
+        print(side_by_side(args, acceptance, step_times))
     outside = "assumed" if around is ASSUMED else f"measured ({args.against})"
     pair = recorded or "the embedded pair"
     print(f"tok/s: predicted; {origin}; acceptance: measured on {pair}; time outside the models: {outside}")
@@ -198,8 +229,8 @@ def _table(args: argparse.Namespace, given: Emulation, around: dict[str, float])
     target, draft = given.target, given.draft
     assert target is not None and draft is not None
 
-    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
-        times = Times(target.at(x, rows), draft.at(y, args.draft_leaves), **around)
+    def step_times(x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
+        times = Times(target.at(x, rows), draft.at(y, leaves or args.draft_leaves), **around)
         return times, times
 
     return step_times
@@ -214,11 +245,12 @@ def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, Step
     measured = args.kernels is not None or kernels.is_file()
     ends = latency.fitted(kernels, latency.GPUS[name]) if measured else latency.constants(latency.GPUS[name])
 
-    def step_times(x: int, y: int, rows: int) -> tuple[Times, Times]:
+    def step_times(x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
+        drafted = leaves or args.draft_leaves
         slow, fast = (
             Times(
-                latency.forward(target, x, rows, lines, args.int4, args.context),
-                latency.forward(draft, y, args.draft_leaves, lines, args.int4, args.context),
+                latency.forward(target, x, rows, lines, args.int4, args.context, sequences),
+                latency.forward(draft, y, drafted, lines, args.int4, args.context, sequences),
                 **around,
             )
             for lines in ends

@@ -123,7 +123,8 @@ def draw_splits(profile: Json, axes: Axes) -> bool:
 
 def draw_compression(profile: Json, axes: Axes) -> bool:
     """Tokens a round against bs and w (paper, Figure 2)."""
-    winner = next((run for run in profile["runs"] if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
+    trees = [run for run in profile["runs"] if run["plan"]["mode"] != "smc"]
+    winner = next((run for run in trees if run["variation"] and run["ops"] == "auto" and run["speeds"]), None)
     if winner is None:
         return False
     names = ("mode", "target_tp", "draft_tp", "draft_steps")

@@ -133,6 +133,14 @@ class Acceptance:
             raise UserError(f"no rounds of mode {mode} with bs {bs} and w {w} were recorded: take others, or a profile")
         return found
 
+    def chains(self, steps: int) -> Rounds:
+        """The rounds of chains of so many draft tokens. Raises UserError where none were recorded."""
+        known = sorted(d for mode, _, leaves, d in self._rounds if (mode, leaves) == ("serial", 1))
+        if steps not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise UserError(f"no chains of {steps} draft tokens were recorded ({listed} were): take one of those")
+        return self.rounds("serial", steps + 1, 1, steps)
+
     def rounds(self, mode: str, bs: int, w: int, d: int) -> Rounds:
         """The rounds of one tree."""
         return self._rounds[mode, bs, w, d]

@@ -75,6 +75,7 @@ class Sweep:
             self._step_times()
             self._later(self._variations)
             self._later(lambda: trials.ablation(self.profile["runs"]))
+            self._later(lambda: trials.populations(self.profile["runs"]))
         except measure.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
@@ -113,10 +114,11 @@ class Sweep:
     def _later(self, pick: Callable[[], Iterable[Trial]]) -> None:
         """Trials that follow from what has been measured, once each."""
         for trial in pick():
-            plan = trial.row(trial.steps[0])
+            steps = trial.steps or (None,)
+            plan = trial.row(steps[0])
             mine = (run for run in self.profile["runs"] if run["plan"] == plan and run["ops"] == trial.ops)
             if not any(run["speeds"] or run["dropped"] for run in mine):
-                self._decode(trial, trial.steps, variation=True)
+                self._decode(trial, steps, variation=True)
 
     def _variations(self) -> list[Trial]:
         winner = store.best(self.profile)
@@ -260,7 +262,10 @@ class Sweep:
     def _total(self) -> int:
         """How many measurements it will be, about: variations and dropped runs are not known before."""
         contest = trials.contest(self._wish.modes, self._wish.pairs, self._crew.ranks, self._wish.whole)
-        return len(contest) * self._wish.repeats + 2 * self._crew.ranks + len(trials.BATCHES) * 4
+        return len(contest) * self._wish.repeats + 2 * self._crew.ranks + len(trials.BATCHES) * 4 + self._populations()
+
+    def _populations(self) -> int:
+        return sum(map(len, trials.PARTICLES.values())) if "smc" in self._wish.modes else 0
 
     def _deadline(self) -> float:
         return self._began + self._wish.budget
@@ -295,5 +300,6 @@ def outlook(wish: Wish, ranks: int) -> Sequence[str]:
         lines.append(f"{store.title(trial.row(None))} {d}".rstrip())
     rows = f"{trials.ROWS[0]}..{trials.ROWS[-1]}"
     lines.append(f"step times of both models on 1..{ranks} ranks, {rows} rows")
-    last = ("the best serial and async once more on plain torch operators", "the winner's bs and w one at a time")
-    return [*lines, *last]
+    lines += ["the best serial and async once more on plain torch operators", "the winner's bs and w one at a time"]
+    several = [f"{name} in {', '.join(map(str, values))}" for name, values in trials.PARTICLES.items()]
+    return [*lines, *(["smc with one at a time of " + "; ".join(several)] if "smc" in wish.modes else [])]

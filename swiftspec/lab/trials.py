@@ -16,11 +16,14 @@ from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
-from swiftspec.profiles import store
+from swiftspec.profiles import layout, store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # of the step times
 SERIAL_STEPS = (1, 2, 3, 4, 6)  # the best d in turn follows from acceptance, not from a ratio of times
 BATCHES = (2, 4, 8, 16, 32)  # bs and w, each with the other at the usual value (paper, Figure 2)
+PARTICLES = {  # each with the others at the usual value
+    "particles": (1, 2, 8, 16), "smc_draft_tokens": (1, 2, 8), "smc_groups": (2, 4, 8),
+}  # fmt: skip
 USUAL = EngineConfig()
 ENGINE = tuple(name for name in store.PLAN if name != "draft_steps")  # what of a plan an engine keeps while d changes
 LOSING = 0.85  # a run whose best repeat stays below this share of the leader's median is not repeated
@@ -37,19 +40,24 @@ class Trial:
     verify_batch: int = USUAL.verify_batch
     draft_leaves: int = USUAL.draft_leaves
     steps: tuple[int, ...] = ()
+    particles: int = USUAL.population.particles  # these three in mode smc
+    smc_draft_tokens: int = USUAL.population.smc_draft_tokens
+    smc_groups: int = USUAL.population.smc_groups
 
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
         """The engine of a profile's plan."""
-        return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE})
+        particles = {name: plan[name] for name in layout.PARTICLES if plan.get(name) is not None}
+        return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
         """The plan of the engine."""
-        return EngineConfig(**self.row(draft_steps))
+        return layout.engine_of(self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
         """The plan as a profile holds it."""
-        engine = {name: getattr(self, name) for name in ENGINE}
+        names = (*ENGINE, *(layout.PARTICLES if self.mode == "smc" else ()))
+        engine = {name: getattr(self, name) for name in names}
         return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
 
 
@@ -142,6 +150,15 @@ def variations(plan: Mapping[str, Any]) -> list[Trial]:
     return [trial for trial in dict.fromkeys(made) if trial != start]
 
 
+def populations(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
+    """N, K and the number of groups of mode smc, one at a time, where it could be measured. Of several groups the speed
+    is that of all together. Which is fastest says nothing of the text, which follows N and K."""
+    if not any(run["plan"]["mode"] == "smc" and run["speeds"] for run in runs):
+        return []
+    start = Trial("smc", 1, 1, "auto")
+    return [replace(start, **{name: value}) for name, values in PARTICLES.items() for value in values]
+
+
 def ablation(runs: Sequence[Mapping[str, Any]]) -> list[Trial]:
     """The best of serial and async on all ranks, with the usual tree, once more with plain torch operators: base, only
     parallel tree, only kernels, both (paper, Figure 8; there the other axis is CUDA kernels)."""
@@ -168,12 +185,12 @@ def losers(runs: Sequence[Mapping[str, Any]]) -> list[int]:
     stays, so that there is something to compare with."""
     best: dict[tuple[int, str], float] = {}
     for run in runs:
-        if run["speeds"]:
+        if run["speeds"] and not run["variation"]:
             place = _place(run)
             best[place] = max(best.get(place, 0.0), statistics.median(run["speeds"]))
     behind = []
     for index, run in enumerate(runs):
-        if run["speeds"] and statistics.median(run["speeds"]) < best[_place(run)]:
+        if run["speeds"] and not run["variation"] and statistics.median(run["speeds"]) < best[_place(run)]:
             leader = max(speed for (count, _), speed in best.items() if count == _place(run)[0])
             if max(run["speeds"]) < LOSING * leader:
                 behind.append(index)

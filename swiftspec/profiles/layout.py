@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, model_validator
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError, shown
 
 MOST_RANKS = 4096
@@ -25,6 +25,7 @@ Seconds = Annotated[float, Field(ge=-LONGEST, le=LONGEST)]
 Positive = Annotated[float, Field(gt=0, le=LONGEST)]
 Span = Annotated[tuple[Seconds, Seconds], Strict(False)]  # [begin, end]; JSON knows lists only
 Forward = Annotated[tuple[Seconds, Seconds, Count], Strict(False)]  # begin, end, rows
+PARTICLES = ("particles", "smc_draft_tokens", "smc_groups")  # of a plan in mode smc
 LEFT_OUT: Any = None  # what of a round may be missing; where it stands it is not null
 M = TypeVar("M", bound=BaseModel)
 
@@ -75,18 +76,28 @@ class Key(Part):
     emulate: Emulated
 
 
+def engine_of(plan: Mapping[str, Any]) -> EngineConfig:
+    """The engine of a plan, whose particles may be left out. Raises UserError where it makes none."""
+    particles = {name: plan[name] for name in PARTICLES if plan.get(name) is not None}
+    engine = {name: value for name, value in plan.items() if name not in PARTICLES}
+    return EngineConfig(**engine, population=PopulationConfig(**particles))
+
+
 class Shape(Part):
-    """The mode and the tree of a plan: what makes an engine."""
+    """The mode and the tree or the particles of a plan: what makes an engine."""
 
     mode: Name
     verify_batch: int
     draft_leaves: int
     draft_steps: int | None
+    particles: int | None = None
+    smc_draft_tokens: int | None = None
+    smc_groups: int | None = None
 
     @model_validator(mode="after")
     def _makes_an_engine(self) -> Shape:
         try:
-            EngineConfig(**self.model_dump())
+            engine_of(self.model_dump())
         except UserError as error:  # pydantic wants a ValueError
             raise ValueError(str(error)) from None
         return self

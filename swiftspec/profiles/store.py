@@ -7,8 +7,9 @@ A profile is a plain object:
     environment         versions and names, for people
     settings            prompts, tokens and repeats of the runs
     steps               {side, tp, rows, seconds: [one a repeat]}: forwards of one model on a group of tp ranks
-    runs                {plan, ops, speeds: [tokens a second after the prefill, one a repeat], tokens_per_round, rounds,
-                        target_busy, steps: [verification, expansion] or null, dropped: why or null}
+    runs                {plan (in mode smc with its particles), ops, speeds: [tokens a second after the prefill, one a
+                        repeat], tokens_per_round, rounds, target_busy, steps: [verification, expansion] or null,
+                        dropped: why or null}
     rounds              {plan, rounds: [[accepted draft tokens, expansions on the critical path], ...]}: deterministic,
                         the same on any machine; what the predictor is fed with
     lanes               lines of a trace: a few rounds of the best asynchronous run
@@ -190,8 +191,11 @@ def ranks_of(plan: Mapping[str, Any]) -> int:
 def title(plan: Mapping[str, Any]) -> str:
     """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
-    if plan["mode"] in ("ar", "smc"):
-        return f"{plan['mode']} {split}"
+    if plan["mode"] == "smc":
+        words = zip(("N", "K", "G"), layout.PARTICLES, strict=True)
+        return " ".join([f"smc {split}", *(f"{letter} {plan[name]}" for letter, name in words if plan.get(name))])
+    if plan["mode"] == "ar":
+        return f"ar {split}"
     d = "" if plan["draft_steps"] is None else f" d {plan['draft_steps']}"
     return f"{plan['mode']} {split} bs {plan['verify_batch']} w {plan['draft_leaves']}{d}"
 

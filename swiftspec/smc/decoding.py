@@ -13,7 +13,8 @@ from swiftspec.engine import Chunk, Ends, Stats
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.messages import Opening
 from swiftspec.runtime.pause import Cancelled
-from swiftspec.smc.population import WHOSE, Answer, Group
+from swiftspec.smc.answer import Answer
+from swiftspec.smc.population import WHOSE, Group
 
 
 class Population(Protocol):

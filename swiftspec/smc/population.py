@@ -25,6 +25,7 @@ from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import choose, features
 from swiftspec.runtime.steps.rounds import Rounds
+from swiftspec.smc.answer import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
 from swiftspec.tree.mask import WIDTHS
@@ -66,21 +67,6 @@ def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
         raise UserError(f"{who} has no draft tree: leave verify_batch and draft_steps out, or {instead}")
     if sampling.grammar is not None:
         raise UserError(f"{who} knows no grammar: leave it out, or {instead}")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The particle that was picked, and what became of its group."""
-
-    tokens: list[int]
-    stopped: bool  # by a stop token
-    coalesced_prefix: int  # tokens that all particles shared in the end
-    ess_mean: float  # particles' worth of weight, mean over the rounds
-    resample_rate: float  # share of the rounds
-    log_z: float  # estimate of the power target's log-normaliser
-    full: bool  # the cache had no room for another round
-    compactions: int
-    moved_slots: int  # by compactions; fan-out and resampling move none
 
 
 @dataclass(slots=True, eq=False)
@@ -216,10 +202,14 @@ class SMC:
 
     def _pick(self, group: Group) -> Answer:
         at, p, rounds = self._order.index(group.sequence), self.particles, max(group.rounds, 1)
-        row = int(p.pick(self.round.streams.pick())[at])
+        uniform = self.round.streams.pick()
+        row = int(p.pick(uniform)[at])
+        texts = zip(p.tokens[at].tolist(), p.length[at].tolist(), strict=True)
+        found = zip(texts, p.stopped[at].tolist(), p.log_weights[at].softmax(-1).tolist(), strict=True)
+        particles = tuple(Particle(tuple(text[:length]), *rest) for (text, length), *rest in found)
         return Answer(
-            tokens=p.tokens[at, row, : int(p.length[at, row])].tolist(),
-            stopped=bool(p.stopped[at, row]),
+            tokens=[*particles[row].tokens],
+            stopped=particles[row].stopped,
             coalesced_prefix=int(p.common()[at]),
             ess_mean=float(p.ess[at]) / rounds,
             resample_rate=int(p.resampled[at]) / rounds,
@@ -227,6 +217,8 @@ class SMC:
             full=group.full,
             compactions=group.compactions,
             moved_slots=group.moved_slots,
+            particles=particles,
+            uniform=float(uniform[at]),
         )
 
     def _read_prompt(self, runner: Runner, opening: Opening, sequence: int) -> int:

@@ -29,6 +29,9 @@ Exact verification of the first tokens of a round (mixed mode) is the same with 
 of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
 tokens verified and alpha = 1 nothing is approximate, for any N.
 
+Of the N texts a few can stand for all (`thinned`): the heavy ones for themselves, others drawn, each with a weight that
+is on average its share. So whatever the whole population estimates without bias, the few do too.
+
 Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, not normalised.
 Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
 """
@@ -99,3 +102,26 @@ def systematic(shares: Tensor, uniform: Tensor) -> Tensor:
     vacancy = (~lives).cumsum(-1) - 1  # its number among the vacant rows
     donor = torch.searchsorted(surplus, vacancy, right=True).clamp_max(count - 1)
     return torch.where(lives, rows, donor)
+
+
+def thinned(shares: Tensor, count: int, uniform: float) -> Tensor:
+    """Weights [N] that leave `count` of N texts in place of their shares of the weight [N], all above 0, and are 0 for
+    the others: on average each text's share, by one number `uniform` in (0, 1).
+
+    The k heaviest keep their share. Of the others each stays with a probability in proportion to its share and weighs
+    c then, the same for all: c = (what is left of the weight) / (count - k), with the least k that has no share above
+    c. With count = N all keep their shares, with count = 1 this is a draw by the shares. Nothing else without bias is
+    closer to the shares in the mean square. Source: Fearnhead, Clifford 2003, section 3; the draw is systematic.
+    """
+    if count >= len(shares):
+        return shares
+    ranked = shares.sort(descending=True).values
+    left = ranked.flip(0).cumsum(0).flip(0)[:count]  # of the weight from each place on
+    each = left / torch.arange(count, 0, -1, device=shares.device)
+    heavy = int((ranked[:count] <= each).to(torch.int64).argmax())  # k; for the last place it always holds
+    c = float(each[heavy])
+    own = shares > c
+    edges = torch.where(own, 0, shares / c).cumsum(0)
+    points = torch.arange(count - heavy, device=shares.device) + uniform
+    drawn = torch.searchsorted(edges, points.to(edges.dtype), right=True)
+    return torch.where(own, shares, 0).index_fill(0, drawn, c)

@@ -14,7 +14,7 @@ from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps.graph import CudaCapture
-from swiftspec.smc.population import Answer
+from swiftspec.smc.answer import Answer
 from tests.support.roles import Alone, make_population, make_runner, opening
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.lab import measure
+from swiftspec.lab import measure, trials
 from swiftspec.lab.measure import Books
 from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.profile import main
@@ -34,6 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Flags of a sweep that takes no time, and a working folder of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trials, "PARTICLES", {"particles": (2,), "smc_groups": (2,)})
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "def add(a"}\n{"prompt": "class"}\n')
     prompts = ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "profiles")]
     return [*prompts, "--max-tokens", "8", "--repeats", "2", "--budget", "1m"]
@@ -49,6 +50,8 @@ def test_alone(pair: list[str], short: list[str], tmp_path: Path, capsys: pytest
     found = read(tmp_path)
     modes = {run["plan"]["mode"]: run for run in found["runs"]}
     assert set(modes) == {"ar", "serial", "smc"}
+    shapes = [(r["plan"]["particles"], r["plan"]["smc_groups"]) for r in found["runs"] if r["plan"]["mode"] == "smc"]
+    assert shapes == [(4, 1), (2, 1), (4, 2)]
     assert all(run["speeds"] for run in found["runs"])
     assert modes["ar"]["tokens_per_round"] == 1
     assert {(step["side"], step["tp"]) for step in found["steps"]} == {("target", 1), ("draft", 1)}

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import trials
 from swiftspec.lab.profile import read_prompts, seconds
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.files import read_config
+from swiftspec.profiles import store
 from tests.support.profiles import run
 from tests.support.toy_pair import make_pair
 
@@ -85,3 +87,21 @@ def test_prompts_that_make_no_sense(text: str, tmp_path: Path) -> None:
     (tmp_path / "p.jsonl").write_text(text)
     with pytest.raises(UserError, match="--prompts"):
         read_prompts(tmp_path / "p.jsonl")
+
+
+def test_populations_change_one_thing_at_a_time() -> None:
+    assert trials.populations([run("serial", 1, 1, 100, d=3), run("smc", 1, 1)]) == []
+    made = trials.populations([run("smc", 1, 1, 50)])
+    shapes = [(t.particles, t.smc_draft_tokens, t.smc_groups) for t in made]
+    assert shapes == [(1, 4, 1), (2, 4, 1), (8, 4, 1), (16, 4, 1), (4, 1, 1), (4, 2, 1), (4, 8, 1),
+                      (4, 4, 2), (4, 4, 4), (4, 4, 8)]  # fmt: skip
+    row = made[-1].row(None)
+    assert trials.Trial.of(row) == made[-1] and made[-1].plan(None).population == PopulationConfig(smc_groups=8)
+    assert store.title(row) == "smc 1 N 4 K 4 G 8" and "particles" not in trials.Trial("ar", 1, 0, "auto").row(None)
+    assert store.title(run("smc", 1, 1)["plan"]) == "smc 1", "one of an older profile"
+
+
+def test_many_groups_leave_no_other_mode_behind() -> None:
+    """Their speed is that of all requests."""
+    several = run("smc", 1, 1, 900, variation=True)
+    assert trials.losers([run("serial", 1, 1, 100, d=3), several, run("smc", 1, 1, 20)]) == []

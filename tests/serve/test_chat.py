@@ -25,7 +25,7 @@ from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, env_name
 from swiftspec.serve.terminal import Painter, line_reader, visible
 from swiftspec.serve.text import TextCodec
-from swiftspec.smc.population import Answer
+from swiftspec.smc.answer import Answer
 from tests.support.pty_terminal import Terminal
 from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
 

@@ -18,7 +18,7 @@ from swiftspec.serve.layers import load
 from swiftspec.serve.session import open_session
 from swiftspec.serve.settings import Settings, UsageError, env_name
 from swiftspec.serve.terminal import Phases
-from swiftspec.smc.population import Answer
+from swiftspec.smc.answer import Answer
 from tests.support.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]

@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
+from swiftspec.smc.answer import Answer
 from swiftspec.smc.decoding import decode_smc
 from swiftspec.smc.particles import DEAD
-from swiftspec.smc.population import Answer, Group
+from swiftspec.smc.population import Group
 from tests.smc.test_smc_law import Found, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode

@@ -115,3 +115,27 @@ def test_flat_weights_change_nothing() -> None:
         for uniform in (1e-9, 0.3, 1 - 1e-9):
             source = weights.systematic(flat, torch.tensor(uniform, dtype=torch.float64))
             assert source.tolist() == list(range(count))
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts=st.lists(st.integers(1, 40), min_size=1, max_size=9), count=st.integers(1, 10))
+def test_a_few_texts_stand_for_all(parts: list[int], count: int) -> None:
+    """Over all uniform numbers the mean weight of each is its share; so many are left, and heavy ones as they are."""
+    shares = torch.tensor(parts, dtype=torch.float64) / sum(parts)
+    many = 4 * sum(parts)  # a multiple of 1 / many is never where a text begins, in the middle of two
+    drawn = [weights.thinned(shares, count, (i + 0.5) / many) for i in range(many)]
+    assert all(int((each > 0).sum()) == min(count, len(parts)) for each in drawn)
+    fine = 400 // many + 1
+    mean = torch.stack([weights.thinned(shares, count, (i + 0.5) / (fine * many)) for i in range(fine * many)]).mean(0)
+    torch.testing.assert_close(mean, shares, atol=0.01, rtol=0)
+    level = min(float(each[each > 0].min()) for each in drawn)
+    for share, *seen in zip(shares.tolist(), *(each.tolist() for each in drawn), strict=True):
+        own = share > level + 1e-12
+        assert all(weight == share for weight in seen) if own or count >= len(parts) else len({*seen} - {0.0}) <= 1
+    assert all(float(each.sum()) == pytest.approx(1) for each in drawn)
+
+
+def test_a_draw_of_one_is_a_draw_by_the_shares() -> None:
+    shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    for uniform, row in ((0.1, 0), (0.21, 1), (0.69, 1), (0.71, 2), (0.999999, 2)):
+        assert weights.thinned(shares, 1, uniform).tolist() == [float(at == row) for at in range(3)]

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine import Ask, State
-from swiftspec.serve.http.frames import Chunk, Done, Likelihood, Prompt, Ready
+from swiftspec.serve.http.frames import Choice, Chunk, Done, Likelihood, Prompt, Ready
 from swiftspec.serve.text import TextCodec
 
 TIMINGS = {
@@ -51,6 +51,7 @@ class Player:
     size: int = 3
     reason: str = "stop"
     more: dict[str, Any] = field(default_factory=dict)
+    choices: list[tuple[str, str, float]] = field(default_factory=list)  # text, finish reason and weight of each
     raises: Exception | None = None
     after: int = 0
     hold: int | None = None
@@ -62,8 +63,8 @@ class Player:
     holding: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def tokens(self) -> list[int]:
-        return list(self.codec.tokenizer.encode(self.text, add_special_tokens=False))
+    def tokens(self, text: str | None = None) -> list[int]:
+        return list(self.codec.tokenizer.encode(self.text if text is None else text, add_special_tokens=False))
 
     def prepare(self, **values: Any) -> None:
         """Back to the beginning, with what is to be played next."""
@@ -91,7 +92,8 @@ class Player:
                     self.stopped.append(ask)
                     break
             ended = True
-            yield Done(1, TIMINGS, METRICS, self.more)
+            told = [Choice(self.tokens(text), *rest) for text, *rest in self.choices if ask.choices is not None]
+            yield Done(1, TIMINGS, METRICS, self.more, told)
         finally:
             if not ended:
                 self.closed.append(ask)

@@ -21,7 +21,8 @@ from swiftspec.runtime.steps.graph import Capture
 from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
-from swiftspec.smc.population import SMC, Answer, Group
+from swiftspec.smc.answer import Answer
+from swiftspec.smc.population import SMC, Group
 from swiftspec.tree.reject import Rejection
 
 

@@ -1,6 +1,7 @@
 """Records the rounds of the embedded pair for the predictor (swiftspec/lab/acceptance.json).
 
     torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
+    python -m tools.demo.record_acceptance --chains      # those of chains alone, in the place of earlier ones
 
 Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy, bs = w.
 """
@@ -8,9 +9,12 @@ Rounds of a fixed d are the same on every machine up to near-ties; held-out prom
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -24,33 +28,56 @@ from swiftspec.lab.timeline import Trace
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 NODES = (8, 16)  # bs and w
+CHAINS = (1, 2, 3, 4, 6, 8)  # draft tokens
 PROMPTS, TOKENS = 12, 128
+NOTE = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
 
 
 def main() -> None:
     """Rank 0 records, the other rank follows."""
     pool = WorkerPool(Pair(DEMO / "target", DEMO / "draft", {"dtype": torch.bfloat16}), world := join_world())
+    if sys.argv[1:] == ["--chains"]:
+        known = json.loads(predict.ACCEPTANCE.read_text())["rounds"]
+        write([*(record for record in known if record["plan"]["draft_leaves"] > 1), *chains(pool)])
+        return
     if world is None:
         command = "torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance"
         raise SystemExit(f"start it on two ranks: {command}")
     if world.rank > 0:
         pool.follow()
         return
+    trees = [(mode, nodes, nodes, d) for mode, nodes, d in product(("serial", "async"), NODES, DEPTHS)]
+    records = [*record(pool, trees), *chains(pool)]
+    pool.dismiss()
+    write(records)
+
+
+def chains(pool: WorkerPool) -> list[dict[str, Any]]:
+    """A chain is a tree with one leaf, all of which is verified."""
+    return record(pool, [("serial", d + 1, 1, d) for d in CHAINS])
+
+
+def record(pool: WorkerPool, shapes: Sequence[tuple[str, int, int, int]]) -> list[dict[str, Any]]:
+    """The rounds of trees: mode, bs, w and d."""
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
-    for mode, nodes, d in product(("serial", "async"), NODES, DEPTHS):
-        plan = {"mode": mode, "verify_batch": nodes, "draft_leaves": nodes, "draft_steps": d}
+    for mode, bs, w, d in shapes:
+        plan = {"mode": mode, "verify_batch": bs, "draft_leaves": w, "draft_steps": d}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
-            config = EngineConfig(mode, verify_batch=nodes, draft_leaves=nodes, draft_steps=d)
+            config = EngineConfig(mode, verify_batch=bs, draft_leaves=w, draft_steps=d)
             with pool.engine(Order(config, trace=str(file))) as llm:
                 measure.decode_all(llm, prompts, TOKENS)
             rounds = measure.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})
-        print(f"{mode} bs {nodes} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round", flush=True)
-    pool.dismiss()
-    note = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
+        mean = sum(accepted + 1 for accepted, _ in rounds) / len(rounds)
+        print(f"{mode} bs {bs} w {w} d {d}: {mean:.3f} tokens a round", flush=True)
+    return records
+
+
+def write(records: Sequence[dict[str, Any]]) -> None:
+    """As the predictor reads them."""
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
-    predict.ACCEPTANCE.write_text(f'{{"note": "{note}",\n "rounds": [\n {lines}]}}\n')
+    predict.ACCEPTANCE.write_text(f'{{"note": "{NOTE}",\n "rounds": [\n {lines}]}}\n')
 
 
 if __name__ == "__main__":

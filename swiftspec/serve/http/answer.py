@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from swiftspec.serve.http.engine import Ask, Broken, Engine
-from swiftspec.serve.http.frames import Chunk, Done, Likelihood, Prompt
+from swiftspec.serve.http.frames import Choice, Chunk, Done, Likelihood, Prompt
 from swiftspec.serve.http.reasoning import Reasoning
 from swiftspec.serve.http.tools import Call, Calls
 from swiftspec.serve.stream import TextBuilder
@@ -46,6 +47,12 @@ class Job:
     markers: frozenset[int] = frozenset()  # special tokens that are spelled
 
 
+def ended_by(answer: Answer) -> dict[str, Any]:
+    """What a choice says besides, once it has ended: which stop string that was, and of several its weight."""
+    weight = {} if answer.weight is None else {"weight": answer.weight}
+    return {"stop_reason": answer.builder.stop, **weight}
+
+
 @dataclass(slots=True)
 class Part:
     """What one round adds. `first` and `last`: of its tokens among all of the answer's, for their likelihoods."""
@@ -59,10 +66,14 @@ class Part:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as it comes. `thought`, `said` and `calls` say what has come by now."""
+    """An answer as it comes. `thought`, `said` and `calls` say what has come by now. In the end `choices` are the texts
+    that a client gets: this one, or those of a population that it has asked for, each with its `weight` there."""
 
     job: Job
+    codec: TextCodec
     builder: TextBuilder
+    reasoning: Reasoning | None
+    called: Calls | None
     thought: str = ""
     said: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -71,13 +82,16 @@ class Answer:
     accepted: int = 0
     done: Done | None = None
     started: bool = False
+    weight: float | None = None
+    choices: list[Answer] = field(default_factory=list)
 
     @staticmethod
     def of(job: Job, codec: TextCodec) -> Answer:
         """Before its first token."""
         shown = Shown(codec, job.markers)
         context = job.ask.prompt[-TAIL:] if job.goes_on else ()
-        return Answer(job, TextBuilder(shown, job.stops, context))
+        readers = copy.deepcopy(job.reasoning), copy.deepcopy(job.calls)  # which remember what they have read
+        return Answer(job, codec, TextBuilder(shown, job.stops, context), *readers)
 
     @property
     def prompt(self) -> list[int]:
@@ -116,6 +130,15 @@ class Answer:
                     yield part
         if self.builder.finish_reason is None:
             raise Broken("the engine ended the answer without a word", "engine_error")
+        told = [] if self.done is None else self.done.choices
+        self.choices = [self._other(choice) for choice in told] or [self]
+
+    def _other(self, choice: Choice) -> Answer:
+        """The answer that one of the texts makes, read from its beginning."""
+        other = Answer.of(self.job, self.codec)
+        other.weight = choice.weight
+        other._part(Chunk(0, [] if self.job.nothing else choice.token_ids, 0, finish_reason=choice.finish_reason))
+        return other
 
     def _ended(self, frame: Chunk) -> bool:
         """Whether the engine would go on, and nobody wants it to."""
@@ -132,10 +155,10 @@ class Answer:
             self.likelihoods += frame.likelihoods[: last - first]
         ended = self.builder.finish_reason is not None
         thought, said, calls = "", text, list[Call]()
-        if self.job.reasoning is not None:
-            thought, said = self.job.reasoning.push(text, ended)
-        if self.job.calls is not None:
-            said, calls = self.job.calls.push(said, ended)
+        if self.reasoning is not None:
+            thought, said = self.reasoning.push(text, ended)
+        if self.called is not None:
+            said, calls = self.called.push(said, ended)
         if self.job.single and calls:
             calls = calls[: 1 - len(self.calls)]
         self.thought += thought
@@ -150,12 +173,11 @@ class Answer:
 
     @property
     def reasoning_tokens(self) -> int:
-        reasoning = self.job.reasoning
-        if reasoning is None:
+        if self.reasoning is None:
             return 0
-        if reasoning.end is None:
-            return len(self.tokens) if reasoning.thinking else 0
-        return bisect_left(self.builder.starts, reasoning.end)
+        if self.reasoning.end is None:
+            return len(self.tokens) if self.reasoning.thinking else 0
+        return bisect_left(self.builder.starts, self.reasoning.end)
 
     @property
     def rejected(self) -> int:
@@ -164,16 +186,18 @@ class Answer:
         return int(spec.get("num_draft_tokens", 0)) - int(spec.get("num_accepted_draft_tokens", 0))
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's `usage`."""
+        """OpenAI's `usage`, of all choices."""
+        choices = self.choices or [self]
+        tokens = sum(len(each.tokens) for each in choices)
         return {
             "prompt_tokens": len(self.prompt),
-            "completion_tokens": len(self.tokens),
-            "total_tokens": len(self.prompt) + len(self.tokens),
+            "completion_tokens": tokens,
+            "total_tokens": len(self.prompt) + tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.accepted,
                 "rejected_prediction_tokens": self.rejected,
-                "reasoning_tokens": self.reasoning_tokens,
+                "reasoning_tokens": sum(each.reasoning_tokens for each in choices),
             },
         }
 

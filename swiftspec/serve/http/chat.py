@@ -8,10 +8,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.answer import Answer, Part
+from swiftspec.serve.http.answer import Answer, Part, ended_by
 from swiftspec.serve.http.errors import ApiError
 from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
-from swiftspec.serve.http.sampling import grammar_asked
+from swiftspec.serve.http.sampling import choices_asked, grammar_asked
 from swiftspec.serve.http.schema import (
     CHAT_NEVER,
     WHOLE,
@@ -49,8 +49,8 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    n: Count | None = Field(None, description="With smc: so many texts of the population, each with its weight.")
     # What OpenAI or vLLM has and this server does not: see CHAT_NEVER.
-    n: Count | None = None
     audio: Object | None = None
     modalities: Annotated[list[Word], Field(max_length=8)] | None = None
     functions: Annotated[list[Any], Field(max_length=128)] | None = None
@@ -79,6 +79,16 @@ def stops_of(stop: str | list[str] | None) -> list[str]:
 def called(call: Call) -> dict[str, Any]:
     """A call in OpenAI's shape."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def message_of(answer: Answer) -> dict[str, Any]:
+    """The assistant's message, whole."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.said, "refusal": None}
+    if answer.calls:
+        message |= {"content": answer.said or None, "tool_calls": [called(call) for call in answer.calls]}
+    if answer.thought:
+        message["reasoning_content"] = answer.thought
+    return message
 
 
 class ChatWriter:
@@ -120,17 +130,14 @@ class ChatWriter:
     def whole(self) -> dict[str, Any]:
         """As one object."""
         answer = self._answer
-        message: dict[str, Any] = {"role": "assistant", "content": answer.said, "refusal": None}
-        if answer.calls:
-            message |= {"content": answer.said or None, "tool_calls": [called(call) for call in answer.calls]}
-        if answer.thought:
-            message["reasoning_content"] = answer.thought
-        choice = {
-            "index": 0, "message": message, "logprobs": self._logprobs(0, len(answer.tokens)),
-            "finish_reason": answer.finish_reason, "stop_reason": answer.builder.stop,
-        }  # fmt: skip
+        logprobs = self._logprobs(0, len(answer.tokens))
+        choices = [
+            {"index": at, "message": message_of(each), "logprobs": logprobs, "finish_reason": each.finish_reason,
+             **ended_by(each)}
+            for at, each in enumerate(answer.choices)
+        ]  # fmt: skip
         head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": [choice], "usage": answer.usage(), **answer.cost()}
+        return {**head, "choices": choices, "usage": answer.usage(), **answer.cost()}
 
     def _logprobs(self, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
@@ -161,6 +168,7 @@ def router(server: Server) -> APIRouter:
         job = await chat_job(
             server, request, body, talked_of(body), limit=limit, stops=stops_of(body.stop),
             grammar=grammar_asked(body), logprobs=top,
+            choices=choices_asked(body, body.n, body.stream, server.ready()[0]),
         )  # fmt: skip
         usage = server.always_usage or bool(body.stream_options and body.stream_options.include_usage)
         answer = Answer.of(job, codec)

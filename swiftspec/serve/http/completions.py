@@ -9,12 +9,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.answer import Answer, Job, Part
+from swiftspec.serve.http.answer import Answer, Job, Part, ended_by
 from swiftspec.serve.http.engine import Ask
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.frames import Chunk, Likelihood, Ready
 from swiftspec.serve.http.jobs import BOTH_WAYS, replace_key, respond
-from swiftspec.serve.http.sampling import grammar_asked, sampling_of
+from swiftspec.serve.http.sampling import choices_asked, grammar_asked, sampling_of
 from swiftspec.serve.http.schema import (
     NEVER,
     WHOLE,
@@ -61,7 +61,7 @@ class CompletionRequest(Sampled, Constrained):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
-    n: Count | None = None
+    n: Count | None = Field(None, description="With smc: so many texts of the population, each with its weight.")
 
 
 def one_prompt(prompt: str | list[int] | list[str] | list[list[int]]) -> str | list[int]:
@@ -147,8 +147,9 @@ class CompletionWriter:
         """As one object."""
         answer = self._answer
         logprobs = self._logprobs(0, len(answer.tokens), True)
-        choice = self._choice(self._echo + answer.said, logprobs, answer.finish_reason)
-        return {**self._head, "choices": [choice], "usage": answer.usage(), **answer.cost()}
+        choices = [self._choice(self._echo + each.said, logprobs, each.finish_reason, at)
+                   for at, each in enumerate(answer.choices)]  # fmt: skip
+        return {**self._head, "choices": choices, "usage": answer.usage(), **answer.cost()}
 
     def _logprobs(self, first: int, last: int, with_prompt: bool) -> dict[str, Any] | None:
         if self._top is None:
@@ -163,9 +164,9 @@ class CompletionWriter:
             starts = [*self._prompt.starts, *starts]
         return self._scores.completion(tokens, likelihoods, self._top, starts)
 
-    def _choice(self, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
-        ended = {} if finish is None else {"stop_reason": self._answer.builder.stop}
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish, **ended}
+    def _choice(self, text: str, logprobs: Any, finish: str | None, index: int = 0) -> dict[str, Any]:
+        ended = {} if finish is None else ended_by(self._answer.choices[index])
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **ended}
 
     def _chunk(self, text: str, logprobs: Any, finish: str | None = None, **more: Any) -> bytes:
         return event({**self._head, "choices": [self._choice(text, logprobs, finish)], **more})
@@ -191,8 +192,9 @@ async def job_of(server: Server, request: Request, body: CompletionRequest) -> J
         sampling["grammar"] = await server.grammar(asked)
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Job(
-        Ask(prompt, sampling, replace_key(request, body)), stops, goes_on=not body.suffix, nothing=body.max_tokens == 0
-    )
+        Ask(prompt, sampling, replace_key(request, body), choices_asked(body, body.n, body.stream, about)), stops,
+        goes_on=not body.suffix, nothing=body.max_tokens == 0,
+    )  # fmt: skip
 
 
 def router(server: Server) -> APIRouter:

@@ -12,11 +12,13 @@ from swiftspec.serve.http.frames import Chunk, Done, Prompt, RankState, Ready
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request to the engine. `key`: of one client's requests with the same key the newest replaces the others."""
+    """One request to the engine. `key`: of one client's requests with the same key the newest replaces the others.
+    `choices`: how many texts of a population, and of how many that are drawn."""
 
     prompt: list[int]
     sampling: dict[str, Any]  # the fields of SamplingParams that are given
     key: str | None = None
+    choices: tuple[int, int] | None = None
 
 
 class Refused(UserError):

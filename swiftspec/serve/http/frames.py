@@ -23,11 +23,13 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(Frame, frozen=True):
-    """A request: the prompt's tokens, and the fields of SamplingParams that are not at their defaults."""
+    """A request: the prompt's tokens, and the fields of SamplingParams that are not at their defaults. `choices`: of a
+    population so many texts are asked for, of so many that are drawn."""
 
     request: int
     prompt: list[int]
     sampling: dict[str, Any]
+    choices: tuple[int, int] | None = None
 
 
 class Cancel(Frame, frozen=True):
@@ -155,14 +157,24 @@ class Events(Frame, frozen=True):
     events: list[Event]
 
 
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """One text of a population, and its weight there."""
+
+    token_ids: list[int]
+    finish_reason: str
+    weight: float
+
+
 class Done(Frame, frozen=True):
     """A request has ended, by itself or cancelled; there is room for the next. `timings` and `metrics` as
-    `serve.answer` makes them, and `more` what else it says of the answer (`exact`, `particles`, ...)."""
+    `serve.answer` makes them, `more` what else it says of the answer (`exact`, `particles`, ...), and `choices` the
+    texts that were asked for."""
 
     request: int
     timings: dict[str, Any]
     metrics: dict[str, Any]
     more: dict[str, Any]
+    choices: list[Choice] = []
 
 
 class Failed(Frame, frozen=True):

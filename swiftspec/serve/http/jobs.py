@@ -92,6 +92,7 @@ async def encode_talk(server: Server, talked: Talked) -> list[int]:
 async def chat_job(
     server: Server, request: Request, body: Sampled, talked: Talked, *, limit: int | None,
     stops: Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+    choices: tuple[int, int] | None = None,
 ) -> Job:  # fmt: skip
     """What the answer to a conversation is to be. Raises ApiError on whatever cannot be done."""
     about, codec = server.ready()
@@ -114,7 +115,7 @@ async def chat_job(
     thinks = grammar is None and not talked.goes_on and (OPEN in template or OPEN in codec.vocab)
     names = [tool["function"]["name"] for tool in talked.tools]
     return Job(
-        Ask(prompt, sampling, replace_key(request, body)),
+        Ask(prompt, sampling, replace_key(request, body), choices),
         stops,
         goes_on=talked.goes_on,
         reasoning=Reasoning(codec.spell(prompt[-8:]).rstrip().endswith(OPEN)) if thinks else None,

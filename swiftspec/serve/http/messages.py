@@ -12,7 +12,7 @@ from swiftspec.serve.http.answer import Answer, Part
 from swiftspec.serve.http.errors import unsupported
 from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, encode_talk, respond
 from swiftspec.serve.http.sampling import Grammar
-from swiftspec.serve.http.schema import NEVER, Body, Object, Positive, Sampled, Stops, Text, Word, refuse
+from swiftspec.serve.http.schema import NEVER, ONE_CHOICE, Body, Object, Positive, Sampled, Stops, Text, Word, refuse
 from swiftspec.serve.http.server import Server, number
 from swiftspec.serve.http.sse import event
 from swiftspec.serve.http.talk import Name, Talk, Talked, called, tool_of
@@ -261,7 +261,7 @@ def router(server: Server) -> APIRouter:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         _, codec = server.ready()
         model = server.name(body.model)
-        refuse(body, NEVER)
+        refuse(body, {**NEVER, **ONE_CHOICE})
         job = await chat_job(
             server, request, body, talked_of(body), limit=body.max_tokens, stops=body.stop_sequences or (),
             grammar=body.output_config and body.output_config.grammar(),

@@ -152,7 +152,7 @@ class RemoteEngine:
             ticket.move(next(self._numbers), _in(self._limits.request_timeout))
             self._running[ticket.number] = ticket
             self._idle.clear()
-            self._send(frames.Start(ticket.number, ticket.ask.prompt, ticket.ask.sampling))
+            self._send(frames.Start(ticket.number, ticket.ask.prompt, ticket.ask.sampling, ticket.ask.choices))
 
     def _leave(self, ticket: Ticket) -> None:
         """Nobody reads this request any more. Where it runs, its place is free once rank 0 answers the `Cancel`."""

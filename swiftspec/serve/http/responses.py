@@ -13,6 +13,7 @@ from swiftspec.serve.http.jobs import BOTH_WAYS, chat_job, respond
 from swiftspec.serve.http.sampling import Grammar, grammar_asked
 from swiftspec.serve.http.schema import (
     NEVER,
+    ONE_CHOICE,
     WHOLE,
     Body,
     Constrained,
@@ -35,8 +36,8 @@ from swiftspec.serve.http.written import ResponseWriter
 LOGPROBS = "message.output_text.logprobs"
 # With the values that ask for nothing.
 NEVER_HERE: dict[str, tuple[Any, ...]] = {
-    **NEVER, "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "max_tool_calls": (),
-    "truncation": ("disabled",),
+    **NEVER, **ONE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (),
+    "max_tool_calls": (), "truncation": ("disabled",),
 }  # fmt: skip
 
 

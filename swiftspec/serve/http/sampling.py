@@ -11,7 +11,7 @@ from swiftspec.params import MIN_TEMPERATURE
 from swiftspec.serve.http.errors import ApiError, unsupported
 from swiftspec.serve.http.frames import Ready
 from swiftspec.serve.http.grammar import ANY_OBJECT
-from swiftspec.serve.http.schema import Constrained, Sampled, Smc
+from swiftspec.serve.http.schema import ONE_CHOICE, Constrained, Sampled, Smc
 from swiftspec.serve.http.server import check_tokens
 
 AS_GIVEN = (
@@ -68,6 +68,25 @@ def _check_population(asked: Smc | None, about: Ready) -> None:
     for name, value in wanted.items():
         if shape.get(name) != value:
             raise unsupported("smc", f"{name} is {shape.get(name)} here, not {value}{start}")
+
+
+def choices_asked(body: Sampled, n: int | None, stream: bool | None, about: Ready) -> tuple[int, int] | None:
+    """How many texts of a population are to come back, and of how many that are drawn; None: one text. Raises ApiError
+    on what no population gives."""
+    asked = {"n": 1 if n is None else n, "best_of": body.best_of or (1 if n is None else n)}
+    more = next((name for name, value in asked.items() if value not in ONE_CHOICE[name]), None)
+    if more is None:
+        return None
+    if body.smc is None:
+        raise unsupported(more, 'only 1 is served here, but in mode smc with "smc": {} beside it: leave it out')
+    _check_population(body.smc, about)
+    particles = about.plan.get("population", {}).get("particles", 1)
+    if not 1 <= asked["n"] <= asked["best_of"] <= particles:
+        most = f"n may be 1..best_of, and best_of n..{particles}, the particles of this server"
+        raise ApiError(400, f"{more}: {most}", more)
+    if stream:
+        raise ApiError(400, f"{more}: which texts come is known at their end alone: leave stream out", more)
+    return asked["n"], asked["best_of"]
 
 
 def grammar_asked(body: Constrained) -> Grammar | None:

@@ -80,10 +80,10 @@ class Sampled(Body):
     replace_key: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         None, description="The newest request with a key replaces those with the same one that have not ended."
     )
+    best_of: Count | None = Field(None, description="With smc: so many texts are drawn, of which n are left.")
     # What vLLM has and this server does not: see NEVER.
     min_tokens: Count | None = None
     use_beam_search: bool | None = None
-    best_of: Count | None = None
     bad_words: Annotated[list[Word], Field(max_length=1024)] | None = None
     allowed_token_ids: Annotated[list[Token], Field(max_length=1 << 20)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -134,10 +134,11 @@ class StreamOptions(Body):
 
 # Fields whose meaning is known and not served, with the values that ask for nothing.
 NEVER: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (0, 1), "min_tokens": (0,), "use_beam_search": (False,), "bad_words": ([],),
+    "min_tokens": (0,), "use_beam_search": (False,), "bad_words": ([],),
     "allowed_token_ids": (), "include_stop_str_in_output": (False,), "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (), "prompt_logprobs": (), "logits_processors": ([],),
 }  # fmt: skip
+ONE_CHOICE: Mapping[str, tuple[Any, ...]] = {"n": (1,), "best_of": (0, 1)}
 CHAT_NEVER: Mapping[str, tuple[Any, ...]] = {
     **NEVER, "audio": (), "modalities": (["text"], []), "functions": ([],), "function_call": ("none",),
     "chat_template": (), "documents": ([],), "echo": (False,), "add_generation_prompt": (True,),

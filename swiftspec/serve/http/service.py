@@ -114,7 +114,7 @@ class Service:
         self._pulse, self._url = kept.pulse, kept.first.decode()
         self._drained = self._left = self._lost = False
         self._starts: deque[frames.Start] = deque()  # that no place was free for yet
-        self._here: set[int] = set()  # that the engine has
+        self._here = dict[int, tuple[int, int] | None]()  # that the engine has, with the choices asked for
         self._cancelled: set[int] = set()  # of either
 
     def run(self) -> None:
@@ -195,7 +195,7 @@ class Service:
             except (UserError, TypeError) as error:
                 self._end(frames.Failed(start.request, str(error), user=True))
             else:
-                self._here.add(start.request)
+                self._here[start.request] = start.choices
                 return request
         return None
 
@@ -228,22 +228,26 @@ class Service:
         if request.error is not None:
             self._end(frames.Failed(number, str(request.error), user=False))
         elif chunk.finish_reason is not None:
-            self._end(self._done(request))
+            self._end(self._done(request, self._here[number]))
 
     def _end(self, frame: frames.Done | frames.Failed) -> None:
         """A request has no place any more."""
-        self._here.discard(frame.request)
+        self._here.pop(frame.request, None)
         self._cancelled.discard(frame.request)
         self._teller.wire.send(frame)
 
-    def _done(self, request: Request) -> frames.Done:
+    def _done(self, request: Request, choices: tuple[int, int] | None) -> frames.Done:
         llm, sampling, stats = self._session.llm, request.opening.sampling, request.stats
         more = answer.guidance(sampling) if sampling.guided else {}
         if llm.config.mode == "smc":
             more = {**more, **answer.population(llm.config, stats)}
         timings = answer.timings(stats, stats.tokens, llm.load_time)
         metrics = answer.metrics(llm.config.for_request(sampling), stats, stats.tokens, llm.outages)
-        return frames.Done(request.number, timings, metrics, more)
+        told: list[frames.Choice] = []
+        if choices is not None and stats.population is not None:
+            told = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
+                    for each in stats.population.choices(*choices)]  # fmt: skip
+        return frames.Done(request.number, timings, metrics, more, told)
 
 
 def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:

@@ -1,0 +1,255 @@
+"""What mode smc is for, by a measure that a user understands: which share of completions parse, and do as they should.
+
+    python -m bench.quality [--seeds 12] [--plot docs/quality.svg]                 # functions, on the embedded pair
+    python -m bench.quality --gsm8k test.jsonl --model TARGET --draft-model DRAFT  # sums in words, on yours
+
+Each function of bench/data/functions.py is finished by plain sampling, exact speculation and particles with several N,
+K and powers (alpha), which take turns. A completion ends with the function. It parses if `ast` reads the whole, and
+passes if its asserts hold, in a process of its own (bench/sandbox.py). Beside: the target's log-probability of a token
+of the completions at temperature 1, and whether any of a few answers passes: of particles all N of one request, of the
+others as many of their own answers, which take as many requests. Different: texts among those, on average.
+
+Standard errors are those of the seeds, for the functions as they are; one thread is timed by its CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.data.functions import FUNCTIONS, Function
+from bench.data.heldout import DEMO
+from bench.data.tasks import load, numbers_of
+from bench.sandbox import Sandbox
+from bench.smc import scorer
+from bench.svg import scatter
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.engine import Completion
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.serve.text import TextCodec
+
+SHAPES = ((1, 4, 1.0), (4, 4, 1.0), (16, 4, 1.0), (4, 1, 1.0), (4, 4, 2.0), (16, 4, 2.0), (16, 4, 4.0))  # N, K, alpha
+FEW = 4  # answers of which any may pass, where there are no particles
+Judge = Callable[[int, str], tuple[bool, bool]]  # of a task, by its number, and a completion: parses, passes
+
+
+@dataclass
+class System:
+    """One way to decode, and what it made: a row of `texts` for each task, with a seed each."""
+
+    name: str
+    llm: LLM
+    temperature: float
+    texts: list[list[str]] = field(default_factory=list)
+    particles: list[list[list[str]]] = field(default_factory=list)  # of each text's request, all
+    likelihood: list[float] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def add(self, task: int, answer: Completion, said: Callable[[Sequence[int]], str]) -> None:
+        """One answer to a task."""
+        while len(self.texts) <= task:
+            self.texts.append([])
+            self.particles.append([])
+        end = answer.stats.population
+        self.texts[task].append(said(answer.token_ids))
+        self.particles[task].append([] if end is None else [said(each.tokens) for each in end.particles])
+        self.tokens += len(answer.token_ids)
+        self.seconds += answer.stats.decode_time
+
+
+def systems(args: argparse.Namespace) -> list[System]:
+    """Plain sampling first, also at the temperatures that powers of single steps are; then all others."""
+    hot, paths = args.temperature, (args.model, args.draft_model)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "max_model_len": args.context, "device": args.device}
+    plain = LLM(args.model, config=EngineConfig("ar"), **options)
+    made = [System(f"plain, T = {hot / power:g}", plain, hot / power) for power in (1, 2, 4)]
+    made.append(System("exact speculation", LLM(*paths, EngineConfig("serial"), **options), hot))
+    for n, k, power in SHAPES:
+        config = EngineConfig("smc", population=PopulationConfig(n, k, power=power))
+        made.append(System(f"smc N = {n}, K = {k}, alpha = {power:g}", LLM(*paths, config, **options), hot))
+    return made
+
+
+def finished(prompt: str, text: str) -> str:
+    """A completion up to where its function ends: at a line that is indented no more than the `def`."""
+    depth = next(_indent(line) for line in reversed(prompt.split("\n")) if line.lstrip().startswith("def "))
+    first, *rest = text.split("\n")
+    ends = [at for at, line in enumerate(rest) if line.strip() and _indent(line) <= depth]
+    return "\n".join([first, *(rest[: ends[0]] if ends else rest)])
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def of_functions(functions: Sequence[Function], sandbox: Sandbox) -> Judge:
+    """Whether a function parses and passes its asserts."""
+
+    def judge(task: int, text: str) -> tuple[bool, bool]:
+        program = functions[task].prompt + text
+        try:
+            ast.parse(program)
+        except (SyntaxError, ValueError):
+            return False, False
+        return True, sandbox.passes(f"{program}\n{functions[task].asserts}\n")
+
+    return judge
+
+
+def of_sums(wanted: Sequence[str]) -> Judge:
+    """Whether the last number of an answer is the right one; one without a number does not parse."""
+
+    def judge(task: int, text: str) -> tuple[bool, bool]:
+        found = numbers_of(text)
+        return bool(found), found[-1:] == [wanted[task]]
+
+    return judge
+
+
+def measure(made: Sequence[System], prompts: Sequence[Sequence[int]], said: Callable[[int, Sequence[int]], str],
+            args: argparse.Namespace) -> None:  # fmt: skip
+    """Has every system answer every prompt with every seed, by turns."""
+    for system in made:
+        system.llm.generate(prompts[0], SamplingParams(system.temperature, max_tokens=8))
+    score = scorer(1.0) if args.gsm8k is None else None
+    known = dict[tuple[int, ...], float]()
+    for seed in range(args.seeds):
+        for task, prompt in enumerate(prompts):
+            for system in made:
+                sampling = SamplingParams(system.temperature, seed=seed, max_tokens=args.max_tokens)
+                answer = system.llm.generate(prompt, sampling)
+                system.add(task, answer, lambda tokens, task=task: said(task, tokens))
+                key = (task, *answer.token_ids)
+                if score is not None and key not in known:
+                    known[key] = score(prompt, answer.token_ids)
+                system.likelihood.append(known.get(key, math.nan))
+
+
+def stratified(found: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean over tasks of the means over seeds, and its standard error with the tasks as they are."""
+    rows = np.array(found, dtype=float)
+    tasks, seeds = rows.shape
+    error = math.sqrt(float(rows.var(1, ddof=1).sum()) / seeds) / tasks if seeds > 1 else math.nan
+    return float(rows.mean()), error
+
+
+@dataclass
+class Row:
+    """What is said of a system: (mean, standard error) of each."""
+
+    system: System
+    parses: tuple[float, float]
+    passes: tuple[float, float]
+    any_passes: tuple[float, float]
+    different: float
+    log_p: tuple[float, float]
+    few: int
+
+
+def judged(system: System, judge: Judge) -> Row:
+    """Judges all that a system has said."""
+    found = [[judge(task, text) for text in texts] for task, texts in enumerate(system.texts)]
+    several: list[list[list[str]]] = []
+    for texts, particles in zip(system.texts, system.particles, strict=True):
+        rows = [row for row in particles if row]
+        several.append(rows or [texts[at : at + FEW] for at in range(0, len(texts) - FEW + 1, FEW)])
+    some = [[any(judge(task, text)[1] for text in row) for row in rows] for task, rows in enumerate(several)]
+    count = np.mean([len({*row}) for rows in several for row in rows])
+    likelihood = np.array(system.likelihood).reshape(-1, len(system.texts)).T
+    return Row(
+        system, stratified([[parses for parses, _ in row] for row in found]),
+        stratified([[passes for _, passes in row] for row in found]), stratified(some), float(count),
+        stratified([[*row] for row in likelihood]), len(several[0][0]),
+    )  # fmt: skip
+
+
+def table(rows: Sequence[Row]) -> str:
+    """In Markdown; shares in percent."""
+    plain = rows[0].system.rate
+    head = ["", "tok/s", "speed", "parses", "passes", "any passes", "different", "log p"]
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        share = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in each)) for each in (row.parses, row.passes)]
+        some = "{:.1f} ± {:.1f} % of {}".format(*(100 * part for part in row.any_passes), row.few)
+        speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x"]
+        lines.append(
+            [row.system.name, *speed, *share, some, f"{row.different:.2f}", "{:.2f} ± {:.2f}".format(*row.log_p)]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def tasks(
+    args: argparse.Namespace, codec: TextCodec
+) -> tuple[list[list[int]], Callable[[int, Sequence[int]], str], Any]:
+    """The prompts, what is said by an answer's tokens, and the right answers where they are numbers."""
+    if args.gsm8k is None:
+        prompts = [codec.encode(each.prompt) for each in FUNCTIONS]
+        return prompts, lambda task, tokens: finished(FUNCTIONS[task].prompt, codec.decode(tokens)), None
+    records = [json.loads(line) for line in args.gsm8k.read_text(encoding="utf-8").splitlines() if line.strip()]
+    wanted = [numbers_of(record["answer"])[-1] for record in records[: args.limit]]
+    texts = load(args.gsm8k)[: args.limit]
+    if codec.has_template:
+        prompts = [codec.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    else:
+        prompts = [codec.encode(f"Question: {text}\nAnswer:") for text in texts]
+    return prompts, lambda task, tokens: re.split(r"\nQuestion:", codec.decode(tokens))[0], wanted
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--seeds", type=int, default=12, help="answers of each system to each prompt, 4 at least")
+    made.add_argument("--temperature", type=float, default=0.7)
+    made.add_argument("--max-tokens", type=int, default=24)
+    made.add_argument("--gsm8k", type=Path, help="test.jsonl of GSM8K: exact match of the last number")
+    made.add_argument("--limit", type=int, default=100, help="of --gsm8k: records to take")
+    made.add_argument("--model", type=Path, default=DEMO / "target")
+    made.add_argument("--draft-model", type=Path, default=DEMO / "draft")
+    made.add_argument("--context", type=int, default=1024)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--threads", type=int, default=1)
+    made.add_argument("--plot", type=Path)
+    return made
+
+
+def main() -> None:
+    """Prints the table, and draws it."""
+    args = parser().parse_args()
+    if args.seeds < FEW:
+        parser().error(f"--seeds must be at least {FEW}")
+    torch.set_num_threads(args.threads)
+    if args.threads == 1:
+        time.perf_counter = time.thread_time  # the engine's clock
+    prompts, said, wanted = tasks(args, TextCodec(args.model))
+    made = systems(args)
+    measure(made, prompts, said, args)
+    with Sandbox() as sandbox:
+        judge = of_functions(FUNCTIONS, sandbox) if wanted is None else of_sums(wanted)
+        rows = [judged(system, judge) for system in made]
+    print(table(rows))
+    if args.plot:
+        plain = rows[0].system.rate
+        points = [(row.system.name, row.system.rate / plain, *row.passes) for row in rows]
+        title = f"completions that pass their asserts: {len(prompts)} functions, {args.seeds} seeds each"
+        args.plot.write_text(scatter(points, title, "tokens per second, times plain sampling"), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""What bench/quality.py makes of answers: where a function ends, what passes, what is compared."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from bench.data.functions import FUNCTIONS, Function
+from bench.data.tasks import numbers_of
+from bench.quality import System, finished, judged, of_functions, of_sums, stratified, table
+from bench.sandbox import Sandbox
+from bench.svg import scatter
+
+METHOD = "class A:\n    def f(self):\n        return"
+
+
+def test_a_completion_ends_with_its_function() -> None:
+    assert finished("def f(x):\n    return", " x\n\ndef g():\n    pass") == " x\n"
+    assert finished(METHOD, " 1\n\n    def g(self):\n        return 2") == " 1\n"
+    assert finished(METHOD, " [\n            1]\n        # more\n") == " [\n            1]\n        # more\n"
+
+
+def test_every_function_can_be_finished() -> None:
+    """Its prompt is no program yet, and what it asks for fails without an answer."""
+    for each in FUNCTIONS:
+        with pytest.raises(SyntaxError):
+            compile(each.prompt + "(", "prompt", "exec")
+        compile(each.asserts, "asserts", "exec")
+        assert finished(each.prompt, " x") == " x"
+
+
+def test_programs_run_within_limits() -> None:
+    with Sandbox() as sandbox:
+        for program, passes in (
+            ("assert 1 + 1 == 2", True), ("assert False", False), ("while True: pass", False), ("import os", False),
+            ("open('x', 'w')", False), ("x = [0] * 10**9", False), ("print('a' * 9)", True), ("(", False),
+        ):  # fmt: skip
+            assert sandbox.passes(program) is passes, program
+
+
+def system(name: str, texts: list[str], seconds: float, particles: list[list[str]]) -> System:
+    """One that gives these texts for the one task, a character a token."""
+    made = System(name, None, 0.7)  # type: ignore[arg-type]
+    for text, rest in zip(texts, particles, strict=True):
+        end = None if not rest else SimpleNamespace(particles=[SimpleNamespace(tokens=each) for each in rest])
+        answer: Any = SimpleNamespace(
+            token_ids=text, stats=SimpleNamespace(population=end, decode_time=seconds / len(texts))
+        )
+        made.add(0, answer, lambda tokens: "".join(map(str, tokens)))
+        made.likelihood.append(-float(len(text)))
+    return made
+
+
+def test_plain_answers_and_particles_are_judged_alike() -> None:
+    with Sandbox() as sandbox:
+        judge = of_functions([Function("def f(x):\n    return", "assert f(2) == 2")], sandbox)
+        right, wrong, broken = " x", " 3", " ("
+        plain = judged(system("plain", [right, wrong, broken, wrong], 2.0, [[]] * 4), judge)
+        assert plain.parses[0] == 0.75 and plain.passes[0] == 0.25 and plain.any_passes[0] == 1.0
+        assert (plain.few, plain.different, plain.log_p[0]) == (4, 3.0, -2.0)
+        smc = judged(system("smc", [right, wrong], 4.0, [[right, right, wrong], [wrong, broken, wrong]]), judge)
+        assert smc.passes[0] == 0.5 and smc.any_passes[0] == 0.5 and (smc.few, smc.different) == (3, 2.0)
+        lines = table([plain, smc]).splitlines()
+    assert lines[2].startswith("| plain | 4 | 1.00x | 75.0 ± ") and "100.0 ± nan % of 4" in lines[2]
+    assert lines[3].startswith("| smc | 1 | 0.25x | 100.0 ± 0.0 % | 50.0 ± 50.0 % | 50.0 ± 50.0 % of 3 | 2.00 |")
+
+
+def test_errors_are_those_of_the_seeds() -> None:
+    mean, error = stratified([[0, 1, 0, 1], [1, 1, 1, 1]])
+    assert mean == 0.75 and error == pytest.approx((1 / 3 / 4) ** 0.5 / 2)
+
+
+def test_sums_are_compared_by_their_last_number() -> None:
+    assert numbers_of("It is $1,234.00, or -5 and 2.50.") == ["1234", "-5", "2.50"]
+    judge = of_sums(["18"])
+    assert judge(0, "3 + 15 = 18") == (True, True) and judge(0, "no idea") == (False, False)
+    assert judge(0, "18 or 19") == (True, False)
+
+
+def test_the_figure_holds_every_point() -> None:
+    points = [("plain", 1.0, 0.41, 0.02), ("smc N = 4", 0.3, 0.44, 0.02), ("smc N = 16", 0.12, 0.5, 0.01)]
+    drawn = ElementTree.fromstring(scatter(points, "title", "speed"))
+    circles = drawn.findall("{http://www.w3.org/2000/svg}circle")
+    assert len(circles) == 3
+    across, up = ([float(each.attrib[name]) for each in circles] for name in ("cx", "cy"))
+    assert across[0] > across[1] > across[2] and up[0] > up[1] > up[2]
+    assert all(60 <= x <= 500 and 60 <= y <= 400 for x, y in zip(across, up, strict=True))

@@ -1,0 +1,104 @@
+"""`n` and `best_of`: texts of a population as choices, each with its weight; and what cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, TEXT, refused
+from tests.support.http import READY, Player
+
+PLAN = {"mode": "smc", "population": {"particles": 4, "power": 1.0}}
+POPULATION = msgspec.structs.replace(READY, plan=PLAN)
+ASK: dict[str, Any] = {"prompt": "a", "max_tokens": 50, "smc": {}}
+SAID = [("return a + b\n", "stop", 0.5), ("return a - b", "length", 0.25), ("pass", "stop", 0.25)]
+
+
+@pytest.fixture(autouse=True)
+def particles(player: Player) -> None:
+    player.prepare(about=POPULATION, text="return a", choices=SAID, more={"exact": False})
+
+
+def test_completions_have_a_choice_for_each_text(player: Player, client: httpx.Client) -> None:
+    answer = client.post(TEXT, json={**ASK, "n": 3}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [text for text, _, _ in SAID]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length", "stop"]
+    assert [choice["weight"] for choice in answer["choices"]] == [0.5, 0.25, 0.25]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["exact"] is False
+    assert answer["usage"]["completion_tokens"] == sum(len(player.tokens(text)) for text, _, _ in SAID)
+    assert player.asks[-1].choices == (3, 3)
+    echoed = client.post(TEXT, json={**ASK, "n": 3, "echo": True}).json()
+    assert [choice["text"] for choice in echoed["choices"]] == [f"a{text}" for text, _, _ in SAID]
+
+
+def test_chat_has_a_message_for_each_text(player: Player, client: httpx.Client) -> None:
+    answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4}, "n": 2, "best_of": 4}).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [text for text, _, _ in SAID]
+    assert all(choice["message"]["role"] == "assistant" for choice in answer["choices"])
+    assert answer["choices"][1]["weight"] == 0.25 and player.asks[-1].choices == (2, 4)
+
+
+def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_client: httpx.Client) -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    texts = [("<think>one</think>first", "stop", 0.75), (f"<think>two</think>{call}", "stop", 0.25)]
+    thinker.prepare(about=POPULATION, text="<think>", choices=texts)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    answer = thinking_client.post(CHAT, json={**HELLO, "tools": tools, "smc": {}, "n": 2}).json()
+    first, second = (choice["message"] for choice in answer["choices"])
+    assert (first["reasoning_content"], first["content"]) == ("one", "first") and "tool_calls" not in first
+    assert second["reasoning_content"] == "two" and second["tool_calls"][0]["function"]["name"] == "f"
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "tool_calls"]
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+def test_a_stop_string_cuts_each_text(player: Player, client: httpx.Client) -> None:
+    choices = client.post(TEXT, json={**ASK, "n": 3, "stop": [" + ", "ass"]}).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["return a", "return a - b", "p"]
+    assert [choice["stop_reason"] for choice in choices] == [" + ", None, "ass"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "length", "stop"]
+
+
+def test_one_choice_is_the_answer_as_ever(player: Player, client: httpx.Client) -> None:
+    for same in ({}, {"n": 1}, {"best_of": 1}, {"n": 1, "best_of": 0}):
+        (choice,) = client.post(TEXT, json={**ASK, **same}).json()["choices"]
+        assert choice["text"] == "return a" and "weight" not in choice and player.asks[-1].choices is None
+    assert client.post(TEXT, json={**ASK, "best_of": 4}).status_code == 200 and player.asks[-1].choices == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param", "said"),
+    [
+        (TEXT, {"n": 5}, "n", "n may be 1..best_of, and best_of n..4, the particles of this server"),
+        (TEXT, {"n": 2, "best_of": 5}, "n", "best_of n..4"),
+        (TEXT, {"best_of": 5}, "best_of", "best_of n..4"),
+        (TEXT, {"n": 3, "best_of": 2}, "n", "1..best_of"),
+        (TEXT, {"n": 0}, "n", "1..best_of"),
+        (TEXT, {"n": 2, "stream": True}, "n", "leave stream out"),
+        (TEXT, {"n": 2, "smc": None}, "n", 'only 1 is served here, but in mode smc with "smc": {} beside it'),
+        (TEXT, {"n": 2, "smc": {"particles": 9}}, "smc", "particles is 4 here, not 9"),
+        (CHAT, {"n": 5}, "n", "best_of n..4"),
+        (CHAT, {"n": 2, "stream": True}, "n", "leave stream out"),
+        (CHAT, {"best_of": 3, "smc": None}, "best_of", "only 1 is served here"),
+        (MESSAGES, {"best_of": 3, "max_tokens": 5}, None, "best_of: not served here"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(
+    player: Player, client: httpx.Client, path: str, more: dict[str, Any], param: str | None, said: str
+) -> None:
+    body = ASK if path == TEXT else {**HELLO, "smc": {}}
+    if path == MESSAGES:
+        message = client.post(path, json={**body, **more}).json()["error"]["message"]
+    else:
+        message = refused(client, path, {**body, **more}, param)
+    assert said in message and not player.asks
+
+
+def test_a_server_of_another_mode_has_no_population(player: Player, client: httpx.Client) -> None:
+    player.prepare()
+    assert "this server runs mode serial; start the server with --mode smc" in refused(
+        client, TEXT, {**ASK, "n": 2}, "smc"
+    )

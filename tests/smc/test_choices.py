@@ -1,0 +1,63 @@
+"""A few texts of a population in place of all: their law by enumeration, and what they are made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swiftspec.config import PopulationConfig
+from swiftspec.params import SamplingParams
+from swiftspec.smc.answer import Answer, Particle
+from tests.smc.test_smc_law import PROMPT, STOPS, Found, check_unbiased
+from tests.support.histories import HistoryModel, global_power, make_worker, population
+from tests.support.histories import run as decode
+
+SOME = (
+    Particle((1,), True, 0.125), Particle((2, 3), False, 0.125), Particle((1,), True, 0.375),
+    Particle((4,), True, 0.25), Particle((5,), False, 0.125), Particle((6,), False, 0.0),
+)  # fmt: skip
+ANSWER = Answer([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_choices_follow_the_law_of_the_population(count: int) -> None:
+    """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
+    plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
+    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots)
+    found = Found(target, [])
+    for seed in range(120):
+        decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)
+        answer = worker.answer()
+        z = sum(population(worker).values())
+        choices = answer.choices(count)
+        assert 1 <= len(choices) == len({each.tokens for each in choices}) <= count
+        assert sum(each.weight for each in choices) == pytest.approx(1)
+        found.laws.append({each.tokens: each.weight * z for each in choices})
+    check_unbiased(found, global_power(target, PROMPT, sampling, 2.0, STOPS, 4))
+
+
+def test_an_answer_has_all_particles() -> None:
+    worker = make_worker(HistoryModel(3, 1), HistoryModel(3, 2), PopulationConfig(8, 2, 0.0, 2.0), slots=200)
+    decode(worker, PROMPT, SamplingParams(temperature=0.7), STOPS, 5)
+    answer, law = worker.answer(), population(worker)
+    whole = sum(law.values())
+    assert len(answer.particles) == 8 and sum(each.weight for each in answer.particles) == pytest.approx(1)
+    for text, mass in law.items():
+        here = [each for each in answer.particles if each.tokens == text]
+        assert sum(each.weight for each in here) == pytest.approx(mass / whole)
+        assert all(each.stopped == (text[-1] in STOPS) for each in here)
+    assert (*answer.tokens,) in {each.tokens for each in answer.particles}
+    assert len(answer.choices(8)) == len(law), "all different texts, each with its share"
+
+
+def test_copies_are_one_text_and_the_heaviest_comes_first() -> None:
+    texts = [(each.tokens, each.weight) for each in ANSWER.choices(9)]
+    assert texts == [((1,), 0.5), ((4,), 0.25), ((2, 3), 0.125), ((5,), 0.125)]
+    few = ANSWER.choices(3)
+    assert [each.weight for each in few] == [0.5, 0.25, 0.25] and {few[0].tokens, few[1].tokens, few[2].tokens} > {(1,)}
+
+
+def test_more_considered_than_left_are_the_heaviest() -> None:
+    assert [(each.tokens, each.weight) for each in ANSWER.choices(2, 6)] == [((1,), 0.5), ((4,), 0.25)]
+    assert ANSWER.choices(1, 6) == [Particle((1,), True, 0.5)], "not by chance"
