@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import NotFinite, UserError
@@ -88,6 +87,7 @@ class Group:
     """One request, as the host sees it from admission to answer."""
 
     sequence: int  # of the cache, its own until it leaves
+    steps: Rounds  # that run it, and all that those before them run
     kept: int  # tokens of the prompt that were kept from earlier ones
     last: int  # rounds that it can have at most
     due: int  # tree slots in use from which compaction is worth its while
@@ -165,12 +165,12 @@ class SMC:
         of `stops` or after `limit`. There must be room, and `check_sampling` have let the request pass."""
         assert self.has_room
         sequence = min({*self._order} - {group.sequence for group in self.groups})
-        self._steps = self.choose(opening)  # the same for all: those that take one population take every other
+        steps = self.choose(opening)
         kept = min(self._read_prompt(runner, opening, sequence) for runner in (self.target, self.draft))
         self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         last = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
-        group = Group(sequence, kept, last, due=2 * self.config.slots)
+        group = Group(sequence, steps, kept, last, due=2 * self.config.slots)
         self.groups.append(group)
         return group
 
@@ -184,12 +184,12 @@ class SMC:
         for group in going:
             group.used += self.config.slots
             group.rounds += 1
-        count = self._steps.groups(len(going), self.config.smc_groups)
-        self.particles.idle(slice(len(going), count))
-        width = self._width(max(group.used for group in going))
-        run = partial(self.round, width, count)
-        head = self._steps.round(run, (width, count), self.round.key, self.round.state)
-        self._told.append((going, AsyncCopy(head)))
+        steps = max((group.steps for group in going), key=self.steps_known.index)
+        count = steps.groups(len(going), self.config.smc_groups)
+        if count > len(going):
+            self.particles.idle(slice(len(going), count))
+        width = self._width(steps, max(group.used for group in going))
+        self._told.append((going, AsyncCopy(steps.round(self.round, width, count))))
         return True
 
     def collect(self) -> None:
@@ -244,9 +244,9 @@ class SMC:
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
 
-    def _width(self, slots: int) -> int:
+    def _width(self, steps: Rounds, slots: int) -> int:
         """Of the window that covers so many tree slots."""
-        return min(self._steps.window(slots), self.particles.mask.shape[-1])
+        return min(steps.window(slots), self.particles.mask.shape[-1])
 
     def _has_slots(self, group: Group) -> bool:
         """Whether another round of a group fits, after a compaction where that is due."""
@@ -285,7 +285,7 @@ class SMC:
         """Promotes the slots that all live rows share to the prefix and drops those that nobody holds. Waits for the
         device, now and then: at the earliest when as many slots as survived, or two rounds', have been handed out."""
         at = self._order.index(group.sequence)
-        state = self.particles.columns(at, self._width(group.used))[: group.used].cpu()
+        state = self.particles.columns(at, self._width(group.steps, group.used))[: group.used].cpu()
         path = (state == SHARED).nonzero().flatten().tolist()
         keep = (state == LIVE).nonzero().flatten().tolist()
         group.due = len(keep) + max(len(keep), 2 * self.config.slots)

@@ -86,6 +86,8 @@ class SMCRound:
         self._shapers: list[Shaper | None] = [None] * groups
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
+        books = [self._prefix, self._sequences, self._stops]
+        self._tensors = [*self.particles.state, *self.streams.state, *books]
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
@@ -109,8 +111,7 @@ class SMCRound:
     def rearrange(self, order: Sequence[int]) -> None:
         """Puts the group at position `order[i]` at position i."""
         places = torch.tensor(order, device=self._prefix.device)
-        books = [self._prefix, self._sequences, self._stops]
-        for tensor in (*self.particles.state, *self.streams.state, *books):
+        for tensor in self.tensors:
             tensor.copy_(tensor.index_select(0, places))
         self._shapers = [self._shapers[place] for place in order]
 
@@ -127,6 +128,22 @@ class SMCRound:
     def state(self) -> list[Tensor]:
         """All that a round changes, but for keys and values, of which the next one writes the same anew."""
         return self.particles.state
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that belongs to a group: [G, ...] each."""
+        return self._tensors
+
+    @property
+    def told(self) -> int:
+        """How many numbers a round leaves for each group."""
+        return 3 + self.particles.tokens.shape[-1]
+
+    def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
+        """How the logits of the first groups are shaped, where there are no filters: so many neighbours, their
+        temperature and bias."""
+        spans = self._spans(groups)
+        return [(span.groups.stop - span.groups.start, span.shaper.temperature, span.shaper.bias) for span in spans]
 
     @property
     def key(self) -> Hashable:
