@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bind/cache.h"
@@ -105,7 +107,9 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   }
 }
 
-void round(Population& population, const SpanArgs& spans, const Array& head, const py::function& told) {
+// seconds of the draft's forwards, and of the target's
+std::pair<double, double> round(Population& population, const SpanArgs& spans, const Array& head,
+                                const std::optional<py::function>& told) {
   const Particles& p = population.particles();
   const host::Side &draft = population.side(false), &target = population.side(true);
   std::vector<host::Span> alike;
@@ -118,12 +122,28 @@ void round(Population& population, const SpanArgs& spans, const Array& head, con
   check(groups >= 1 && groups <= p.groups, "as many groups as there are, and at least one");
   const int64_t sequences = std::min(draft.layer_stride / draft.region_stride, target.layer_stride / target.region_stride);
   for (int64_t group = 0; group < groups; ++group) check_group(population, group, sequences);
-  auto* out = head.at<int64_t>(kCpu, "head", {groups, 3 + p.text});
+  auto* out = head.at<int64_t>(kCpu, "head", {groups, kAny});
+  const int64_t width = head.size(1) - 3 - p.text;
+  check(width >= 0 && width <= p.slots, "head has no room for the columns, or for more than there are");
+  std::pair<double, double> spent{0.0, 0.0};
   const py::gil_scoped_release unlocked;
-  population.round(alike, out, [&](bool of_target, int64_t rows, double seconds) {
+  population.round(alike, out, width, [&](bool of_target, int64_t rows, double seconds) {
+    (of_target ? spent.second : spent.first) += seconds;
+    if (!told) return;
     const py::gil_scoped_acquire locked;
-    told(of_target, rows, seconds);
+    (*told)(of_target, rows, seconds);
   });
+  return spent;
+}
+
+void compact(Population& population, int64_t group, int64_t promoted, const host::Nodes& keep) {
+  const Particles& p = population.particles();
+  check(group >= 0 && group < p.groups && promoted >= 0, "a group that is not there");
+  for (size_t i = 0; i < keep.size(); ++i) {
+    check(keep[i] < p.base[group] && (i == 0 ? keep[0] >= 0 : keep[i] > keep[i - 1]), "slots in use, ascending");
+  }
+  for (int64_t i = 0; i < p.count; ++i) check_inside(p.row(group, i).tail_slots, 2, p.slots, "a slot outside the region");
+  p.compact(group, promoted, keep);
 }
 
 }  // namespace
@@ -139,8 +159,11 @@ void bind_population(py::module_& m) {
            "`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive.")
       .def("round", &round, py::arg("spans"), py::arg("head"), py::arg("told"),
            "A round of the first groups, of which each span has so many whose logits go by one temperature (0: no noise) "
-           "and bias [vocab]. Fills head [groups, 3 + text] as SMCRound does. After each forward `told` "
-           "gets whether it was the target's, its rows and its seconds.");
+           "and bias [vocab]. Fills head [groups, 3 + text + width] as SMCRound does. After each forward "
+           "`told`, if there is one, gets whether it was the target's, its rows and its seconds. Returns the seconds of "
+           "the draft's forwards and of the target's.")
+      .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("keep"),
+           "Follows a compaction of both caches: of the slots so many have gone to the prefix, and `keep` stay.");
 }
 
 }  // namespace swiftspec::binding

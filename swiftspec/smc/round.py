@@ -136,7 +136,7 @@ class SMCRound:
 
     @property
     def told(self) -> int:
-        """How many numbers a round leaves for each group."""
+        """How many numbers a round leaves for each group, beside one for each slot of the window."""
         return 3 + self.particles.tokens.shape[-1]
 
     def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
@@ -155,8 +155,9 @@ class SMCRound:
         """One round of the first groups over the first `width` tree slots of each, of which its own are handed out.
         Touches the host nowhere.
 
-        Returns what the host shall read, [A, 3 + L] int64, for each group: length of the common prefix, or -1 where
-        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens.
+        Returns what the host shall read, [A, 3 + L + W] int64, for each group: length of the common prefix, or -1 where
+        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens; what
+        each slot of the window is (`Particles.columns`).
         """
         p = self._some[groups]
         kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
@@ -169,7 +170,7 @@ class SMCRound:
         if self._config.chains is None:
             p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
         books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1), judged.kept.sum(-1)), 1)
-        return torch.cat((books, p.tokens[:, 0]), 1)
+        return torch.cat((books, p.tokens[:, 0], p.columns(width)), 1)
 
     def _spans(self, groups: int) -> list[Span]:
         """Those of the first groups. One that never had a request joins its neighbour."""

@@ -106,4 +106,37 @@ int64_t Particles::common(int64_t group) const {
   return shared;
 }
 
+void Particles::columns(int64_t group, int64_t width, int64_t* out) const {
+  int64_t live = 0;
+  std::fill_n(out, width, int64_t{0});
+  for (int64_t i = 0; i < count; ++i) {
+    const Particle p = row(group, i);
+    live += *p.finished == 0;
+    for (int64_t slot = 0; slot < width; ++slot) out[slot] += p.mask[slot];
+  }
+  for (int64_t slot = 0; slot < width; ++slot) {
+    out[slot] = out[slot] == 0 ? kDead : out[slot] == live ? kShared : kLive;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Particle p = row(group, i);
+    for (const int64_t slot : {p.tail_slots[0], p.tail_slots[1]}) {
+      if (slot < width && p.mask[slot] != 0) out[slot] = kLive;  // those of finished rows point anywhere
+    }
+  }
+}
+
+void Particles::compact(int64_t group, int64_t promoted, const std::vector<int64_t>& keep) const {
+  std::vector<int64_t> place(static_cast<size_t>(slots));
+  for (size_t i = 0; i < keep.size(); ++i) place[static_cast<size_t>(keep[i])] = static_cast<int64_t>(i);
+  for (int64_t i = 0; i < count; ++i) {
+    const Particle p = row(group, i);
+    const auto kept = static_cast<int64_t>(keep.size());
+    for (int64_t slot = 0; slot < kept; ++slot) p.mask[slot] = p.mask[keep[static_cast<size_t>(slot)]];
+    std::fill(p.mask + kept, p.mask + std::max(kept, base[group]), uint8_t{0});
+    for (int64_t* slot : {p.tail_slots, p.tail_slots + 1}) *slot = place[static_cast<size_t>(*slot)];
+  }
+  base[group] = static_cast<int64_t>(keep.size());
+  prefix[group] += promoted;
+}
+
 }  // namespace swiftspec::host

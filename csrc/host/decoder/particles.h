@@ -40,7 +40,7 @@ struct Particles {
   const uint32_t* keys;     // [G, kPurposes, streams]
   const uint32_t* target;   // [G]
   const double* resampling; // [G, rounds_known]
-  const int64_t *prefix, *sequences;  // [G]
+  int64_t *prefix, *sequences;  // [G]
   const uint8_t* stops;     // [G, vocab]
 
   static constexpr int64_t kHead = 7, kPurposes = 4, kDraft = 0, kExtra = 1, kCoin = 2;
@@ -61,6 +61,14 @@ struct Particles {
 
   // How many leading tokens all rows share.
   int64_t common(int64_t group) const;
+
+  // For each of the first `width` tree slots what it is; a token of somebody's tail is never shared.
+  void columns(int64_t group, int64_t width, int64_t* out) const;
+
+  // The first `promoted` slots have gone to the prefix, and `keep` become slots 0, 1, ...
+  void compact(int64_t group, int64_t promoted, const std::vector<int64_t>& keep) const;
+
+  enum Column : int64_t { kDead, kLive, kShared };
 
  private:
   void append(int64_t group, const Particle& p, const int64_t* drafts, int64_t kept, int64_t extra,

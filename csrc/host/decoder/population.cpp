@@ -16,7 +16,7 @@ Population::Population(const Side& draft, const Side& target, const Particles& p
   drafted_.resize(static_cast<size_t>(law == Law::reject ? particles.steps : 1));
 }
 
-void Population::round(const std::vector<Span>& spans, int64_t* head, const Told& told) {
+void Population::round(const std::vector<Span>& spans, int64_t* head, int64_t width, const Told& told) {
   const Particles& p = particles_;
   int64_t groups = 0, group = 0;
   for (const Span& span : spans) groups += span.groups;
@@ -33,7 +33,7 @@ void Population::round(const std::vector<Span>& spans, int64_t* head, const Told
       if (law_ == Law::reject) reject(span, group);
       p.take(group, drafts(group), verdict_);
       if (law_ == Law::weigh) p.resample(group, threshold_);
-      tell(group, head + group * (3 + p.text));
+      tell(group, width, head + group * (3 + p.text + width));
     }
   }
 }
@@ -198,7 +198,7 @@ uint32_t Population::target_key(int64_t group, int64_t row, int64_t draw) const 
   return noise::mix(particles_.target[group] ^ static_cast<uint32_t>(position));
 }
 
-void Population::tell(int64_t group, int64_t* head) const {
+void Population::tell(int64_t group, int64_t width, int64_t* head) const {
   const Particles& p = particles_;
   bool broken = false;
   int64_t finished = 0;
@@ -209,6 +209,7 @@ void Population::tell(int64_t group, int64_t* head) const {
   head[1] = finished;
   head[2] = std::accumulate(verdict_.kept.begin(), verdict_.kept.end(), int64_t{0});
   std::copy_n(p.row(group, 0).tokens, p.text, head + 3);
+  p.columns(group, width, head + 3 + p.text);
 }
 
 }  // namespace swiftspec::host

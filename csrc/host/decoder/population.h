@@ -40,9 +40,10 @@ class Population {
   Population(const Side& draft, const Side& target, const Particles& particles, Law law, double power,
              double threshold);
 
-  // A round of the groups of these spans, which lie first. `head` [groups, 3 + text]: tokens of the common prefix, or
-  // -1 where logits or weights are no numbers; finished rows; draft tokens that stay; row 0's tokens.
-  void round(const std::vector<Span>& spans, int64_t* head, const Told& told);
+  // A round of the groups of these spans, which lie first. `head` [groups, 3 + text + width]: tokens of the common
+  // prefix, or -1 where logits or weights are no numbers; finished rows; draft tokens that stay; row 0's tokens; the
+  // columns of the first `width` slots.
+  void round(const std::vector<Span>& spans, int64_t* head, int64_t width, const Told& told);
 
   const Particles& particles() const { return particles_; }
   const Side& side(bool target) const { return target ? target_ : draft_; }
@@ -64,7 +65,7 @@ class Population {
   void log_probs_of_drafts(const Span& span, int64_t group);
   void softmax(const Span& span, const float* logits, std::vector<float>& out) const;
   int64_t residual(const Span& span, int64_t group, int64_t row, int64_t kept);
-  void tell(int64_t group, int64_t* head) const;
+  void tell(int64_t group, int64_t width, int64_t* head) const;
   ScoreArgs scores(const Span& span, const float* logits, int64_t rows, bool target, double power = 1.0) const;
   const float* scored(int64_t group) const;  // [K + 1, N, outputs of the head]
   int64_t* drafts(int64_t group) { return drafts_.data() + group * particles_.count * particles_.steps; }

@@ -22,21 +22,21 @@ inline I mix(I x) {  // noise::mix
   return flip(x, right<16>(x));
 }
 
-// What `gumbel_at` takes for sixteen tokens from `first` on. The next sixteen are kGolden times as many further.
+// What `noise_bits` takes for sixteen tokens from `first` on. The next sixteen are kGolden times as many further.
 inline I counters(uint32_t key, uint32_t first) {
   alignas(64) uint32_t lanes[kLanes];
   for (uint32_t i = 0; i < kLanes; ++i) lanes[i] = key + (first + i) * noise::kGolden;
   return load_int(lanes);
 }
 
-// The noise of sixteen tokens of a row: of noise::bits(key, token).
-inline F gumbel_at(uint32_t key, I counters) { return gumbel_lanes(mix(flip(mix(counters), all_int(key)))); }
+// Of sixteen tokens of a row: noise::bits(key, token).
+inline I noise_bits(uint32_t key, I counters) { return mix(flip(mix(counters), all_int(key))); }
 
 // That of `count` tokens from `first` on.
 inline void gumbel_row(uint32_t key, uint32_t first, int64_t count, float* out) {
   I at = counters(key, first);
   for (int64_t v = 0; v < count; v += kLanes) {
-    store_some(out + v, gumbel_at(key, at), count - v);
+    store_some(out + v, gumbel_lanes(noise_bits(key, at)), count - v);
     at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
   }
 }
@@ -193,6 +193,17 @@ inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
   });
 }
 
+// Which of sixteen tokens may beat `best` with their noise g = -ln(-ln(1 - v)): g <= -ln v, so only those whose
+// v <= e^(score - best). That is held against a line through 2^n and 2^(n + 1), which lies above e^x; where a score is no
+// number, or infinite, the token may.
+inline unsigned may_win(F score, float best, I bits) {
+  constexpr float kLog2e = 1.44269504f, kMantissa = 0x1p23f, kRoom = 1.0001f;  // for rounding
+  const F v = mul(unsigned_to_float(bits), all(0x1p-32f));
+  const F x = smallest(largest(sub(score, all(best)), all(-80.0f)), all(80.0f));
+  const F line = as_float(to_int(fma(x, all(kLog2e * kMantissa), all(127.0f * kMantissa))));
+  return greater(mul(line, all(kRoom)), v) | not_at_most(score, all(std::numeric_limits<float>::max()));
+}
+
 inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens, float* log_probs) {
   each_row(a, [&](int64_t row) {
     const float* logits = a.logits + row * a.stride;
@@ -203,7 +214,10 @@ inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens
     for (int64_t v = 0; v < a.vocab; v += kLanes) {
       const F part = scores_at(a, logits, nullptr, v);
       if (log_probs != nullptr) kept.take(part, v, a.vocab);
-      highest.take(add(part, gumbel_at(key, at)), v, a.vocab);
+      const I bits = noise_bits(key, at);
+      if ((may_win(part, highest.value, bits) & lanes_in(a.vocab - v)) != 0) {
+        highest.take(add(part, gumbel_lanes(bits)), v, a.vocab);
+      }
       at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
     }
     tokens[row] = highest.token();

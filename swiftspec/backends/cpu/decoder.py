@@ -15,6 +15,7 @@ from swiftspec.backends.cpu.shm import SharedGroup
 from swiftspec.model.stack import Cache, Stack
 
 if TYPE_CHECKING:
+    from swiftspec.config import PopulationConfig
     from swiftspec.model.batch import Batch
 
 

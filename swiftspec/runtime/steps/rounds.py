@@ -6,13 +6,23 @@ from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
+from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.steps import FEATURES, Features, Kind
 from swiftspec.runtime.steps.graph import ROUNDS, Graphs
 from swiftspec.tree.mask import WIDTHS
 
 NARROW = 16  # windows of eager rounds are multiples of this many slots
+
+
+class Mail(Protocol):
+    """What a round leaves for the host."""
+
+    def read(self) -> NDArray:
+        """[groups, `Work.told` + width] int64, waited for."""
+        ...
 
 
 class Work(Protocol):
@@ -36,7 +46,11 @@ class Work(Protocol):
 
     @property
     def told(self) -> int:
-        """How many numbers it leaves for each group."""
+        """How many numbers it leaves for each group, beside one for each slot of the window."""
+        ...
+
+    def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
+        """Follows `KVCache.promote` of both caches in the group at that position."""
         ...
 
     def shaped(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
@@ -59,8 +73,12 @@ class Rounds(Kind, Protocol):
         """How many groups a round runs over, where so many of at most `most` take part; the others are idle."""
         ...
 
-    def round(self, work: Work, width: int, groups: int, /) -> Tensor:
-        """One round of the first groups over a window of that width. What it leaves for each: [groups, `told`]."""
+    def round(self, work: Work, width: int, groups: int, /) -> Mail:
+        """One round of the first groups over a window of that width."""
+        ...
+
+    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
+        """`Work.compact`, after the rounds that have begun."""
         ...
 
 
@@ -78,11 +96,14 @@ class EagerRounds:
     def groups(self, live: int, most: int) -> int:
         return live
 
-    def round(self, work: Work, width: int, groups: int) -> Tensor:
-        return work(width, groups)
+    def round(self, work: Work, width: int, groups: int) -> Mail:
+        return AsyncCopy(work(width, groups))
+
+    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
+        work.compact(group, path, keep)
 
 
-class GraphRounds:
+class GraphRounds(EagerRounds):
     """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
     it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
 
@@ -107,9 +128,9 @@ class GraphRounds:
         """One of few: a power of two, or all."""
         return min(1 << (live - 1).bit_length(), most)
 
-    def round(self, work: Work, width: int, groups: int) -> Tensor:
+    def round(self, work: Work, width: int, groups: int) -> Mail:
         if work.key != self._key:
             self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
             self._key = work.key
         self.graphs.open(ROUNDS, lambda: None)
-        return self.graphs.run(ROUNDS, (width, groups), partial(work, width, groups), work.state)
+        return AsyncCopy(self.graphs.run(ROUNDS, (width, groups), partial(work, width, groups), work.state))
