@@ -78,6 +78,32 @@ class Mailbox:
     def send(self, words: Sequence[int], seconds: float) -> None:
         """Waits so long where the mailbox is full."""
 
+class Population:
+    """Rounds of particles, or of exact chains, as one call each, on both models and on tensors that stay where they
+    are; see host/decoder/population.h."""
+    def __init__(
+        self,
+        draft: Decoder,
+        draft_cache: Cache,
+        target: Decoder,
+        target_cache: Cache,
+        tensors: Sequence[Array],
+        steps: int,
+        law: str,
+        power: float,
+        threshold: float,
+    ) -> None:
+        """`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive."""
+    def compact(self, group: int, promoted: int, keep: Sequence[int]) -> None:
+        """Follows a compaction of both caches: of the slots so many have gone to the prefix, and `keep` stay."""
+    def round(
+        self, spans: Sequence[tuple[int, float, Array | None]], head: Array, told: Callable | None
+    ) -> tuple[float, float]:
+        """A round of the first groups, of which each span has so many whose logits go by one temperature (0: no noise)
+        and bias [vocab]. Fills head [groups, 3 + text + width] as SMCRound does. After each forward `told`, if there is
+        one, gets whether it was the target's, its rows and its seconds. Returns the seconds of the draft's forwards and
+        of the target's."""
+
 class Rounds:
     """Expansions and verifications as one call each, of one decoder over the only sequence of a cache; see
     host/decoder/rounds.h. The ranks of a group make the same calls and exchange the best of theirs; OSError says that
@@ -175,6 +201,11 @@ def draw(
     tokens: Array,
 ) -> None:
     """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
+
+def draw_keyed(
+    logits: Array, vocab: int, bias: Array | None, temperature: float, keys: Array, tokens: Array, values: Array
+) -> None:
+    """The token of each row's highest score under the noise of its key, and log_softmax(scores) there."""
 
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
     """The same of rows with these keys [rows] int32."""

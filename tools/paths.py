@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
@@ -65,7 +65,7 @@ class Machine:
         return kinds.for_target(self.runner(), self.tools())
 
     def for_rounds(self) -> list[Rounds]:
-        return kinds.for_population(self.runner(), self.tools(), self.tools())
+        return kinds.for_population(self.runner(), self.runner(), self.tools(), self.tools(), PopulationConfig())
 
 
 MACHINES = (

@@ -20,6 +20,7 @@ void bind_mailbox(py::module_& m);
 void bind_decoder(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_rounds(py::module_& m);
+void bind_population(py::module_& m);
 
 // Where CUDA is built.
 void bind_cuda(py::module_& m);  // all that follow

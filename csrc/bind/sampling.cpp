@@ -89,6 +89,16 @@ void log_probs(const Array& logits, int64_t vocab, const MaybeArray& bias, float
   host::log_probs(args, of, values);
 }
 
+void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, const Array& keys,
+                const Array& tokens, const Array& values) {
+  const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
+  const auto* of = keys.at<uint32_t>(kCpu, "keys", {args.rows});
+  auto* out = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
+  auto* log_probs = values.at<float>(kCpu, "values", {args.rows});
+  py::gil_scoped_release unlocked;
+  host::draw_keyed(args, of, out, log_probs);
+}
+
 }  // namespace
 
 void bind_sampling(py::module_& m) {
@@ -109,6 +119,9 @@ void bind_sampling(py::module_& m) {
         "As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold.");
   m.def("log_probs", &log_probs, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("tokens"), py::arg("out"), "Each row's log_softmax(scores) at its token.");
+  m.def("draw_keyed", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
+        py::arg("keys"), py::arg("tokens"), py::arg("values"),
+        "The token of each row's highest score under the noise of its key, and log_softmax(scores) there.");
 }
 
 }  // namespace swiftspec::binding

@@ -214,7 +214,7 @@ class Models:
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
         config = plan.grouped
         assert config is not None
-        steps = kinds.for_population(target, tools, draft_tools, config.smc_groups)
+        steps = kinds.for_population(target, draft, tools, draft_tools, config)
         return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag)
 
     def _runner(

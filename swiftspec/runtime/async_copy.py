@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -16,7 +17,7 @@ class AsyncCopy:
         if self._event is not None:
             self._event.record()
 
-    def read(self) -> Tensor:
+    def read(self) -> NDArray:
         if self._event is not None:
             self._event.synchronize()
-        return self._copy
+        return self._copy.numpy()

@@ -170,16 +170,17 @@ class Particles:
         for rows in (self._path.flatten(0, 1), self._ends.flatten(0, 1), self.mask.flatten(0, 1)[:, :width]):
             rows.copy_(rows.index_select(0, source))
 
-    def columns(self, group: int, width: int) -> Tensor:
-        """DEAD, LIVE or SHARED [W] uint8 for each tree slot of a group. A token of somebody's tail is never SHARED: its
-        KV is not written yet."""
-        mask = self.mask[group, :, :width]
-        counts = mask.sum(0)
-        live = self.count - self.finished[group].sum()
-        tails = torch.zeros_like(mask).scatter_(1, self.tail_slots[group], True)
-        tails &= mask  # those of finished rows point anywhere
-        shared = (counts == live) & ~tails.any(0)
-        return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE)).to(torch.uint8)
+    def columns(self, width: int) -> Tensor:
+        """DEAD, LIVE or SHARED [G, W] for each tree slot. A token of somebody's tail is never SHARED: its KV is not
+        written yet. Later rounds leave what is DEAD dead, and what is SHARED shared by those that go on."""
+        mask = self.mask[..., :width]
+        counts = mask.sum(1)
+        live = self.count - self.finished.sum(1, keepdim=True)
+        # those of finished rows point anywhere, beyond the window too
+        tails = torch.zeros_like(mask).scatter_(-1, self.tail_slots.clamp_max(width - 1), True)
+        tails &= mask
+        shared = (counts == live) & ~tails.any(1)
+        return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE))
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         """Follows `KVCache.promote(path, keep)`: the path's columns leave the window, `keep` become slots 0, 1, ..."""

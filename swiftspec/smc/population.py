@@ -15,16 +15,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+
+from numpy.typing import NDArray
 
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import choose, features
-from swiftspec.runtime.steps.rounds import Rounds
+from swiftspec.runtime.steps.rounds import Mail, Rounds
 from swiftspec.smc.answer import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
@@ -74,6 +74,7 @@ class Group:
     """One request, as the host sees it from admission to answer."""
 
     sequence: int  # of the cache, its own until it leaves
+    steps: Rounds  # that run it, and all that those before them run
     kept: int  # tokens of the prompt that were kept from earlier ones
     last: int  # rounds that it can have at most
     due: int  # tree slots in use from which compaction is worth its while
@@ -81,6 +82,7 @@ class Group:
     rounds: int = 0
     tokens: Sequence[int] = ()  # that all particles share, as far as is known
     done: bool = False  # every particle has finished
+    columns: NDArray | None = None  # what its slots were in the last round that is known of; None since a compaction
     full: bool = False  # the cache has no room for another round
     broken: bool = False  # its logits or weights are no numbers
     accepted: list[int] = field(default_factory=list)  # draft tokens that stayed, round by round
@@ -92,6 +94,15 @@ class Group:
     def over(self) -> bool:
         """Whether it needs no further round."""
         return self.done or self.full or self.broken or self.rounds == self.last
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A group in a round: how many of its tree slots were in use, and how many compactions had numbered them."""
+
+    group: Group
+    used: int
+    compactions: int
 
 
 class SMC:
@@ -116,7 +127,7 @@ class SMC:
         self.particles = self.round.particles
         self.groups: list[Group] = []  # in the order of their admission
         self._order = [*range(config.smc_groups)]  # which sequence's group has which position among the particles
-        self._told: deque[tuple[list[Group], AsyncCopy]] = deque()
+        self._told: deque[tuple[list[Told], Mail]] = deque()
 
     @property
     def busy(self) -> tuple[float, float]:
@@ -151,12 +162,12 @@ class SMC:
         of `stops` or after `limit`. There must be room, and `check_sampling` have let the request pass."""
         assert self.has_room
         sequence = min({*self._order} - {group.sequence for group in self.groups})
-        self._steps = self.choose(opening)  # the same for all: those that take one population take every other
+        steps = self.choose(opening)
         kept = min(self._read_prompt(runner, opening, sequence) for runner in (self.target, self.draft))
         self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         last = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
-        group = Group(sequence, kept, last, due=2 * self.config.slots)
+        group = Group(sequence, steps, kept, last, due=2 * self.config.slots)
         self.groups.append(group)
         return group
 
@@ -170,12 +181,13 @@ class SMC:
         for group in going:
             group.used += self.config.slots
             group.rounds += 1
-        count = self._steps.groups(len(going), self.config.smc_groups)
-        self.particles.idle(slice(len(going), count))
-        width = self._width(max(group.used for group in going))
-        run = partial(self.round, width, count)
-        head = self._steps.round(run, (width, count), self.round.key, self.round.state)
-        self._told.append((going, AsyncCopy(head)))
+        steps = max((group.steps for group in going), key=self.steps_known.index)
+        count = steps.groups(len(going), self.config.smc_groups)
+        if count > len(going):
+            self.particles.idle(slice(len(going), count))
+        width = self._width(steps, max(group.used for group in going))
+        told = [Told(group, group.used, group.compactions) for group in going]
+        self._told.append((told, steps.round(self.round, width, count)))
         return True
 
     def collect(self) -> None:
@@ -236,34 +248,41 @@ class SMC:
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
 
-    def _width(self, slots: int) -> int:
+    def _width(self, steps: Rounds, slots: int) -> int:
         """Of the window that covers so many tree slots."""
-        return min(self._steps.window(slots), self.particles.mask.shape[-1])
+        return min(steps.window(slots), self.particles.mask.shape[-1])
 
     def _has_slots(self, group: Group) -> bool:
         """Whether another round of a group fits, after a compaction where that is due."""
         most = self.particles.mask.shape[-1] - self.config.slots
-        if group.used >= group.due or group.used > most:
+        if group.used >= group.due:
+            self._compact(group)
+        if group.used > most:
+            self._take_in_all_of(group)  # there may be more to drop than is known
             self._compact(group)
         group.full = group.used > most
         return not group.full
 
     def _take_in_all_of(self, group: Group) -> None:
         """What its rounds have left. Waits for the device."""
-        while any(group in told for told, _ in self._told):
+        while any(group is about.group for told, _ in self._told for about in told):
             self._take_in()
 
     def _take_in(self) -> None:
-        """The oldest copy."""
-        groups, copied = self._told.popleft()
-        for group, head in zip(groups, copied.read(), strict=False):  # of idle groups nobody wants to know
+        """The oldest mail."""
+        told, mail = self._told.popleft()
+        for about, head in zip(told, mail.read(), strict=False):  # of idle groups nobody wants to know
+            group = about.group
             common, finished, accepted = head[:3].tolist()
             if common < 0:
                 group.broken = True
                 self._wipe(group)
             elif not group.done:  # a round too many may have begun before that was known
-                group.tokens, group.done = head[3 : 3 + common].tolist(), finished == self.config.particles
+                group.tokens = [*group.tokens, *head[3 + len(group.tokens) : 3 + common].tolist()]
+                group.done = finished == self.config.particles
                 group.accepted.append(accepted)
+                if about.compactions == group.compactions:
+                    group.columns = head[self.round.told :][: about.used]
 
     def _wipe(self, group: Group) -> None:
         """Forgets what a group has in the caches: NaN would spoil the sums of a later request, even where it is
@@ -274,18 +293,19 @@ class SMC:
             cache.prefix_len[group.sequence] = 0
 
     def _compact(self, group: Group) -> None:
-        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds. Waits for the
-        device, now and then: at the earliest when as many slots as survived, or two rounds', have been handed out."""
-        at = self._order.index(group.sequence)
-        state = self.particles.columns(at, self._width(group.used))[: group.used].cpu()
-        path = (state == SHARED).nonzero().flatten().tolist()
-        keep = (state == LIVE).nonzero().flatten().tolist()
+        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds, as far as that
+        is known: what rounds have handed out since stays. Waits for nothing. Now and then: at the earliest when as many
+        slots as survived, or two rounds', have been handed out."""
+        if group.columns is None:
+            return
+        path = (group.columns == SHARED).nonzero()[0].tolist()
+        keep = [*(group.columns == LIVE).nonzero()[0].tolist(), *range(len(group.columns), group.used)]
         group.due = len(keep) + max(len(keep), 2 * self.config.slots)
         if len(path) + len(keep) == group.used and not path:
             return  # nothing to gain
         for runner in (self.target, self.draft):
             runner.cache.promote(group.sequence, path, keep)
-        self.round.compact(at, path, keep)
-        group.used = len(keep)
+        group.steps.compact(self.round, self._order.index(group.sequence), path, keep)
+        group.used, group.columns = len(keep), None
         group.compactions += 1
         group.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))

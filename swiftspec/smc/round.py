@@ -86,6 +86,8 @@ class SMCRound:
         self._shapers: list[Shaper | None] = [None] * groups
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
+        books = [self._prefix, self._sequences, self._stops]
+        self._tensors = [*self.particles.state, *self.streams.state, *books]
         # of logits, as the operators give them
         self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
@@ -109,8 +111,7 @@ class SMCRound:
     def rearrange(self, order: Sequence[int]) -> None:
         """Puts the group at position `order[i]` at position i."""
         places = torch.tensor(order, device=self._prefix.device)
-        books = [self._prefix, self._sequences, self._stops]
-        for tensor in (*self.particles.state, *self.streams.state, *books):
+        for tensor in self.tensors:
             tensor.copy_(tensor.index_select(0, places))
         self._shapers = [self._shapers[place] for place in order]
 
@@ -129,6 +130,22 @@ class SMCRound:
         return self.particles.state
 
     @property
+    def tensors(self) -> list[Tensor]:
+        """All that belongs to a group: [G, ...] each."""
+        return self._tensors
+
+    @property
+    def told(self) -> int:
+        """How many numbers a round leaves for each group, beside one for each slot of the window."""
+        return 3 + self.particles.tokens.shape[-1]
+
+    def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
+        """How the logits of the first groups are shaped, where there are no filters: so many neighbours, their
+        temperature and bias."""
+        spans = self._spans(groups)
+        return [(span.groups.stop - span.groups.start, span.shaper.temperature, span.shaper.bias) for span in spans]
+
+    @property
     def key(self) -> Hashable:
         """Equal for rounds that have the same tensors and operators by value."""
         return tuple((span.shaper, span.groups.stop) for span in self._spans(len(self._shapers)))
@@ -138,8 +155,9 @@ class SMCRound:
         """One round of the first groups over the first `width` tree slots of each, of which its own are handed out.
         Touches the host nowhere.
 
-        Returns what the host shall read, [A, 3 + L] int64, for each group: length of the common prefix, or -1 where
-        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens.
+        Returns what the host shall read, [A, 3 + L + W] int64, for each group: length of the common prefix, or -1 where
+        logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens; what
+        each slot of the window is (`Particles.columns`).
         """
         p = self._some[groups]
         kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
@@ -152,7 +170,7 @@ class SMCRound:
         if self._config.chains is None:
             p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
         books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1), judged.kept.sum(-1)), 1)
-        return torch.cat((books, p.tokens[:, 0]), 1)
+        return torch.cat((books, p.tokens[:, 0], p.columns(width)), 1)
 
     def _spans(self, groups: int) -> list[Span]:
         """Those of the first groups. One that never had a request joins its neighbour."""

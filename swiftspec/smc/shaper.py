@@ -26,6 +26,7 @@ class Shaper:
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
+        self.temperature, self.bias = sampling.temperature, self._draft.bias  # which is all where nothing is filtered
 
     def target(self, logits: Tensor) -> Tensor:
         """The target's [n, >= V] raw -> [n, V] tempered, biased and filtered."""

@@ -168,7 +168,7 @@ class Places(RuleBasedStateMachine):
         assert len({group.sequence for group in self.here}) == len(self.here)
         used = {group.sequence: group.used for group in self.here}
         for at, sequence in enumerate(worker._order):
-            state = p.columns(at, self.SLOTS)
+            state = p.columns(self.SLOTS)[at]
             if sequence not in used:
                 assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"
                 continue

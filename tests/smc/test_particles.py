@@ -138,7 +138,7 @@ class Population(RuleBasedStateMachine):
     @rule()
     def promote_and_free(self) -> None:
         p = self.particles
-        state = p.columns(0, SLOTS)[: self.cache.tree_len].tolist()
+        state = p.columns(SLOTS)[0][: self.cache.tree_len].tolist()
         live = [row for row in self.rows if not row.finished]
         path = [slot for slot, kind in enumerate(state) if kind == SHARED]
         keep = [slot for slot, kind in enumerate(state) if kind == LIVE]
@@ -186,7 +186,7 @@ class Population(RuleBasedStateMachine):
             zeros = torch.zeros(1, N, dtype=torch.int64)
             terms = torch.zeros(1, N, K + 1, dtype=torch.float64)
             self.particles.take(torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
-            assert (self.particles.columns(0, SLOTS) == DEAD).all()
+            assert (self.particles.columns(SLOTS)[0] == DEAD).all()
 
 
 Population.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)

@@ -75,7 +75,7 @@ def test_a_round_runs_where_there_are_no_values(plan: PopulationConfig, filters:
     worker = make_worker(HistoryModel(6, 1, device="meta"), HistoryModel(6, 2, device="meta"), plan)
     worker.open(opening([1, 2], replace(WARM, **filters)), (), 12)
     head = worker.round(48, 1)
-    assert head.shape == (1, 3 + 16 + plan.smc_draft_tokens + 1)
+    assert head.shape == (1, 3 + 16 + plan.smc_draft_tokens + 1 + 48)
     with pytest.raises(RuntimeError):
         head.tolist()
 

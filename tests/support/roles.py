@@ -93,7 +93,7 @@ def make_population(
 ) -> Alone:
     """Particles on two models of this process."""
     made = tools(target, captures[0]), tools(draft, captures[1])
-    steps = kinds.for_population(target, *made, config.smc_groups)
+    steps = kinds.for_population(target, draft, *made, config)
     return Alone(target, draft, steps, config, longest=longest, lag=lag)
 
 

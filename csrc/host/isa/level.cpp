@@ -131,4 +131,8 @@ void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out) {
   known(in_use().kernels.log_probs)(args, tokens, out);
 }
 
+void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs) {
+  known(in_use().kernels.draw_keyed)(args, keys, tokens, log_probs);
+}
+
 }  // namespace swiftspec::host

@@ -38,6 +38,7 @@ struct Kernels {
   void (*draw)(const ScoreArgs&, int64_t* tokens, float* values);
   void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values, float* totals);
   void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
+  void (*draw_keyed)(const ScoreArgs&, const uint32_t* keys, int64_t* tokens, float* log_probs);
 };
 
 // Each is defined in the file of its level.

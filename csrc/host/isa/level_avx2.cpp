@@ -36,7 +36,8 @@ Kernels avx2_kernels() {
           avx2::gumbel_row,
           avx2::draw,
           avx2::children,
-          avx2::log_probs};
+          avx2::log_probs,
+          avx2::draw_keyed};
 }
 
 }  // namespace swiftspec::host

@@ -36,7 +36,8 @@ Kernels avx512_kernels() {
           avx512::gumbel_row,
           avx512::draw,
           avx512::children,
-          avx512::log_probs};
+          avx512::log_probs,
+          avx512::draw_keyed};
 }
 
 }  // namespace swiftspec::host

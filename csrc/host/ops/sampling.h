@@ -22,13 +22,21 @@ inline I mix(I x) {  // noise::mix
   return flip(x, right<16>(x));
 }
 
-// The noise of one row: noise::bits(key, token) for `count` tokens from `first` on.
-inline void gumbel_row(uint32_t key, uint32_t first, int64_t count, float* out) {
+// What `noise_bits` takes for sixteen tokens from `first` on. The next sixteen are kGolden times as many further.
+inline I counters(uint32_t key, uint32_t first) {
   alignas(64) uint32_t lanes[kLanes];
   for (uint32_t i = 0; i < kLanes; ++i) lanes[i] = key + (first + i) * noise::kGolden;
-  I at = load_int(lanes);
+  return load_int(lanes);
+}
+
+// Of sixteen tokens of a row: noise::bits(key, token).
+inline I noise_bits(uint32_t key, I counters) { return mix(flip(mix(counters), all_int(key))); }
+
+// That of `count` tokens from `first` on.
+inline void gumbel_row(uint32_t key, uint32_t first, int64_t count, float* out) {
+  I at = counters(key, first);
   for (int64_t v = 0; v < count; v += kLanes) {
-    store_some(out + v, gumbel_lanes(mix(flip(mix(at), all_int(key)))), count - v);
+    store_some(out + v, gumbel_lanes(noise_bits(key, at)), count - v);
     at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
   }
 }
@@ -49,29 +57,37 @@ inline const float* noise_of(const ScoreArgs& a, int64_t row) {
 // Columns beyond the vocabulary do not count.
 inline unsigned lanes_in(int64_t count) { return count >= kLanes ? 0xffffu : (1u << count) - 1; }
 
-// Without a token (-1) where a score is NaN, which no other beats, or the best is infinite. The value is then infinite,
-// so that a group's ranks, who take the best of theirs, have none either.
+// The highest score of a row so far, of equal ones the first. Without a token (-1) where a score is NaN, which no other
+// beats, or the best is infinite. The value is then infinite, so that a group's ranks, who take the best of theirs, have
+// none either.
+struct Highest {
+  static constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  float value = -kInfinite;
+  int64_t at = -1;
+
+  void take(F part, int64_t v, int64_t vocab) {
+    unsigned better = not_at_most(part, all(value)) & lanes_in(vocab - v);
+    if (better == 0) return;
+    float lanes[kLanes];
+    store(lanes, part);
+    for (; better != 0; better &= better - 1) {
+      const int lane = __builtin_ctz(better);
+      if (lanes[lane] <= value) continue;
+      value = std::isnan(lanes[lane]) ? kInfinite : lanes[lane];
+      at = v + lane;
+    }
+  }
+
+  int64_t token() const { return std::isfinite(value) ? at : -1; }
+};
+
 inline void draw(const ScoreArgs& a, int64_t* tokens, float* values) {
-  constexpr float kInfinite = std::numeric_limits<float>::infinity();
   for (int64_t row = 0; row < a.rows; ++row) {
     const float *logits = a.logits + row * a.stride, *noise = noise_of(a, row);
-    float best = -kInfinite;
-    int64_t token = -1;
-    for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      const F part = scores_at(a, logits, noise, v);
-      unsigned better = not_at_most(part, all(best)) & lanes_in(a.vocab - v);
-      if (better == 0) continue;
-      float lanes[kLanes];
-      store(lanes, part);
-      for (; better != 0; better &= better - 1) {
-        const int lane = __builtin_ctz(better);
-        if (lanes[lane] <= best) continue;
-        best = std::isnan(lanes[lane]) ? kInfinite : lanes[lane];
-        token = v + lane;
-      }
-    }
-    tokens[row] = std::isfinite(best) ? token : -1;
-    if (values != nullptr) values[row] = best;
+    Highest best;
+    for (int64_t v = 0; v < a.vocab; v += kLanes) best.take(scores_at(a, logits, noise, v), v, a.vocab);
+    tokens[row] = best.token();
+    if (values != nullptr) values[row] = best.value;
   }
 }
 
@@ -138,22 +154,73 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
   }
 }
 
-inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
-  constexpr float kNone = -std::numeric_limits<float>::infinity();
-  float* scores = room_for_scores(a.vocab);
-  for (int64_t row = 0; row < a.rows; ++row) {
-    F best = all(kNone);
-    for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      const F part = scores_at(a, a.logits + row * a.stride, nullptr, v);
-      store(scores + v, part);
-      if (a.vocab - v < kLanes) std::fill(scores + a.vocab, scores + v + kLanes, kNone);
-      best = largest(best, load(scores + v));
-    }
+// The scores of a row without noise, and the highest of each lane.
+struct Kept {
+  float* scores;
+  F best = all(-std::numeric_limits<float>::infinity());
+
+  void take(F part, int64_t v, int64_t vocab) {
+    store(scores + v, part);
+    if (vocab - v < kLanes) std::fill(scores + vocab, scores + v + kLanes, -std::numeric_limits<float>::infinity());
+    best = largest(best, load(scores + v));
+  }
+
+  float log_prob(int64_t token, int64_t vocab) const {
     float lanes[kLanes];
     store(lanes, best);
     const float top = *std::max_element(lanes, lanes + kLanes);
     F total = zeros();
-    for (int64_t v = 0; v < a.vocab; v += kLanes) total = add(total, exponential(sub(load(scores + v), all(top))));
-    out[row] = scores[tokens[row]] - top - std::log(sum(total));
+    for (int64_t v = 0; v < vocab; v += kLanes) total = add(total, exponential(sub(load(scores + v), all(top))));
+    return scores[token] - top - std::log(sum(total));
   }
+};
+
+constexpr int64_t kScore = 16;  // products of two numbers that a score, its noise and its exponential take as long as
+
+template <class One>
+inline void each_row(const ScoreArgs& a, const One& one) {
+  if (a.rows * a.vocab * kScore >= kWorthSharing) return share(a.rows, one);
+  for (int64_t row = 0; row < a.rows; ++row) one(row);
+}
+
+inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
+  each_row(a, [&](int64_t row) {
+    Kept kept{room_for_scores(a.vocab)};
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      kept.take(scores_at(a, a.logits + row * a.stride, nullptr, v), v, a.vocab);
+    }
+    out[row] = kept.log_prob(tokens[row], a.vocab);
+  });
+}
+
+// Which of sixteen tokens may beat `best` with their noise g = -ln(-ln(1 - v)): g <= -ln v, so only those whose
+// v <= e^(score - best). That is held against a line through 2^n and 2^(n + 1), which lies above e^x; where a score is no
+// number, or infinite, the token may.
+inline unsigned may_win(F score, float best, I bits) {
+  constexpr float kLog2e = 1.44269504f, kMantissa = 0x1p23f, kRoom = 1.0001f;  // for rounding
+  const F v = mul(unsigned_to_float(bits), all(0x1p-32f));
+  const F x = smallest(largest(sub(score, all(best)), all(-80.0f)), all(80.0f));
+  const F line = as_float(to_int(fma(x, all(kLog2e * kMantissa), all(127.0f * kMantissa))));
+  return greater(mul(line, all(kRoom)), v) | not_at_most(score, all(std::numeric_limits<float>::max()));
+}
+
+inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens, float* log_probs) {
+  each_row(a, [&](int64_t row) {
+    const float* logits = a.logits + row * a.stride;
+    const uint32_t key = keys[row];
+    Highest highest;
+    Kept kept{log_probs == nullptr ? nullptr : room_for_scores(a.vocab)};
+    I at = counters(key, 0);
+    for (int64_t v = 0; v < a.vocab; v += kLanes) {
+      const F part = scores_at(a, logits, nullptr, v);
+      if (log_probs != nullptr) kept.take(part, v, a.vocab);
+      const I bits = noise_bits(key, at);
+      if ((may_win(part, highest.value, bits) & lanes_in(a.vocab - v)) != 0) {
+        highest.take(add(part, gumbel_lanes(bits)), v, a.vocab);
+      }
+      at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
+    }
+    tokens[row] = highest.token();
+    if (log_probs != nullptr) log_probs[row] = kept.log_prob(std::max<int64_t>(tokens[row], 0), a.vocab);
+  });
 }

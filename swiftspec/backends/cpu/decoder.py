@@ -15,6 +15,7 @@ from swiftspec.backends.cpu.shm import SharedGroup
 from swiftspec.model.stack import Cache, Stack
 
 if TYPE_CHECKING:
+    from swiftspec.config import PopulationConfig
     from swiftspec.model.batch import Batch
 
 
@@ -50,6 +51,16 @@ class HostDecoder:
     def tree(arrays: Sequence[NDArray]) -> _C.Tree:
         """The native side of a draft tree on its arrays: token, parent, slot, logprob, visible and sizes."""
         return _C.Tree(*arrays)
+
+    def population(
+        self, cache: Cache, draft: HostDecoder, draft_cache: Cache, tensors: Sequence[Tensor], config: PopulationConfig
+    ) -> _C.Population:
+        """Rounds of a population on this model, the target, and a draft. `tensors`: those of SMCRound.tensors."""
+        caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
+        return _C.Population(
+            draft._native, caches[0], self._native, caches[1], [*tensors], config.smc_draft_tokens,
+            config.chains or "weigh", config.power, config.ess_threshold,
+        )  # fmt: skip
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
         """Writes the rows' keys and values into the cache. Returns logits [n, V] (float32), or None without `head`."""

@@ -71,7 +71,7 @@ class GraphVerifications(GraphForwards):
             first, last = int(batch.positions[0]), int(batch.positions[:count].max())
             self._noise.hold(noise, first + 1, last + 2)
         with runner.naming_lost():
-            found = AsyncCopy(self._drawn(proposal, batch)).read().numpy()
+            found = AsyncCopy(self._drawn(proposal, batch)).read()
             runner.note(began, len(batch))
             if found.min() == UNSURE:
                 return self.accept(proposal, depths, self._draws.logits[self._key(batch)][:count])

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swiftspec.config import EngineConfig
+from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Steps
 from swiftspec.runtime.steps.eager import EagerSteps
@@ -18,6 +18,7 @@ from swiftspec.runtime.steps.graph import ROWS, Capture, GraphForwards, Graphs
 from swiftspec.runtime.steps.graph_expansions import DeviceTree, GraphExpansions
 from swiftspec.runtime.steps.graph_verifications import GraphVerifications
 from swiftspec.runtime.steps.native import NativeModel, NativeSteps, NativeTree
+from swiftspec.runtime.steps.native_rounds import NativeRounds
 from swiftspec.runtime.steps.rounds import EagerRounds, GraphRounds, Rounds
 from swiftspec.sampling.vocab import HEAD
 from swiftspec.tree.tree import DraftTree
@@ -76,13 +77,20 @@ def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[
     return [*found, EagerSteps(runner)], tree
 
 
-def for_population(target: Runner, tools: Tools, draft_tools: Tools, groups: int = 1) -> list[Rounds]:
-    """Those that run rounds of so many groups of particles, which are both models' at once."""
+def for_population(
+    target: Runner, draft: Runner, tools: Tools, draft_tools: Tools, config: PopulationConfig
+) -> list[Rounds]:
+    """Those that run rounds of groups of particles, which are both models' at once."""
+    found: list[Rounds] = []
+    alone, groups = target.model.group is None, config.smc_groups
+    fused = tools.fused, draft_tools.fused
+    if alone and fused[0] is not None and fused[1] is not None and config.smc_exact == 0:
+        found.append(NativeRounds(target, draft, (fused[0], fused[1]), config))
     # a graph has no room for the gathering of whole logits, a library's
-    captured = target.model.group is None and groups <= max(tools.ops.CAPTURES, 1)
+    captured = alone and groups <= max(tools.ops.CAPTURES, 1)
     if captured and tools.graphs is not None and draft_tools.graphs is not None:
-        return [GraphRounds(tools.graphs), EagerRounds()]
-    return [EagerRounds()]
+        found.append(GraphRounds(tools.graphs))
+    return [*found, EagerRounds()]
 
 
 def _captures(runner: Runner, *message: int, dtype: torch.dtype = torch.float32) -> bool:

@@ -14,12 +14,14 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 from torch import Tensor
 
+from swiftspec.config import PopulationConfig
 from swiftspec.messages import Proposal
 from swiftspec.model.stack import Fused
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import Accepted, Features, Request
 from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.runtime.steps.native_rounds import NativePopulation
 from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
@@ -45,7 +47,8 @@ class NativeRounds(Protocol):
 
 
 class NativeModel(Fused, Protocol):
-    """A model as one native call, with the inner part of a round and a draft's tree on the native side, too."""
+    """A model as one native call, with the inner part of a round and a draft's tree on the native side, too, and a
+    population's rounds (native_rounds.py)."""
 
     def rounds(self, cache: Any, /) -> NativeRounds:
         """The inner part of a round over a cache of one sequence."""
@@ -53,6 +56,12 @@ class NativeModel(Fused, Protocol):
 
     def tree(self, arrays: Sequence[NDArray], /) -> Any:
         """The native side of a draft tree on its arrays."""
+        ...
+
+    def population(
+        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
+    ) -> NativePopulation:
+        """Rounds of a population on this model, the target, and a draft; over caches of both."""
         ...
 
 

@@ -2,16 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Protocol
 
+from numpy.typing import NDArray
 from torch import Tensor
 
+from swiftspec.runtime.async_copy import AsyncCopy
 from swiftspec.runtime.steps import FEATURES, Features, Kind
 from swiftspec.runtime.steps.graph import ROUNDS, Graphs
 from swiftspec.tree.mask import WIDTHS
 
 NARROW = 16  # windows of eager rounds are multiples of this many slots
+
+
+class Mail(Protocol):
+    """What a round leaves for the host."""
+
+    def read(self) -> NDArray:
+        """[groups, `Work.told` + width] int64, waited for."""
+        ...
+
+
+class Work(Protocol):
+    """What a round of a population is: operators on tensors that stay where they are. swiftspec/smc/round.py has it."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for rounds that, with as many groups and as wide a window, run the same operators on the same
+        tensors."""
+        ...
+
+    @property
+    def state(self) -> Sequence[Tensor]:
+        """What a round changes, but for keys and values, of which the next one writes the same anew."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All that it reads or changes, but for keys and values: [G, ...] each."""
+        ...
+
+    @property
+    def told(self) -> int:
+        """How many numbers it leaves for each group, beside one for each slot of the window."""
+        ...
+
+    def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
+        """Follows `KVCache.promote` of both caches in the group at that position."""
+        ...
+
+    def shaped(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
+        """How the logits of the first groups are shaped, by neighbours: so many groups, their temperature and bias."""
+        ...
+
+    def __call__(self, width: int, groups: int, /) -> Tensor:
+        """One round, operator by operator."""
+        ...
 
 
 class Rounds(Kind, Protocol):
@@ -25,12 +73,12 @@ class Rounds(Kind, Protocol):
         """How many groups a round runs over, where so many of at most `most` take part; the others are idle."""
         ...
 
-    def round(
-        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
-    ) -> Tensor:
-        """One round, `run()`, of a `shape`: width of the window and groups. Rounds of the same `key` and shape run the
-        same operators on the same tensors; `state` are those that a round changes, but for keys and values, of which
-        the next one writes the same anew."""
+    def round(self, work: Work, width: int, groups: int, /) -> Mail:
+        """One round of the first groups over a window of that width."""
+        ...
+
+    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
+        """`Work.compact`, after the rounds that have begun."""
         ...
 
 
@@ -48,13 +96,14 @@ class EagerRounds:
     def groups(self, live: int, most: int) -> int:
         return live
 
-    def round(
-        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
-    ) -> Tensor:
-        return run()
+    def round(self, work: Work, width: int, groups: int) -> Mail:
+        return AsyncCopy(work(width, groups))
+
+    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
+        work.compact(group, path, keep)
 
 
-class GraphRounds:
+class GraphRounds(EagerRounds):
     """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
     it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
 
@@ -79,11 +128,9 @@ class GraphRounds:
         """One of few: a power of two, or all."""
         return min(1 << (live - 1).bit_length(), most)
 
-    def round(
-        self, run: Callable[[], Tensor], shape: tuple[int, int], key: Hashable, state: Sequence[Tensor]
-    ) -> Tensor:
-        if key != self._key:
+    def round(self, work: Work, width: int, groups: int) -> Mail:
+        if work.key != self._key:
             self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
-            self._key = key
+            self._key = work.key
         self.graphs.open(ROUNDS, lambda: None)
-        return self.graphs.run(ROUNDS, shape, run, state)
+        return AsyncCopy(self.graphs.run(ROUNDS, (width, groups), partial(work, width, groups), work.state))

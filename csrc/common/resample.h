@@ -1,0 +1,48 @@
+// Weights of a group of particles, from logarithms to who is copied; swiftspec/smc/weights.py has the same in operators.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace swiftspec::resample {
+
+// The logarithm of the sum of e^w; a NaN among them spoils it.
+SWIFTSPEC_HD double log_sum(const double* weights, int64_t count) {
+  double top = weights[0], total = 0.0;
+  for (int64_t i = 1; i < count; ++i) top = weights[i] > top ? weights[i] : top;
+  for (int64_t i = 0; i < count; ++i) total += exp(weights[i] - top);
+  return top + log(total);
+}
+
+// The effective sample size of shares of the weight: 1 / the sum of their squares.
+SWIFTSPEC_HD double effective(const double* shares, int64_t count) {
+  double total = 0.0;
+  for (int64_t i = 0; i < count; ++i) total += shares[i] * shares[i];
+  return 1.0 / total;
+}
+
+// Systematic resampling by one number in (0, 1): `source` says whose copy each row becomes. Survivors keep their rows,
+// and the surplus copies of the strong fill the rows of the weak, both in order; so rows may be copied in place.
+SWIFTSPEC_HD void systematic(const double* shares, int64_t count, double uniform, int64_t* source) {
+  const auto rows = static_cast<double>(count);
+  for (int64_t i = 0; i < count; ++i) source[i] = 0;  // how many copies of it are due
+  double reached = shares[0];
+  for (int64_t row = 0, of = 0; row < count; ++row) {
+    const double edge = (static_cast<double>(row) + uniform) / rows;
+    while (of < count - 1 && !(reached > edge)) reached += shares[++of];
+    ++source[of];
+  }
+  // from the back, since a donor's count is read before its own row is: the last vacancy takes the last surplus copy
+  int64_t donor = count - 1, spare = source[donor] - 1;
+  for (int64_t row = count - 1; row >= 0; --row) {
+    if (source[row] > 0) continue;
+    while (spare < 1) spare = source[--donor] - 1;
+    --spare;
+    source[row] = -1 - donor;
+  }
+  for (int64_t row = 0; row < count; ++row) source[row] = source[row] > 0 ? row : -1 - source[row];
+}
+
+}  // namespace swiftspec::resample

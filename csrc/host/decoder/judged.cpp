@@ -1,0 +1,129 @@
+// What becomes of a round's draft tokens; swiftspec/smc/judge.py has the same.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "host/decoder/population.h"
+#include "kernels_host.h"
+
+namespace swiftspec::host {
+
+namespace {
+
+constexpr float kTiny = 1e-30f;  // share of p in a residual, which decides only where rounding leaves nothing else
+
+}  // namespace
+
+// To `values_` [K, N].
+void Population::log_probs_of_drafts(const Span& span, int64_t group) {
+  const Particles& p = particles_;
+  const int64_t rows = p.steps * p.count;
+  drawn_.resize(static_cast<size_t>(rows));
+  values_.resize(drawn_.size());
+  for (int64_t row = 0; row < rows; ++row) {
+    drawn_[static_cast<size_t>(row)] = drafts(group)[row % p.count * p.steps + row / p.count];
+  }
+  log_probs(scores(span, scored(group), rows, true), drawn_.data(), values_.data());
+}
+
+void Population::weigh(const Span& span, int64_t group) {
+  const Particles& p = particles_;
+  const int64_t n = p.count, steps = p.steps;
+  log_probs_of_drafts(span, group);
+  const float* log_q = log_q_.data() + group * n * steps;
+  for (int64_t i = 0; i < n; ++i) {
+    for (int64_t step = 0; step < steps; ++step) {
+      const float log_p = static_cast<float>(power_) * values_[static_cast<size_t>(step * n + i)];
+      verdict_.terms[static_cast<size_t>(i * (steps + 1) + step)] =
+          static_cast<double>(log_p) - static_cast<double>(log_q[i * steps + step]);
+    }
+  }
+  const float* last = scored(group) + steps * n * target_.decoder.stack().head->n;
+  keys_.clear();
+  for (int64_t i = 0; i < n; ++i) keys_.push_back(p.key(group, Particles::kExtra, i, steps));
+  draw_keyed(scores(span, last, n, true, power_), keys_.data(), verdict_.extra.data(), nullptr);
+  if (power_ == 1.0) return;
+  values_.resize(static_cast<size_t>(3 * n));
+  drawn_.resize(static_cast<size_t>(n));
+  float *best = values_.data(), *whole = best + n, *powered = whole + n;
+  children(scores(span, last, n, true), 1, drawn_.data(), best, whole);
+  children(scores(span, last, n, true, power_), 1, drawn_.data(), best, powered);
+  for (int64_t i = 0; i < n; ++i) {
+    verdict_.terms[static_cast<size_t>(i * (steps + 1) + steps)] = powered[i] - static_cast<float>(power_) * whole[i];
+  }
+}
+
+// They stay as long as plain decoding says them.
+void Population::match(const Span& span, int64_t group) {
+  const Particles& p = particles_;
+  const int64_t rows = p.handed_out();
+  keys_.clear();
+  for (int64_t row = 0; row < rows; ++row) keys_.push_back(target_key(group, row % p.count, row / p.count));
+  drawn_.resize(static_cast<size_t>(rows));
+  draw_rows(scores(span, scored(group), rows, true), span, nullptr);
+  for (int64_t i = 0; i < p.count; ++i) {
+    const int64_t* mine = drafts(group) + i * p.steps;
+    int64_t kept = 0;
+    while (kept < p.steps && drawn_[static_cast<size_t>(kept * p.count + i)] == mine[kept]) ++kept;
+    verdict_.kept[static_cast<size_t>(i)] = kept;
+    verdict_.extra[static_cast<size_t>(i)] = drawn_[static_cast<size_t>(kept * p.count + i)];
+  }
+}
+
+// Source: Leviathan et al. 2023, algorithm 1.
+void Population::reject(const Span& span, int64_t group) {
+  const Particles& p = particles_;
+  log_probs_of_drafts(span, group);
+  for (int64_t i = 0; i < p.count; ++i) {
+    const float* log_q = log_q_.data() + (group * p.count + i) * p.steps;
+    int64_t kept = 0;
+    for (; kept < p.steps; ++kept) {
+      const float log_p = values_[static_cast<size_t>(kept * p.count + i)];
+      const float coin = std::log(static_cast<float>(p.uniform(group, i, kept)));
+      if (!(coin < log_p - log_q[kept] && log_p > -std::numeric_limits<float>::infinity())) break;
+    }
+    verdict_.kept[static_cast<size_t>(i)] = kept;
+    verdict_.extra[static_cast<size_t>(i)] = residual(span, group, i, kept);
+  }
+}
+
+// Of one row of logits; all NaN where one of them is.
+void Population::softmax(const Span& span, const float* logits, std::vector<float>& out) const {
+  const auto temperature = static_cast<float>(span.temperature);
+  float top = -std::numeric_limits<float>::infinity();
+  double total = 0.0;
+  out.resize(static_cast<size_t>(particles_.vocab));
+  for (size_t v = 0; v < out.size(); ++v) {
+    out[v] = (span.bias == nullptr ? logits[v] : logits[v] + span.bias[v]) / temperature;
+    top = std::max(top, out[v]);
+  }
+  for (float& x : out) total += x = std::exp(x - top);
+  for (float& x : out) x = static_cast<float>(x / total);
+}
+
+// The token after `kept` that stay: of norm(max(0, p - q)), after all of them of p; -1 where p is none.
+int64_t Population::residual(const Span& span, int64_t group, int64_t row, int64_t kept) {
+  const Particles& p = particles_;
+  softmax(span, scored(group) + (kept * p.count + row) * target_.decoder.stack().head->n, p_);
+  if (std::isnan(p_[0])) return -1;
+  q_.assign(p_.size(), 0.0f);
+  if (kept < p.steps) {
+    const std::vector<float>& logits = drafted_[static_cast<size_t>(kept)];
+    softmax(span, logits.data() + (group * p.count + row) * draft_.decoder.stack().head->n, q_);
+  }
+  noise_.resize(p_.size());
+  const uint32_t key = p.key(group, Particles::kExtra, row, p.steps);
+  gumbel_keyed(&key, 1, 0, p.vocab, noise_.data());
+  float best = -std::numeric_limits<float>::infinity();
+  int64_t token = -1;
+  for (size_t v = 0; v < p_.size(); ++v) {
+    const float q = std::isnan(q_[v]) ? 0.0f : q_[v];  // a draft whose logits are no numbers has drawn nothing
+    const float score = std::log(std::max(p_[v] - q, 0.0f) + kTiny * p_[v]) + noise_[v];
+    if (!(score > best)) continue;
+    best = score;
+    token = static_cast<int64_t>(v);
+  }
+  return token;
+}
+
+}  // namespace swiftspec::host
