@@ -414,8 +414,8 @@ def linear_cuda(
     scratch: Array | None,
     stream: int,
 ) -> None:
-    """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With `scratch` [scratch_bytes] a
-    launch takes up to 128 rows, without up to 32."""
+    """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of `scratch`
+    a launch takes up to 128 rows, else 32."""
 
 def linear_cuda_virtual(
     weights: Sequence[CudaWeights],

@@ -197,8 +197,8 @@ void bind_cuda_linear(py::module_& m) {
         "Rows [2 half, k] of bfloat16 from tiles; see cuda::expand in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
-        "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With `scratch` [scratch_bytes] "
-        "a launch takes up to 128 rows, without up to 32.");
+        "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of "
+        "`scratch` a launch takes up to 128 rows, else 32.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");

@@ -48,9 +48,7 @@ def device_code(arch: int) -> tuple[str, ...]:
     return (f"-D__CUDA_ARCH__={arch}", "-include", "cuda_runtime.h", "-x", "c++")
 
 
-def build(
-    compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",), csrc: Path = CSRC
-) -> Path:
+def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",), csrc: Path = CSRC) -> Path:
     """Compiles the module into `folder`, which may hold that of another architecture: they share what is no kernel. Its
     kernels are those of `csrc`. CalledProcessError where that fails."""
     includes = (f"-I{ROOT / 'tests/simt'}", f"-I{csrc}", f"-I{pybind11.get_include()}",

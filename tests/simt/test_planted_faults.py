@@ -39,11 +39,12 @@ class Fault:
     tests: tuple[str, str] | None = None  # a file and a choice of its tests, if they are others
 
 
+MANY_TURNS = ("test_linear", "test_many_turns")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 FAULTS = [
     Fault("a tile's place is filled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
-          "    if (lane_ < ptx::kLoaders) fetch(stage_);"),
+          "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
     Fault("lanes copy before the barriers are there", AMPERE, LINEAR, "linear/linear.cuh",
           "    if constexpr (ptx::kLoaders > 1) __syncwarp();\n"),
     Fault("a tile is not waited for", AMPERE, LINEAR, "linear/linear.cuh",
@@ -108,6 +109,6 @@ def test_a_planted_fault_is_noticed(fault: Fault, whole: Callable[[int], Path], 
     (objects / f"{Path(fault.kernel).name}.{fault.arch}.o").unlink()
     module = build(COMPILER, objects, fault.arch, ("-O1",), csrc)
     stem, which = fault.tests or (FILES[fault.kernel], TESTS[fault.kernel])
-    file = ROOT / "tests" / "gpu" / f"{stem}.py"
-    outcomes = (run_tests(module, [file], which, "few", "-x", "--timeout", "120", seed=seed) for seed in SEEDS)
+    file, more = ROOT / "tests" / "gpu" / f"{stem}.py", ("-x", "-n", "0", "--timeout", "60")
+    outcomes = (run_tests(module, [file], which, "few", *more, seed=seed) for seed in SEEDS)
     assert any(done.returncode == pytest.ExitCode.TESTS_FAILED for done in outcomes)
