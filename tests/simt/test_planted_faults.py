@@ -109,6 +109,6 @@ def test_a_planted_fault_is_noticed(fault: Fault, whole: Callable[[int], Path], 
     (objects / f"{Path(fault.kernel).name}.{fault.arch}.o").unlink()
     module = build(COMPILER, objects, fault.arch, ("-O1",), csrc)
     stem, which = fault.tests or (FILES[fault.kernel], TESTS[fault.kernel])
-    file, more = ROOT / "tests" / "gpu" / f"{stem}.py", ("-x", "-n", "0", "--timeout", "60")
+    file, more = ROOT / "tests" / "gpu" / f"{stem}.py", ("-x", "-n", "0", "--timeout", "60", "--timeout-method", "thread")
     outcomes = (run_tests(module, [file], which, "few", *more, seed=seed) for seed in SEEDS)
     assert any(done.returncode == pytest.ExitCode.TESTS_FAILED for done in outcomes)

@@ -77,7 +77,7 @@ class Slabs {
   }
   __device__ void start() {
     if (!loads_) return;
-    policy_ = ptx::evict_first();
+    policy_ = ptx::evict_last();  // every cluster reads them
     for (int slot = 0; slot < wide_.carve.slab_count; ++slot) fetch(slot);
   }
 
