@@ -354,6 +354,8 @@ class CudaWeights:
         """group 0 is bf16."""
     def precede(self, tiles: Array) -> None:
         """The tiles that L2 is to have when this projection ends."""
+    def scratch_bytes(self, rows: int) -> int:
+        """What a product of so many rows wants for reading the weights once for many of them; 0: it does not."""
 
 class CudaWord:
     """8 bytes of shared memory that the ranks' hosts and GPUs see, zero at first."""
@@ -440,9 +442,11 @@ def linear_cuda(
     out: Array,
     swiglu: bool,
     channel: CudaChannel | None,
+    scratch: Array | None,
     stream: int,
 ) -> None:
-    """A projection, up to 32 rows in a launch; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits."""
+    """A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of `scratch`
+    a launch takes up to 128 rows, else 32."""
 
 def linear_cuda_virtual(
     weights: Sequence[CudaWeights],

@@ -23,14 +23,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from bench.shared.roles import decode_on, growing_ahead, local_roles
-from swiftspec.assemble.options import Load, Options
+from swiftspec.assemble.options import CacheName, HeadName, Load, Options
 from swiftspec.backends import cuda
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
@@ -160,6 +160,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
         began = time.perf_counter()
         config = EngineConfig(draft_steps=args.steps)
         options = {**options, "dtype": torch.bfloat16, "ops": args.ops, "load": load}
+        options = {**options, "head": args.head, "kv_cache_dtype": args.kv_cache_dtype}
         llm = LLM(paths[0], paths[1], config, **options)
         drafter, verifier = local_roles(llm)
         roles: tuple[Role, Role] = (verifier, drafter)
@@ -172,6 +173,8 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
             "load s": time.perf_counter() - began,
         }
         result["early starts"] = os.environ.get("SWIFTSPEC_EARLY_STARTS") != "0"  # csrc/cuda/launch.cuh
+        result["few stages"] = os.environ.get("SWIFTSPEC_FEW_STAGES")  # csrc/cuda/device/device.cu
+        result["head"], result["kv cache"] = args.head, args.kv_cache_dtype
         texts, result["serial"] = decode(llm, prompts, args.tokens)
         result["same text"] = agreement(texts, said)
         note(result)
@@ -232,6 +235,8 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))
+    parser.add_argument("--head", default="auto", choices=get_args(HeadName), help="of the draft")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(CacheName))
     parser.add_argument("--steps", type=int, default=4, help="expansions a round")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)

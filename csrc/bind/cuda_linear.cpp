@@ -121,12 +121,22 @@ LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows) {
   return args;
 }
 
+// Launch by launch: as many rows as read the weights together, the rest by 32.
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
-            const Array& out, bool swiglu, std::optional<const Channel*> channel, uintptr_t stream) {
+            const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
+            uintptr_t stream) {
   const LinearArgs args = linear_args(weights, x, norm, eps, residual, out, swiglu, channel.value_or(nullptr));
-  for (int64_t first = 0; first < args.rows; first += cuda::tiles::kMaxRows) {
-    const int64_t rows = std::min<int64_t>(args.rows - first, cuda::tiles::kMaxRows);
-    cuda::linear(rows_of(args, first, rows), stream_arg(stream));
+  const int64_t bytes = cuda::wide_scratch(weights, args.rows);
+  void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kLine) : nullptr;
+  for (int64_t first = 0, rows = 0; first < args.rows; first += rows) {
+    const int64_t left = args.rows - first;
+    rows = args.channel == nullptr && slabs != nullptr ? cuda::wide_rows(weights, left) : 0;
+    if (rows > 0) {
+      cuda::linear_wide(rows_of(args, first, rows), slabs, stream_arg(stream));
+    } else {
+      rows = std::min<int64_t>(left, cuda::tiles::kMaxRows);
+      cuda::linear(rows_of(args, first, rows), stream_arg(stream));
+    }
   }
 }
 
@@ -165,7 +175,9 @@ void bind_cuda_linear(py::module_& m) {
       .def(py::init(&make_weights), py::arg("data"), py::arg("bias"), py::arg("k"), py::arg("n"), py::arg("group"),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), "group 0 is bf16.")
       .def("precede", &precede, py::arg("tiles"), py::keep_alive<1, 2>(),
-           "The tiles that L2 is to have when this projection ends.");
+           "The tiles that L2 is to have when this projection ends.")
+      .def("scratch_bytes", &cuda::wide_scratch, py::arg("rows"),
+           "What a product of so many rows wants for reading the weights once for many of them; 0: it does not.");
   m.def(
       "cuda_tile_bytes", [](int64_t k, int64_t n, int64_t group) { return tiling_of(k, n, group).bytes(); },
       py::arg("k"), py::arg("n"), py::arg("group"),
@@ -184,8 +196,9 @@ void bind_cuda_linear(py::module_& m) {
   m.def("expand_cuda", &expand, py::arg("weights"), py::arg("first"), py::arg("out"), py::arg("stream"),
         "Rows [2 half, k] of bfloat16 from tiles; see cuda::expand in kernels_cuda.h.");
   m.def("linear_cuda", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
-        py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("stream"),
-        "A projection, up to 32 rows in a launch; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits.");
+        py::arg("out"), py::arg("swiglu"), py::arg("channel"), py::arg("scratch"), py::arg("stream"),
+        "A projection; see cuda::LinearArgs in kernels_cuda.h. A float32 `out` has logits. With scratch_bytes of "
+        "`scratch` a launch takes up to 128 rows, else 32.");
   m.def("linear_cuda_virtual", &linear_virtual, py::arg("weights"), py::arg("x"), py::arg("residual"), py::arg("out"),
         py::arg("channels"), py::arg("delays"), py::arg("stream"),
         "All ranks of a group in one launch, for tests; see linear_virtual in kernels_cuda.h.");

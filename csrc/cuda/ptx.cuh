@@ -97,6 +97,13 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
+// For what is read again soon, beside a stream that is not.
+__device__ inline uint64_t evict_last() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Copies `bytes` (a multiple of 16, like both addresses) to shared memory. The first kLoaders lanes of a warp call it.
 __device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy,
                                  int lane) {

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from swiftspec.backends.cuda import PROMPT_ROWS
+from swiftspec.backends.cuda.wide import SCRATCH
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 
@@ -21,7 +23,8 @@ def token_bytes(config: ModelConfig, cache_dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Bytes of one rank of `ranks` that share a model: its weights, and its keys and values for so many slots."""
+    """Bytes of one rank of `ranks` that share a model: its weights, its keys and values for so many slots, and what a
+    prompt's chunk takes while it is computed."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -42,18 +45,25 @@ class Need:
     def cache(self) -> float:
         return token_bytes(self.config, self.cache_dtype or self.dtype) * self.slots / self.ranks
 
+    @property
+    def chunk(self) -> float:
+        """Weights as rows of bfloat16 (backends/cuda/wide.py), and every row's hidden state, gates and products."""
+        each = 4 * self.config.hidden_size + 4 * self.config.intermediate_size // self.ranks
+        return SCRATCH + PROMPT_ROWS * each * self.dtype.itemsize
+
 
 def check_memory(needs: Iterable[Need], device: torch.device) -> None:
     """Raises UserError where the models that a rank holds cannot fit the memory that is free on its GPU."""
     held = list(needs)
     weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
+    chunk = sum(need.chunk for need in held)
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # which torch holds, and is unused
-    if weights + cache <= free:
+    if weights + cache + chunk <= free:
         return
     raise UserError(
-        f"the models need {(weights + cache) / GB:.1f} GB of GPU memory, {weights / GB:.1f} for weights and"
-        f" {cache / GB:.1f} for {held[0].slots} tokens of context, and {torch.cuda.get_device_name(device)} has"
-        f" {free / GB:.1f} free: take a smaller max_model_len, int4 weights,"
+        f"the models need {(weights + cache + chunk) / GB:.1f} GB of GPU memory, {weights / GB:.1f} for weights,"
+        f" {cache / GB:.1f} for {held[0].slots} tokens of context and {chunk / GB:.1f} to read prompts, and"
+        f" {torch.cuda.get_device_name(device)} has {free / GB:.1f} free: take a smaller max_model_len, int4 weights,"
         f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
     )

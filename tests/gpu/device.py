@@ -4,13 +4,15 @@ the emulated one."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from swiftspec import _C
 from swiftspec.backends.cuda import devices
 from swiftspec.errors import UserError
 
@@ -65,3 +67,15 @@ def captured(work: Callable[[], T]) -> Callable[[], T]:
         return out
 
     return replay
+
+
+@contextmanager
+def emulated_gpu(*parts: int, shared: int = 0) -> Iterator[None]:
+    """The emulated GPU with so many multiprocessors in each of its parts, across which no cluster lies, and so many
+    bytes of shared memory if they are given."""
+    native: Any = _C
+    native.gpu(parts, shared)
+    try:
+        yield
+    finally:
+        native.gpu((16, 16, 16, 16))

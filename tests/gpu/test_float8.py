@@ -8,7 +8,7 @@ from torch import Tensor
 
 from swiftspec.backends import cuda
 from swiftspec.model.batch import Batch
-from tests.gpu.device import DEVICE, most, needs_kernels
+from tests.gpu.device import DEVICE, EMULATED, emulated_gpu, most, needs_kernels
 from tests.gpu.test_cuda_ops import BF16, Cache, dice, random, tables, window_batch
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
@@ -64,6 +64,19 @@ def test_attention_over_float8(rows: int, length: int, dim: int) -> None:
     narrow.k.view(torch.uint8)[1, 0, 1, 2, 5] = 0x7F
     spoiled = run(batch, narrow, qkv, *turns).view(rows, KV_HEADS, -1)
     assert bool(spoiled[:, 0].isfinite().all()) and bool(spoiled[:, 1].isnan().all()), "NaN is not lost"
+
+
+@pytest.mark.skipif(not EMULATED, reason="a GPU has the clusters that it has")
+@pytest.mark.parametrize("kind", [FP8, BF16])
+def test_tiles_of_a_long_row_come_while_others_are_computed(kind: torch.dtype) -> None:
+    """One cluster takes all four parts of a row in turn: the same bits as four clusters, which have one each."""
+    rows, length, dim = 3, 3100, 128
+    batch, turns = window_batch(rows, length, 16, 5, causal=True), tables(dim, length, BF16)
+    k, v = (random(2, 1, KV_HEADS, length + 5, dim, seed=seed).to(kind) for seed in (2, 3))
+    qkv = random(rows, (HEADS + 2 * KV_HEADS) * dim, seed=4)
+    with emulated_gpu(8):
+        one = run(batch, cache_of(k, v), qkv, *turns)
+    assert torch.equal(one, run(batch, cache_of(k, v), qkv, *turns))
 
 
 def test_numbers_are_rounded_as_torch_rounds_them() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from swiftspec.backends.cuda import wide
 from swiftspec.backends.cuda.sampling import children
 from swiftspec.model.formats.int4 import Int4Weight, pack_int4
 from swiftspec.model.weights import DenseWeight
-from tests.gpu.device import DEVICE, EMULATED, FEW, captured, most, needs_kernels
+from tests.gpu.device import DEVICE, EMULATED, FEW, captured, emulated_gpu, most, needs_kernels
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 TOLERANCE = 2e-3
@@ -135,15 +134,30 @@ def test_candidates_right_behind_the_head() -> None:
         assert all(torch.equal(got, want) for got, want in zip(best, children(logits, 136, 8), strict=True))
 
 
-@contextmanager
-def emulated_gpu(*parts: int) -> Iterator[None]:
-    """The emulated GPU with so many multiprocessors in each of its parts, across which no cluster lies."""
-    native: Any = _C
-    native.gpu(parts)
-    try:
-        yield
-    finally:
-        native.gpu((16, 16, 16, 16))
+A100 = 166912  # bytes of shared memory: what an RTX 3090 has is not enough for launches of many rows
+WIDE = [(1024, 304), (1000, 72), (8192, 1280), (14336, 1024), (4096, 28672)]
+
+
+@pytest.mark.parametrize("group", [128, 32, 0])
+@pytest.mark.parametrize(("k", "n"), most(WIDE, 2, 1))
+def test_many_rows_read_a_weight_once(k: int, n: int, group: int) -> None:
+    """And are, to the bit, what they are among eight."""
+    if group and k % group:
+        pytest.skip("the groups do not divide the inputs")
+    few = EMULATED and _C.cuda_device()["arch"] < 90
+    with emulated_gpu(16, 16, 16, 16, shared=A100) if few else nullcontext():
+        packed, norm = ops.pack(weight(k, n, group, bias=True), torch.bfloat16, DEVICE), norm_of(k)
+        counts = (97,) if FEW and group == 0 else (33,) if FEW else (33, 64, 70, 97, 130)
+        assert not EMULATED or all(packed.native.scratch_bytes(count) > 0 for count in counts)
+        x, residual = rows_of(max(counts), k), rows_of(max(counts), n, 3)
+        eights = [slice(i, i + 8) for i in range(0, max(counts), 8)]
+        heads = torch.cat([ops.norm_head(x[here], norm, packed) for here in eights])
+        gated = torch.cat([ops.norm_swiglu(x[here], norm, packed) for here in eights])
+        added = torch.cat([ops.linear_residual(x[here], packed, residual[here]) for here in eights])
+        for count in counts:
+            assert torch.equal(ops.norm_head(x[:count], norm, packed), heads[:count])
+            assert torch.equal(ops.norm_swiglu(x[:count], norm, packed), gated[:count])
+            assert torch.equal(ops.linear_residual(x[:count], packed, residual[:count]), added[:count])
 
 
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the size that it has; the large shapes above go round")

@@ -80,14 +80,13 @@ struct Case {
     const auto shared = std::make_unique<Shared<F>[]>(F::kCluster);
     std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(Shared<F>) * F::kCluster);
     for (int64_t head = 0; head < kv_heads; ++head) {
-      int64_t held[F::kCluster];
-      std::fill(held, held + F::kCluster, -1);
-      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), held);
+      Staged staged[F::kCluster];
+      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), staged);
     }
   }
 
   template <class F>
-  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<F>* shared, int64_t* held) {
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<F>* shared, Staged* staged) {
     Job<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
     const int64_t count = parts(j.group.keys, j.part_keys());
@@ -107,7 +106,8 @@ struct Case {
           j.tile = first / F::kTile + turn + rank;
           std::fill(s.top, s.top + kColumns, -INFINITY);
           const auto meanwhile = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
-          if (j.first_key() < j.group.keys) attend(j, s, held[rank], meanwhile);
+          const int64_t next = j.part + 1 < count ? (j.part + 1) * F::kCluster + rank : -1;
+          if (j.first_key() < j.group.keys) attend(j, s, staged[rank], next, meanwhile);
         }
         const bool done = count == 1 && turn + 1 == turns;
         each([&](int rank, int thread) {

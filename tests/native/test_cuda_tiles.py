@@ -169,10 +169,12 @@ def tiling(emulator: str, shape: tuple[int, int], group: int, shared: int, *at_o
 @pytest.mark.parametrize("group", [128, 32, 0])
 @pytest.mark.parametrize("shape", LARGE)
 def test_plans_of_large_models(emulator: str, shape: tuple[int, int], group: int) -> None:
-    """Of Llama-3 shards: most of 132 SMs have work, and every warp has two tiles or more under way."""
-    strips, cluster, turns, *stages, _, _ = tiling(emulator, shape, group, HOPPER, 132, 66, 32, 16)
+    """Of Llama-3 shards: most of 132 SMs have work, and every warp has two tiles or more under way. 40 rows are a
+    launch, 320 are three of bf16 and five of int4."""
+    strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, HOPPER, 132, 66, 32, 16)
     assert min(strips * turns * cluster, turns * cluster) >= 96
     assert min(stages) >= 2
+    assert some == 40 and many == (128 if group == 0 else 64)
 
 
 @pytest.mark.parametrize(("fours", "eights"), [(30, 14), (31, 15), (32, 16), (33, 16)])
@@ -190,5 +192,6 @@ def test_cuts_go_by_the_clusters_that_run_at_a_time(emulator: str, fours: int, e
 @pytest.mark.parametrize(("shared", "count"), [(AMPERE, 108), (SMALL, 82), (SMALL, 128), (SMALL, 28)])
 def test_plans_without_clusters(emulator: str, shape: tuple[int, int], group: int, shared: int, count: int) -> None:
     """Of an A100, RTX 3090, RTX 4090 and RTX 3060: every number of rows finds room, with no clusters."""
-    strips, cluster, turns, *stages, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
+    strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
     assert cluster == 1 and min(stages) >= 1 and strips * turns * 32 >= shape[1]
+    assert (some, many) == ((40, 64) if shared == AMPERE else (32, 32))

@@ -234,7 +234,8 @@ namespace simt {
 
 // The GPU that the kernels are compiled for: an H100, or with less memory and without clusters an RTX 3090.
 constexpr bool kHopper = __CUDA_ARCH__ >= 900;
-constexpr size_t kSharedMost = kHopper ? 232448 : 101376, kSharedUnasked = 49152;
+constexpr size_t kSharedUsual = kHopper ? 232448 : 101376, kSharedUnasked = 49152;
+inline size_t shared_most() { return Machine::get().shared != 0 ? Machine::get().shared : kSharedUsual; }
 
 inline std::unordered_map<const void*, size_t>& shared_allowed() {
   static std::unordered_map<const void*, size_t> bytes;
@@ -288,7 +289,7 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* count, Kernel kernel, const cuda
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute what, int bytes) {
   if (what != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (bytes < 0 || static_cast<size_t>(bytes) > simt::kSharedMost) return cudaErrorInvalidValue;
+  if (bytes < 0 || static_cast<size_t>(bytes) > simt::shared_most()) return cudaErrorInvalidValue;
   simt::shared_allowed()[reinterpret_cast<const void*>(kernel)] = static_cast<size_t>(bytes);
   return cudaSuccess;
 }
@@ -302,8 +303,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int)
   switch (which) {
     case cudaDevAttrComputeCapabilityMajor: *value = kArch / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = kArch % 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = simt::kSharedMost; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = simt::kSharedMost + 1024; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(simt::shared_most()); break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = static_cast<int>(simt::shared_most()) + 1024; break;
     case cudaDevAttrL2CacheSize: *value = simt::kHopper ? 50 << 20 : 6 << 20; break;
     case cudaDevAttrMultiProcessorCount: *value = static_cast<int>(simt::Machine::get().clusters(1)); break;
   }

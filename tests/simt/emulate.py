@@ -48,15 +48,15 @@ def device_code(arch: int) -> tuple[str, ...]:
     return (f"-D__CUDA_ARCH__={arch}", "-include", "cuda_runtime.h", "-x", "c++")
 
 
-def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",)) -> Path:
-    """Compiles the module into `folder`, which may hold that of another architecture: they share what is no kernel.
-    CalledProcessError where that fails."""
-    includes = (f"-I{ROOT / 'tests/simt'}", f"-I{CSRC}", f"-I{pybind11.get_include()}",
+def build(compiler: str, folder: Path, arch: int = HOPPER, flags: Sequence[str] = ("-O2",), csrc: Path = CSRC) -> Path:
+    """Compiles the module into `folder`, which may hold that of another architecture: they share what is no kernel. Its
+    kernels are those of `csrc`. CalledProcessError where that fails."""
+    includes = (f"-I{ROOT / 'tests/simt'}", f"-I{csrc}", f"-I{pybind11.get_include()}",
                 f"-I{sysconfig.get_path('include')}")  # fmt: skip
     here = Path(__file__).resolve().parent
     plain = [*SOURCES, here / "module.cpp", *sorted(here.glob("simt/*.cpp"))]
     jobs: list[tuple[Path, tuple[str, ...], Path]] = [(source, (), folder / f"{source.name}.o") for source in plain]
-    for source in sorted(CSRC.glob("cuda/*/*.cu")):
+    for source in sorted(csrc.glob("cuda/*/*.cu")):
         jobs.append((source, device_code(arch), folder / f"{source.name}.{arch}.o"))
 
     def compile_one(job: tuple[Path, tuple[str, ...], Path]) -> str:

@@ -15,10 +15,13 @@ Place gpu() { return kCpu; }
 PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
-  m.def("gpu", [](const std::vector<unsigned>& parts) {
+  m.def("gpu", [](const std::vector<unsigned>& parts, size_t shared) {
     simt::Machine::get().parts = parts;
+    simt::Machine::get().shared = shared;
     ++simt::Machine::get().ordinal;
-  }, "Another GPU from now on, which runs so many blocks at a time in each of its parts.");
+  }, pybind11::arg("parts"), pybind11::arg("shared") = 0,
+        "Another GPU from now on, which runs so many blocks at a time in each of its parts, with so many bytes of shared "
+        "memory; 0: as many as usual.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
   m.def("finish", [] { simt::Machine::get().finish(); }, "Until all launches have ended.");
   m.def("broken", [] { return simt::Machine::get().broken; }, "Whether a kernel has ended itself.");

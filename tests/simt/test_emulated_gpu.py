@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,8 @@ FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet a
           "did not wait for the launch in front"]  # fmt: skip
 DIFFERENT = ("test_linear", "test_cuda_ops", "test_float8", "test_verify")  # from one form of the kernels to the other
 MOST = ("test_linear",)  # of these, where most of the kernels differ
-SHORT = "test_products and (64-32 or 512-72)"  # of that, a shape without a split of K and one with
+# of that, a shape without a split of K and one with, and launches of many rows
+SHORT = "test_products and (64-32 or 512-72) or test_many_rows"
 LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
@@ -54,6 +55,20 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     return functools.cache(lambda arch: build(COMPILER, folder, arch))
 
 
+def run_tests(
+    module: Path, files: Sequence[Path], which: str, cases: str, *more: str, seed: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Files of tests/gpu on the emulated GPU of `module`, those tests that pytest's -k chooses, two at a time."""
+    own = {"SWIFTSPEC_EMULATED": str(module), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1",
+           "SWIFTSPEC_EMULATED_SEED": str(seed)}  # fmt: skip
+    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
+    options = ("-o", "addopts=", "-m", "gpu", "-k", which, "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *plugins, *options, *more, *map(str, files)], cwd=ROOT, capture_output=True,
+        text=True, timeout=850, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )  # fmt: skip
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("arch", "only", "which", "cases"),
@@ -72,12 +87,6 @@ def test_what_a_gpu_must_pass(
     files = [file for file in sorted((ROOT / "tests" / "gpu").glob("test_*.py")) if file.stem not in LIBRARIES]
     if only is not None:
         files = [file for file in files if file.stem in only]
-    own = {"SWIFTSPEC_EMULATED": str(module(arch)), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1"}
-    plugins = ("-p", "xdist.plugin", "-p", "pytest_timeout", "-p", "no:cacheprovider")  # others take long to import
-    options = ("-o", "addopts=", "-m", "gpu", "-k", which, "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugins, *options, *map(str, files)], cwd=ROOT, capture_output=True,
-        text=True, timeout=850, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )  # fmt: skip
+    done = run_tests(module(arch), files, which, cases)
     assert done.returncode == 0, done.stdout[-6000:]
     assert all(f"PASSED tests/gpu/{file.name}::" in done.stdout for file in files), done.stdout[-6000:]

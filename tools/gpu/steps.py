@@ -14,6 +14,8 @@ SECONDS = "{seconds}"  # in a command: its limit less what its end takes
 EPOCHS = "6"  # of each test under the sanitizer: every number of rows once
 PAIR, SMALL_PAIR, MIDDLE_PAIR = "Llama-3-70B,Llama-3.2-1B", "Llama-3-8B,Llama-3.2-1B", "Llama-3-70B,Llama-3.2-3B"
 NOTHING_EARLY = {"SWIFTSPEC_EARLY_STARTS": "0"}  # csrc/cuda/launch.cuh
+FEW_STAGES = {"SWIFTSPEC_FEW_STAGES": "3"}  # csrc/cuda/device/device.h: then two blocks share a multiprocessor
+NAMES = {"SWIFTSPEC_EARLY_STARTS": "nothing early", "SWIFTSPEC_FEW_STAGES": "three stages"}
 SMOKE = "smoke"  # where this fails, all that follows runs with nothing early
 
 
@@ -36,7 +38,9 @@ def plan(output: Path, gpu: str) -> list[Step]:
     constants = SCRATCH / "constants.json"
     bench = (python, "-m", "bench.gpu.kernels", "--budget", SECONDS, "--json", str(kernels))
     bench += ("--constants", str(constants))
-    kept = output / f"{gpu}-kernels.json"
+    kept, many = output / f"{gpu}-kernels.json", SCRATCH / "many-rows.json"
+    rows = (python, "-m", "bench.gpu.kernels", "--only", "Llama-3-70B TP1", "--rows", "32,64,128,256")
+    rows += ("--budget", SECONDS, "--json", str(many))
     verify = (python, "-m", "bench.verify", "--gpu", "--batch")
     measure = (python, "-m", "bench.gpu.constants", "--json", str(constants))
     return [
@@ -53,23 +57,34 @@ def plan(output: Path, gpu: str) -> list[Step]:
         profile(),
         decode(SMALL_PAIR, 40, "--context", "32000", extra=True),
         decode(SMALL_PAIR, 60, "--particles", "4,8,16", extra=True),
-        decode(SMALL_PAIR, 40, early=False, extra=True),
+        decode(SMALL_PAIR, 40, environment=NOTHING_EARLY, extra=True),
         decode(PAIR, 70, "--context", "32000", extra=True),
         decode(MIDDLE_PAIR, 70, extra=True),
         decode(PAIR, 70, "--ops", "unfused", extra=True),  # what the paper's Figure 8 calls the base
         Step("verify 1 x 8", (*verify, "1", "--steps", "8"), 20, extra=True),
         Step("verify 16 x 5", (*verify, "16", "--steps", "5"), 20, extra=True),
+        Step("kernels, many rows", rows, 60, many, output / f"{gpu}-many-rows.json", extra=True),
         sanitize("racecheck", "virtual and 4", 60, extra=True),  # four ranks; it may report what is no hazard
         Step("kernels, the rest", (*bench, "--resume"), 300, kernels, kept, extra=True),
     ]
 
 
-def comparison(turns: int = 3) -> list[Step]:
-    """Each switch off and on by turns: `--compare`."""
+SWITCHES: tuple[tuple[tuple[str, ...], dict[str, str]], ...] = (
+    ((), {}),
+    ((), NOTHING_EARLY),
+    ((), FEW_STAGES),
+    (("--head", "native"), {}),
+    (("--kv-cache-dtype", "fp8"), {}),
+)
+
+
+def comparison(turns: int = 2) -> list[Step]:
+    """Nothing switched, then each switch the other way, by turns: `--compare`. What is asked for ahead every decode
+    measures with and without."""
     return [
-        decode(SMALL_PAIR, 40, "--prompts", "2", early=early, turn=turn)
+        decode(SMALL_PAIR, 40, "--prompts", "2", *options, environment=environment, turn=turn)
         for turn in range(1, turns + 1)
-        for early in (False, True)
+        for options, environment in SWITCHES
     ]
 
 
@@ -108,14 +123,19 @@ def tested(name: str, stems: tuple[str, ...], limit: float) -> Step:
 
 
 def decode(
-    pair: str, limit: float, *options: str, early: bool = True, extra: bool = False, turn: int | None = None
+    pair: str,
+    limit: float,
+    *options: str,
+    environment: dict[str, str] | None = None,
+    extra: bool = False,
+    turn: int | None = None,
 ) -> Step:
     about = [option.removeprefix("--") for option in options]
-    early_or_not = [] if early else ["nothing early"]
-    name = ", ".join([pair, *([" ".join(about)] if about else []), *early_or_not, *([f"turn {turn}"] if turn else [])])
+    switched = [NAMES[name] for name in environment or {}]
+    name = ", ".join([pair, *([" ".join(about)] if about else []), *switched, *([f"turn {turn}"] if turn else [])])
     file = SCRATCH / f"{slug(name)}.json"
     command = (sys.executable, "-m", "bench.gpu.step", "--pair", pair, *options, "--json", str(file))
-    return Step(f"decode {name}", command, limit, file, environment={} if early else NOTHING_EARLY, extra=extra)
+    return Step(f"decode {name}", command, limit, file, environment=environment or {}, extra=extra)
 
 
 def tool(name: str) -> str:

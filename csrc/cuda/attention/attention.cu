@@ -13,6 +13,7 @@ using namespace attention;
 
 __global__ void claim_kernel(const __grid_constant__ AttentionSetup a) {
   ptx::launch_dependents();
+  ptx::wait_for_dependencies();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row < a.rows) claim(a, row);
 }
@@ -65,9 +66,9 @@ __device__ bool is_last(const Job<F>& j, Shared<F>& s, int rank, int thread, int
   return ptx::in_block(&s, 0)->last != 0;
 }
 
-// A cluster's part, tile by tile where a block takes them in turn.
+// A cluster's part, tile by tile where a block takes them in turn. `then` is the part after it, or -1.
 template <class F, class Meanwhile>
-__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t& held,
+__device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool alone, int64_t then, Staged& staged,
                             Meanwhile meanwhile) {
   const int64_t first = j.part * j.part_keys(), keys = least(j.group.keys - first, j.part_keys());
   const int64_t turns = F::kInTurn ? parts(keys, F::kTile) : 1;
@@ -75,7 +76,7 @@ __device__ void attend_part(Job<F>& j, Shared<F>& s, int rank, int thread, bool 
     j.tile = first / F::kTile + turn + rank;
     __syncthreads();
     if (j.first_key() < j.group.keys) {
-      attend(j, s, held, meanwhile);
+      attend(j, s, staged, then < 0 ? -1 : then * F::kCluster + rank, meanwhile);
     } else {
       meanwhile(thread);
       if (thread < kColumns) s.top[thread] = -INFINITY;
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   auto& s = *reinterpret_cast<Shared<F>*>(dynamic_shared());
   const int rank = static_cast<int>(ptx::cluster_rank()), thread = static_cast<int>(threadIdx.x);
   const int64_t clusters = gridDim.x / F::kCluster;
-  int64_t held = -1;
+  Staged staged;
   for (int64_t entry = blockIdx.x / F::kCluster; entry < groups_of(a); entry += clusters) {
     Job<F> j{a, qkv, keys, values, out, blockIdx.y, a.groups[entry], entry, blockIdx.z, 0};
     const int64_t count = parts(j.group.keys, j.part_keys());
@@ -117,7 +118,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       there = true;
     };
     for (; j.part < count; j.part += gridDim.z) {
-      attend_part(j, s, rank, thread, count == 1, held, meanwhile);
+      const int64_t then = j.part + gridDim.z < count ? j.part + gridDim.z : -1;
+      attend_part(j, s, rank, thread, count == 1, then, staged, meanwhile);
       if (count > 1 && is_last(j, s, rank, thread, count)) join_parts(j, rank, thread, count);
       // nobody reads another block's memory any more; at the end nothing is written there that would have to be seen
       const bool more = j.part + gridDim.z < count || entry + clusters < groups_of(a);
@@ -173,7 +175,7 @@ int64_t attention_clusters(int64_t dim, bool float8) {
 void prepare_attention(const AttentionSetup& a, Stream stream) {
   if (a.rows == 0) return;
   const dim3 blocks(static_cast<unsigned>(parts(a.rows, kThreads)));
-  launch("prepare_attention", claim_kernel, {blocks, kThreads}, stream, a);
+  launch("prepare_attention", claim_kernel, {.grid = blocks, .threads = kThreads, .early = true}, stream, a);
   const Launch how{.grid = dim3(static_cast<unsigned>(groups_of(a))), .threads = kThreads, .early = true};
   launch("prepare_attention", list_kernel, how, stream, a);
 }

@@ -27,9 +27,9 @@ SWIFTSPEC_HD mma::B load_columns(const uint16_t* lines, int64_t stride, int n, i
   return b;
 }
 
-// Scores of units first .. first + count - 1, which lie in the stage from slot 0 on: this warp's share of them.
+// Scores of units first .. first + count - 1, which lie in the stage from `slot` on: this warp's share of them.
 template <class F>
-SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int warp_index) {
+SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int slot, int warp_index) {
   for (int u = warp_index; u < count; u += kWarps) {
     const Unit unit = unit_at(j, s, first + u);
     const int from = unit.first / 8, to = (unit.end + 7) / 8;
@@ -37,7 +37,7 @@ SWIFTSPEC_HD void score(const Job<F>& j, Shared<F>& s, int first, int count, int
     SWIFTSPEC_UNROLL
     for (int k = 0; k < F::kDim; k += 16) {
       warp::PerLane<const uint16_t*> lines;
-      SWIFTSPEC_EACH_LANE(lane) { lines(lane) = &s.stage[u][lane % 16][k + lane / 16 * 8]; }
+      SWIFTSPEC_EACH_LANE(lane) { lines(lane) = &s.stage[slot + u][lane % 16][k + lane / 16 * 8]; }
       mma::A a;
       mma::load_matrices<false>(a, lines);
       SWIFTSPEC_UNROLL

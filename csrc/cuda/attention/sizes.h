@@ -30,6 +30,7 @@ struct Form {
   static constexpr int kEach = 16 / sizeof(Stored);                      // numbers of the cache that are loaded at once
   static constexpr int kUnits = kTile / kUnit;                           // of a tile
   static constexpr int kOwnUnits = kColumns * kUnits;                    // units for single rows, at most
+  static constexpr int kSides = kStage / (2 * kUnits) < 2 ? 1 : 2;       // tiles whose keys and values find room together
   static constexpr int kScoreLine = (kTile < kDim ? kDim : kTile) + 4;  // floats from one column's scores to the next's
   static constexpr bool kInTurn = kCluster == 1;                         // a part's tiles are one block's, in turn
 };

@@ -41,6 +41,7 @@ struct Job {
   SWIFTSPEC_HD int columns() const { return group.count * heads(); }
   SWIFTSPEC_HD int column_blocks() const { return (columns() + 7) / 8; }
   SWIFTSPEC_HD int64_t first_key() const { return tile * F::kTile; }
+  SWIFTSPEC_HD int64_t name(int64_t which) const { return sequence() * parts(setup.capacity, F::kTile) + which; }
   SWIFTSPEC_HD int64_t width() const { return (setup.heads + 2 * setup.kv_heads) * setup.dim; }
   SWIFTSPEC_HD int64_t region() const { return (sequence() * setup.kv_heads + head) * setup.capacity * setup.dim; }
   SWIFTSPEC_HD int64_t part_keys() const { return attention::part_keys<F>(setup.capacity); }

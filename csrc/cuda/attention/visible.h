@@ -58,29 +58,44 @@ SWIFTSPEC_HD int32_t owner_of(const AttentionSetup& a, int64_t sequence, int64_t
 }
 
 // A warp lists what a row sees of its window: slots, or ~row where the key is new. Returns the leading slots of the
-// sequence that the row sees without a gap.
+// sequence that the row sees without a gap. Words of the mask are read some at a time, then owners of what they name, so
+// that latencies overlap.
 SWIFTSPEC_HD int64_t list_row(const AttentionSetup& a, int64_t row) {
+  constexpr int kTogether = 4;
   const int64_t sequence = sequence_of(a, row), start = window_start(a, sequence);
   const int64_t before = a.kv_len[sequence] - a.width;  // below 0: the first columns stand for no slot
   const int64_t first = start - before;
   int64_t seen = 0, run = a.width - first;
-  for (int64_t base = first; base < a.width; base += 32) {
-    warp::PerLane<bool> visible;
-    SWIFTSPEC_EACH_LANE(lane) {
-      const int64_t column = base + lane;
-      visible(lane) = column < a.width && a.mask[row * a.width + column] != 0;
-    }
-    const uint32_t word = warp::ballot(visible);
-    if (~word != 0) run = least(run, base - first + warp::lowest(~word));
-    SWIFTSPEC_EACH_LANE(lane) {
-      if (visible(lane)) {
-        const int64_t slot = before + base + lane;
-        const int32_t owner = owner_of(a, sequence, slot);
-        const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));
-        a.tail[row * a.width + index] = owner >= 0 ? ~owner : static_cast<int32_t>(slot);
+  for (int64_t base = first; base < a.width; base += 32 * kTogether) {
+    warp::PerLane<bool> visible[kTogether];
+    warp::PerLane<int32_t> owner[kTogether];
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int64_t column = base + 32 * c + lane;
+        visible[c](lane) = column < a.width && a.mask[row * a.width + column] != 0;
       }
     }
-    seen += warp::popcount(word);
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      SWIFTSPEC_EACH_LANE(lane) {
+        owner[c](lane) = visible[c](lane) ? owner_of(a, sequence, before + base + 32 * c + lane) : -1;
+      }
+    }
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      const int64_t from = base + 32 * c;
+      const uint32_t word = warp::ballot(visible[c]);
+      if (~word != 0) run = least(run, from - first + warp::lowest(~word));
+      SWIFTSPEC_EACH_LANE(lane) {
+        if (visible[c](lane)) {
+          const int64_t index = seen + warp::popcount(word & ((1u << lane) - 1));
+          const int32_t mine = owner[c](lane);
+          a.tail[row * a.width + index] = mine >= 0 ? ~mine : static_cast<int32_t>(before + from + lane);
+        }
+      }
+      seen += warp::popcount(word);
+    }
   }
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) a.count[row] = static_cast<int32_t>(start + seen);

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -38,6 +40,7 @@ Device ask(int ordinal) {
   d.half_shared = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, ordinal) / 2 - kReserved;
   d.l2 = attribute(cudaDevAttrL2CacheSize, ordinal);
   d.at_once[0] = attribute(cudaDevAttrMultiProcessorCount, ordinal);
+  if (const char* stages = std::getenv("SWIFTSPEC_FEW_STAGES")) d.few_stages = std::clamp(std::atoi(stages), 1, 16);
   if (!d.clusters()) return d;
   allow_shared("device", empty_kernel, d.shared);
   for (int log = 1; log < 4; ++log) d.at_once[log] = clusters_of(1 << log, d.shared);

@@ -50,8 +50,8 @@ struct ManyRanks {
 
 // The sums of one strip's worth of outputs over all inputs of this CTA. `staged`: an earlier call has brought x already.
 template <bool kInt4, int kRows8>
-__device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared, Ring& ring,
-                         Sums<kRows8>& sums) {
+__device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool staged, uint8_t* shared,
+                         Ring<tiles::Walk>& ring, Sums<kRows8>& sums) {
   const int first = task.tiling.first_tile(at.cta), range = task.tiling.range(at.cta), chunk = task.carve.chunk_tiles;
   clear<kRows8>(sums);
   for (int begin = 0; begin < range; begin += chunk) {
@@ -64,13 +64,6 @@ __device__ void multiply(const LinearTask& task, const ThreadIndex& at, bool sta
     }
     multiply_chunk<kInt4, kRows8>(task, at, here, shared, ring, sums);
   }
-}
-
-// Asks for this warp's part of what the next projection reads first.
-__device__ void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
-  if (at.lane >= ptx::kLoaders) return;
-  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
-  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), at.lane);
 }
 
 // Waits for what the other ranks have sent of this warp's units, and writes the outputs.
@@ -101,7 +94,7 @@ __device__ void linear_body(const Ranks& ranks) {
   const Channel& channel = ranks.my_channel();
   const ThreadIndex at{ranks.block() >> task.tiling.cluster_log, static_cast<int>(ptx::cluster_rank()),
                  static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
-  Ring ring(task, at, shared);  // the weights are on their way
+  Ring ring(task, at, shared, tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp));
   ask_norm(task, at);
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
@@ -188,6 +181,7 @@ Launch launch_of(const Weights& weights, int rows8, int clusters) {
 }  // namespace
 
 void prepare(const Device& device) {
+  prepare_wide(device);
   for (const bool int4 : {false, true}) {
     for (const int rows8 : {1, 2, 4}) {
       allow_shared("linear", kernel_for<OneRank>(int4, rows8), device.shared);

@@ -26,15 +26,17 @@ struct ThreadIndex {
   int cluster, cta, warp, lane;
 };
 
-// A warp's own ring of tiles in shared memory. It keeps its copies coming by itself, so no other warp is waited for.
+// A warp's own ring of tiles in shared memory, in the order of `walk`. It keeps its copies coming by itself, so no other
+// warp is waited for.
+template <class Walk>
 class Ring {
  public:
-  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared)
+  __device__ Ring(const LinearTask& task, const ThreadIndex& at, uint8_t* shared, const Walk& walk)
       : task_(task),
         lane_(at.lane),
         slots_(shared + task.carve.ring + at.warp * task.carve.stages * task.tiling.tile_bytes),
         full_(reinterpret_cast<uint64_t*>(shared + task.carve.barriers) + at.warp * tiles::kMaxStages),
-        ahead_(tiles::walk_of(task.tiling, at.cluster, task.clusters, at.cta, at.warp)) {
+        ahead_(walk) {
     start();
     __syncwarp();
   }
@@ -77,7 +79,7 @@ class Ring {
   int lane_;
   uint8_t* slots_;
   uint64_t* full_;
-  tiles::Walk ahead_;
+  Walk ahead_;
   uint64_t policy_ = 0;
   int stage_ = 0;
   uint32_t parity_ = 0;
@@ -103,70 +105,90 @@ __device__ inline void ask_norm(const LinearTask& task, const ThreadIndex& at) {
   if (count > 0) ptx::prefetch(reinterpret_cast<const uint8_t*>(task.norm + begin), 2 * count, at.lane);
 }
 
+// The squares of a row's inputs in the range of CTA `cta`, by a warp: all lanes get their sum.
+__device__ inline float squares_of(const LinearTask& task, int cta, int row, int lane) {
+  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(cta)) * task.tiling.tile_k;
+  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(cta + 1)) * task.tiling.tile_k;
+  float sum = 0;
+#pragma unroll 4
+  for (int64_t input = begin + 8 * lane; input < end; input += 8 * 32) {
+    const uint4 piece = load_piece(task.x, row, task.rows, input, task.tiling.k);
+    sum = add_squares(add_squares(sum, piece.x), piece.y);
+    sum = add_squares(add_squares(sum, piece.z), piece.w);
+  }
+  for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+  return sum;
+}
+
+// The RMSNorm's factor of a row whose squares have this sum.
+__device__ inline float norm_scale(const LinearTask& task, float squares) {
+  return __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(task.tiling.k)), task.eps));
+}
+
 // The RMSNorm's factor of every row, in shared memory. Each CTA squares its own inputs; the sums of the cluster's CTAs
 // are added in order.
 template <int kRows8>
 __device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
   auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
-  const int64_t begin = static_cast<int64_t>(task.tiling.first_tile(at.cta)) * task.tiling.tile_k;
-  const int64_t end = static_cast<int64_t>(task.tiling.first_tile(at.cta + 1)) * task.tiling.tile_k;
   for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
-    float sum = 0;
-#pragma unroll 4
-    for (int64_t input = begin + 8 * at.lane; input < end; input += 8 * 32) {
-      const uint4 piece = load_piece(task.x, row, task.rows, input, task.tiling.k);
-      sum = add_squares(add_squares(sum, piece.x), piece.y);
-      sum = add_squares(add_squares(sum, piece.z), piece.w);
-    }
-    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    const float sum = squares_of(task, at.cta, row, at.lane);
     if (at.lane == 0) squares[row] = sum;
   }
   ptx::cluster_sync();
   if (threadIdx.x < 8 * kRows8) {
     float sum = 0;
     for (int cta = 0; cta < task.tiling.cluster(); ++cta) sum += ptx::remote_load(squares + threadIdx.x, cta);
-    scales[threadIdx.x] = __frsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(task.tiling.k)), task.eps));
+    scales[threadIdx.x] = norm_scale(task, sum);
   }
   __syncthreads();
 }
 
-// A chunk of x into shared memory as the lanes read it, normalised; of int4 also the sum of every group. A warp takes
-// a group of blocks and eight rows at a time. `first` is the chunk's first input.
+// A group of blocks of a row's inputs from `first` on, as a lane reads them, normalised: into `pieces`, `apart` of one
+// block from those of the next; of int4 also the group's sum over the row's four lanes.
+template <bool kInt4>
+__device__ void stage_group(const LinearTask& task, int row, int64_t first, int lane, const float* scale, uint4* pieces,
+                            int apart, float* sum_of_group) {
+  constexpr int kMostBlocks = kInt4 ? 4 : 2;
+  const int together = kInt4 ? 1 << task.tiling.group_log : kMostBlocks;
+  uint4 piece[kMostBlocks];
+  float sum = 0;
+#pragma unroll
+  for (int b = 0; b < kMostBlocks; ++b) {
+    if (b < together) piece[b] = load_piece(task.x, row, task.rows, first + tiles::x_input(b, lane), task.tiling.k);
+  }
+#pragma unroll
+  for (int b = 0; b < kMostBlocks; ++b) {
+    if (b >= together) break;
+    uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
+    if (task.norm != nullptr) {
+      const uint4 weight = load_piece(task.norm, 0, 1, first + tiles::x_input(b, lane), task.tiling.k);
+      const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], *scale, factors[i]);
+    }
+    sum += tiles::sum8(words);
+    pieces[b * apart] = {words[0], words[1], words[2], words[3]};
+  }
+  if (!kInt4) return;
+  sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+  sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+  if (lane % 4 == 0) *sum_of_group = sum;
+}
+
+// A chunk of x into shared memory. A warp takes a group of blocks and eight rows at a time. `first` is the chunk's first
+// input.
 template <bool kInt4, int kRows8>
 __device__ void stage(const LinearTask& task, const ThreadIndex& at, int64_t first, int blocks, uint8_t* shared) {
-  constexpr int kMostBlocks = kInt4 ? 4 : 2;
   auto* pieces = reinterpret_cast<uint4*>(shared + task.carve.x);
   auto* sums = reinterpret_cast<float*>(shared + task.carve.sums);
   const auto* scales = reinterpret_cast<const float*>(shared + task.carve.scales);
-  const int log = kInt4 ? task.tiling.group_log : 1, together = 1 << log;
+  const int log = kInt4 ? task.tiling.group_log : 1;
   for (int unit = at.warp; unit < (blocks >> log) * kRows8; unit += tiles::kWarps) {
     const int j = unit % kRows8, block = unit / kRows8 << log, row = tiles::x_row(j, at.lane);
-    uint4 piece[kMostBlocks];
-    float sum = 0;
-#pragma unroll
-    for (int b = 0; b < kMostBlocks; ++b) {
-      const int64_t input = first + tiles::x_input(block + b, at.lane);
-      if (b < together) piece[b] = load_piece(task.x, row, task.rows, input, task.tiling.k);
-    }
-#pragma unroll
-    for (int b = 0; b < kMostBlocks; ++b) {
-      if (b >= together) break;
-      uint32_t words[4] = {piece[b].x, piece[b].y, piece[b].z, piece[b].w};
-      if (task.norm != nullptr) {
-        const int64_t input = first + tiles::x_input(block + b, at.lane);
-        const uint4 weight = load_piece(task.norm, 0, 1, input, task.tiling.k);
-        const uint32_t factors[4] = {weight.x, weight.y, weight.z, weight.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = tiles::normalised(words[i], scales[row], factors[i]);
-      }
-      sum += tiles::sum8(words);
-      pieces[tiles::x_piece(block + b, kRows8, j, at.lane)] = {words[0], words[1], words[2], words[3]};
-    }
-    if (!kInt4) continue;
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (at.lane % 4 == 0) sums[(block >> log) * 8 * kRows8 + row] = sum;
+    stage_group<kInt4>(task, row, first + static_cast<int64_t>(block) * tiles::kBlock, at.lane, scales + row,
+                       pieces + tiles::x_piece(block, kRows8, j, at.lane), kRows8 * 32,
+                       sums + (block >> log) * 8 * kRows8 + row);
   }
 }
 
@@ -200,10 +222,10 @@ __device__ void fold_group(Sums<kRows8>& sums, Sums<kRows8>& products, const uin
   clear<kRows8>(products);
 }
 
-// One int4 tile. `pieces` and `x_sums` are those of the tile's first block and group.
+// One int4 tile of groups of 1 << group_log blocks. `pieces` and `x_sums` are those of the tile's first block and group.
 template <int kRows8>
-__device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
-                              int group_log, int lane) {
+__device__ void multiply_groups(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
+                                int group_log, int lane) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);
   Sums<kRows8> products;
   clear<kRows8>(products);
@@ -230,6 +252,14 @@ __device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uin
   }
 }
 
+// Groups are of a whole tile nearly always, and then no branch parts its blocks.
+template <int kRows8>
+__device__ void multiply_int4(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, const float* x_sums,
+                              int group_log, int lane) {
+  if (group_log == 2) return multiply_groups<kRows8>(sums, tile, pieces, x_sums, 2, lane);
+  multiply_groups<kRows8>(sums, tile, pieces, x_sums, group_log, lane);
+}
+
 template <int kRows8>
 __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uint4* pieces, int lane) {
   const auto* words = reinterpret_cast<const uint32_t*>(tile);
@@ -247,10 +277,17 @@ __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uin
   }
 }
 
+// Asks for this warp's part of what the next projection reads first.
+__device__ inline void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
+  if (at.lane >= ptx::kLoaders) return;
+  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
+  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), at.lane);
+}
+
 // A warp's tiles of a chunk of `tiles_here` tiles, which lies in shared memory.
 template <bool kInt4, int kRows8>
 __device__ void multiply_chunk(const LinearTask& task, const ThreadIndex& at, int tiles_here, const uint8_t* shared,
-                               Ring& ring, Sums<kRows8>& sums) {
+                               Ring<tiles::Walk>& ring, Sums<kRows8>& sums) {
   const auto* pieces = reinterpret_cast<const uint4*>(shared + task.carve.x);
   const auto* x_sums = reinterpret_cast<const float*>(shared + task.carve.sums);
   const int blocks = task.tiling.tile_k / tiles::kBlock;

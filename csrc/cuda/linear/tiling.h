@@ -18,7 +18,7 @@ constexpr int kStrip = 32;            // outputs of a strip
 constexpr int kBlock = 32;            // inputs whose order is mixed
 constexpr int kMaxRows = 32;          // of one launch
 constexpr int kCodeWords = 512;       // of an int4 tile; its groups follow
-constexpr int kMaxStages = 16, kFewStages = 4;  // tiles under way for each warp; with fewer a CTA takes all
+constexpr int kMaxStages = 16;        // tiles under way for each warp
 
 SWIFTSPEC_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -113,7 +113,7 @@ SWIFTSPEC_HD Carve carve(const Tiling& t, int rows8, const Device& device) {
   c.barriers = c.scales + kMaxRows * 4;
   c.ring = (c.barriers + kWarps * kMaxStages * 8 + 127) / 128 * 128;
   int stages = (device.half_shared - c.ring) / (kWarps * t.tile_bytes);
-  if (stages < kFewStages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
+  if (stages < device.few_stages) stages = (device.shared - c.ring) / (kWarps * t.tile_bytes);
   c.stages = stages < kMaxStages ? stages : kMaxStages;
   c.total = c.ring + c.stages * kWarps * t.tile_bytes;
   return c;

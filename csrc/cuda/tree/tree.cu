@@ -14,6 +14,8 @@ __global__ void __launch_bounds__(kThreads, 1)  // the 1 lets it have registers 
     leaves_kernel(const __grid_constant__ TreeState tree, int32_t w, const int64_t* prefix,
                   const __grid_constant__ Expansion out) {
   const int index = static_cast<int>(threadIdx.x) / 32;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
   if (index == 0) tree::choose(tree, w, prefix, out);
   __syncthreads();
   for (int row = index; row < w; row += kThreads / 32) tree::see(tree, row, prefix, out);
@@ -33,7 +35,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void tree_leaves(const TreeState& tree, int32_t w, const int64_t* prefix, const Expansion& out, Stream stream) {
-  launch("tree_leaves", leaves_kernel, {dim3(1), kThreads}, stream, tree, w, prefix, out);
+  const Launch how{.grid = dim3(1), .threads = kThreads, .early = true};
+  launch("tree_leaves", leaves_kernel, how, stream, tree, w, prefix, out);
 }
 
 void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, const int64_t* tokens,

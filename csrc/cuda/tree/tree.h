@@ -14,21 +14,27 @@ using cuda::Expansion;
 using cuda::TreeState;
 
 constexpr int32_t kLeaf = -1;  // the slot of a node that has none
+constexpr int kTogether = 4;   // nodes that a lane loads before any is looked at, so that their latencies overlap
 
 // A warp names the w likeliest leaves and gives them the next slots.
 SWIFTSPEC_HD void choose(const TreeState& t, int w, const int64_t* prefix, const Expansion& out) {
   best::Best<double> found(w);
   const int32_t nodes = t.used[0], first = t.used[1];
-  for (int32_t base = 0; base < nodes; base += 32) {
-    warp::PerLane<double> weight;
-    warp::PerLane<int32_t> node;
-    SWIFTSPEC_EACH_LANE(lane) {
-      const int32_t i = base + lane;
-      const bool leaf = i < nodes && t.slot[i] == kLeaf && t.weight[i] > -INFINITY;
-      weight(lane) = leaf ? t.weight[i] : -INFINITY;
-      node(lane) = leaf ? i : best::kNobody;
+  for (int32_t base = 0; base < nodes; base += 32 * kTogether) {
+    warp::PerLane<double> weight[kTogether];
+    warp::PerLane<int32_t> node[kTogether];
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) {
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int32_t i = base + 32 * c + lane, slot = i < nodes ? t.slot[i] : 0;
+        weight[c](lane) = i < nodes ? t.weight[i] : -INFINITY;
+        const bool leaf = slot == kLeaf && weight[c](lane) > -INFINITY;
+        if (!leaf) weight[c](lane) = -INFINITY;
+        node[c](lane) = leaf ? i : best::kNobody;
+      }
     }
-    found.offer(weight, node);
+    SWIFTSPEC_UNROLL
+    for (int c = 0; c < kTogether; ++c) found.offer(weight[c], node[c]);
   }
   warp::sync();
   SWIFTSPEC_EACH_LANE(lane) {

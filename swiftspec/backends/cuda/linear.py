@@ -23,7 +23,7 @@ from swiftspec.backends.cuda.wide import Norm
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
-MAX_ROWS = 32  # of one launch
+MAX_ROWS = 32  # of one launch that sums over ranks
 WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
 TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
 
@@ -164,8 +164,10 @@ def _linear(
 ) -> Tensor:
     """On the current stream; a float32 `out` has logits."""
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    native = None if channel is None else channel.native
-    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, current_stream())
+    native, scratch = None if channel is None else channel.native, None
+    if channel is None and (bytes_ := packed.native.scratch_bytes(x.shape[0])) > 0:
+        scratch = torch.empty(bytes_, dtype=torch.uint8, device=x.device)
+    _C.linear_cuda(packed.native, x, weight, eps, residual, out, swiglu, native, scratch, current_stream())
     return out
 
 

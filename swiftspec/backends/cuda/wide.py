@@ -1,8 +1,8 @@
 """Projections of a prompt's chunk: weights become bfloat16 rows once, for a library's product over all the rows.
 
-Up to ROWS rows go to the kernels of linear.py, which read a weight anew for every 32 of them. No tree has so many rows,
-and a population's go in parts, so what comes here is a prompt's: a row's result may depend, in its last bits, on how
-many rows there are.
+Up to ROWS rows go to the kernels of linear.py, which read a weight anew for every 64 of them, or every 128 in
+bfloat16. No tree has so many rows, and a population's go in parts, so what comes here is a prompt's: a row's result may
+depend, in its last bits, on how many rows there are.
 """
 
 from __future__ import annotations

@@ -152,6 +152,7 @@ class Machine {
   void seed(uint64_t seed) { dice_.seed(seed); }
   int ordinal = 0;       // of the GPU; another one where `parts` are others
   std::vector<unsigned> parts = {16, 16, 16, 16};  // blocks that run at a time; a cluster lies within one of them
+  size_t shared = 0;     // bytes of shared memory that a block may have; 0: what the GPU compiled for has
   bool queues = false;   // launches run when others follow or somebody waits, not at once
   bool broken = false;   // a kernel has ended itself; nothing more runs
 

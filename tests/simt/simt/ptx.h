@@ -123,6 +123,7 @@ inline void barrier_init(uint64_t* barrier) {
 }
 inline void fence_barrier_init() {}
 inline uint64_t evict_first() { return 0; }
+inline uint64_t evict_last() { return 0; }
 
 // One copy by the hardware, or a lane's share in pieces of 16 bytes.
 inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t, int lane) {

@@ -1,0 +1,287 @@
+// Projections of 33 rows and more, which read a weight once for up to 64 (int4) or 128 (bf16) of them. wide.h says how.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "cuda/launch.cuh"
+#include "cuda/linear/epilogue.cuh"
+#include "cuda/linear/wide.h"
+#include "cuda/shared.cuh"
+#include "kernels_cuda.h"
+
+namespace swiftspec::cuda {
+namespace {
+
+using tiles::kPartEights;
+using tiles::kThreads;
+using tiles::kWarps;
+
+constexpr int kDensePart = 64 * tiles::kMaxRows * 2;  // part_bytes of bf16
+
+struct WideTask {
+  LinearTask each;       // its tiling has a strip for each warp, its carve the offsets that `join` and the ring need
+  tiles::Tiling order;   // as the weight is cut: of the tiles and of the sums
+  tiles::WideCarve carve;
+  uint8_t* slabs;  // order.tiles of them
+};
+
+// Writes the slabs: x as the lanes read it, normalised, with the sums of its groups. A block has eight rows.
+template <bool kInt4>
+__global__ void __launch_bounds__(kThreads) arrange_kernel(const __grid_constant__ WideTask wide) {
+  struct Scales {
+    float of[8];
+  };
+  auto& scales = shared_variable<Scales>().of;
+  const LinearTask& task = wide.each;
+  const tiles::Tiling& t = wide.order;
+  const int eight = static_cast<int>(blockIdx.x), part = eight / kPartEights, j = eight % kPartEights;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  if (task.norm != nullptr) {
+    float sum = 0;
+    for (int cta = 0; cta < t.cluster(); ++cta) sum += squares_of(task, cta, 8 * eight + warp, lane);
+    if (lane == 0) scales[warp] = norm_scale(task, sum);
+    __syncthreads();
+  }
+  const int log = kInt4 ? t.group_log : 1, groups = t.tile_k / tiles::kBlock >> log, slab = tiles::slab_bytes(t, gridDim.x / kPartEights);
+  for (int unit = static_cast<int>(blockIdx.y) * kWarps + warp; unit < t.tiles * groups; unit += gridDim.y * kWarps) {
+    const int tile = unit / groups, group = unit % groups;
+    uint8_t* to = wide.slabs + static_cast<int64_t>(tile) * slab + part * tiles::part_bytes(t);
+    const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
+    stage_group<kInt4>(task, tiles::x_row(eight, lane), first, lane, scales + fragment::b_column(lane),
+                       reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartEights, j, lane), kPartEights * 32,
+                       reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows + tiles::x_row(j, lane));
+  }
+}
+
+// The slabs of a CTA in shared memory, in the order of its tiles; its first warp keeps them coming.
+class Slabs {
+ public:
+  __device__ Slabs(const WideTask& wide, const ThreadIndex& at, uint8_t* shared, int bytes)
+      : wide_(wide),
+        loads_(at.warp == 0 && at.lane < ptx::kLoaders),
+        lane_(at.lane),
+        bytes_(bytes),
+        slots_(shared + wide.carve.slabs),
+        full_(reinterpret_cast<uint64_t*>(shared + wide.carve.slab_barriers)),
+        ahead_(tiles::course_of(wide.order, at.cluster, wide.each.clusters, at.cta, 0)) {}
+
+  // Before any thread waits: the barriers, then, once x is there, the first copies.
+  __device__ void prepare() {
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < wide_.carve.slab_count; ++slot) ptx::barrier_init(full_ + slot);
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+  __device__ void start() {
+    if (!loads_) return;
+    policy_ = ptx::evict_last();  // every cluster reads them
+    for (int slot = 0; slot < wide_.carve.slab_count; ++slot) fetch(slot);
+  }
+
+  __device__ const uint8_t* wait() {
+    ptx::barrier_wait(full_ + slot_, parity_);
+    return slots_ + slot_ * bytes_;
+  }
+
+  // All threads of the CTA have read the slab; the next one comes to its place.
+  __device__ void release() {
+    __syncthreads();
+    if (loads_) fetch(slot_);
+    if (++slot_ < wide_.carve.slab_count) return;
+    slot_ = 0;
+    parity_ ^= 1;
+  }
+
+ private:
+  __device__ void fetch(int slot) {
+    if (ahead_.done()) return;
+    const uint8_t* from = wide_.slabs + static_cast<int64_t>(ahead_.tile) * bytes_;
+    ptx::bulk_load(slots_ + slot * bytes_, from, static_cast<uint32_t>(bytes_), full_ + slot, policy_, lane_);
+    ahead_.next();
+  }
+
+  const WideTask& wide_;
+  bool loads_;
+  int lane_, bytes_;
+  uint8_t* slots_;
+  uint64_t* full_;
+  tiles::Course ahead_;
+  uint64_t policy_ = 0;
+  int slot_ = 0;
+  uint32_t parity_ = 0;
+};
+
+// Adds a share's sums to what the warp has joined of its strip.
+template <int kParts>
+__device__ void add_share(const Sums<kPartEights> (&sums)[kParts], const ThreadIndex& at, bool first, float4* joined) {
+#pragma unroll
+  for (int i = 0; i < 2 * kPartEights * kParts; ++i) {
+    const int f = i % 2, j = i / 2;
+    const float(&s)[4] = sums[j / kPartEights][f][j % kPartEights];
+    float4& total = joined[tiles::partial_at(at.warp, kPartEights * kParts, j, f, at.lane)];
+    total = first ? float4{s[0], s[1], s[2], s[3]}
+                  : float4{total.x + s[0], total.y + s[1], total.z + s[2], total.w + s[3]};
+    if (i % 8 == 7) __syncwarp();  // as in multiply_parts
+  }
+}
+
+// A tile with every part's rows. In between a warp meets: or the loads of later parts would take the registers of this
+// one.
+template <bool kInt4, int kParts>
+__device__ void multiply_parts(const WideTask& wide, Sums<kPartEights> (&sums)[kParts], const uint8_t* weights,
+                               const uint8_t* slab, int lane) {
+  if constexpr (kInt4) {
+    const int part_bytes = tiles::part_bytes(wide.order);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const uint8_t* x = slab + part * part_bytes;
+      multiply_int4<kPartEights>(sums[part], weights, reinterpret_cast<const uint4*>(x),
+                                 reinterpret_cast<const float*>(x + tiles::slab_sums(wide.order)),
+                                 wide.order.group_log, lane);
+      __syncwarp();
+    }
+    return;
+  }
+  const auto* words = reinterpret_cast<const uint32_t*>(weights);
+#pragma unroll 1
+  for (int block = 0; block < 2; ++block) {
+    uint4 a[2][2];  // [odd step][fragment]
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i / 2][i % 2] = *reinterpret_cast<const uint4*>(words + tiles::dense_word(2 * block + i / 2, lane, i % 2, 0));
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const auto* pieces = reinterpret_cast<const uint4*>(slab + part * kDensePart);
+#pragma unroll
+      for (int j = 0; j < kPartEights; ++j) {
+        const uint4 b = pieces[tiles::x_piece(block, kPartEights, j, lane)];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint4& mine = a[i / 2][i % 2];
+          ptx::mma(sums[part][i % 2][j], mine.x, mine.y, mine.z, mine.w, i < 2 ? b.x : b.z, i < 2 ? b.y : b.w);
+        }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// A strip's sums over this CTA's inputs, share by share. Without a strip the warp keeps step with the others.
+template <bool kInt4, int kParts>
+__device__ void multiply_strip(const WideTask& wide, const ThreadIndex& at, bool mine, Ring<tiles::Course>& ring,
+                               Slabs& slabs, float4* joined) {
+  const tiles::Tiling& t = wide.order;
+  for (int share = 0; share < t.warps_k(); ++share) {
+    Sums<kPartEights> sums[kParts];
+#pragma unroll
+    for (auto& part : sums) clear<kPartEights>(part);
+    for (int tile = t.first_tile(at.cta) + share; tile < t.first_tile(at.cta + 1); tile += t.warps_k()) {
+      const uint8_t* slab = slabs.wait();
+      if (mine) {
+        multiply_parts<kInt4, kParts>(wide, sums, ring.wait(), slab, at.lane);
+        ring.release();
+      }
+      slabs.release();
+    }
+    add_share<kParts>(sums, at, share == 0, joined);
+  }
+}
+
+template <bool kInt4, int kParts>
+__global__ void __launch_bounds__(kThreads, 1) wide_kernel(const __grid_constant__ WideTask wide) {
+  constexpr int kEights = kPartEights * kParts;
+  uint8_t* shared = dynamic_shared();
+  const LinearTask& task = wide.each;
+  const ThreadIndex at{static_cast<int>(blockIdx.x) >> wide.order.cluster_log, static_cast<int>(ptx::cluster_rank()),
+                       static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+  Ring ring(task, at, shared, tiles::course_of(wide.order, at.cluster, task.clusters, at.cta, at.warp));
+  Slabs slabs(wide, at, shared, tiles::slab_bytes(wide.order, kParts));
+  slabs.prepare();
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  slabs.start();
+  auto* joined = reinterpret_cast<float4*>(shared);
+  for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
+    const int strip = turn << tiles::kWideLog;
+    multiply_strip<kInt4, kParts>(wide, at, strip + at.warp < wide.order.strips, ring, slabs, joined);
+    if (turn + task.clusters >= task.tiling.turns()) ask_ahead(task, at, static_cast<int>(blockIdx.x));
+    ptx::cluster_sync();
+    each_unit<kEights>(task, at, strip, [&](Unit& unit) {
+      read_unit<kEights>(task, at, strip, joined, unit);
+      add_bias(task.tiling, task.to, at.lane, unit);
+      store_unit(task.tiling, task.to, at.lane, unit);
+    });
+    ptx::cluster_sync();  // nobody adds to sums that another still reads
+  }
+}
+
+using Kernel = void (*)(WideTask);
+
+Kernel kernel_for(bool int4, int parts) {
+  if (int4) return wide_kernel<true, 2>;
+  return parts == 2 ? wide_kernel<false, 2> : wide_kernel<false, 4>;
+}
+
+WideTask task_of(const LinearArgs& a, int parts, void* scratch) {
+  const Weights& w = *a.weights;
+  WideTask wide{};
+  wide.order = w.tiling;
+  wide.carve = tiles::wide_carve(w.tiling, parts, w.device);
+  wide.slabs = static_cast<uint8_t*>(scratch);
+  LinearTask& each = wide.each;
+  each.tiling = tiles::cut(w.tiling, tiles::kWideLog, w.tiling.cluster_log);
+  each.carve.ring = wide.carve.ring;
+  each.carve.stages = wide.carve.stages;
+  each.carve.barriers = wide.carve.barriers;
+  each.weights = static_cast<const uint8_t*>(w.data);
+  each.x = static_cast<const uint16_t*>(a.x);
+  each.norm = static_cast<const uint16_t*>(a.norm);
+  each.eps = a.eps;
+  each.rows = static_cast<int32_t>(a.rows);
+  each.clusters = std::clamp(each.tiling.turns(), 1, static_cast<int>(w.device.at_once[w.tiling.cluster_log]));
+  each.to = {w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits, a.swiglu,
+             each.rows};
+  each.next = w.next;
+  each.next_bytes = w.next_bytes;
+  each.next_each = tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(each.clusters) * w.tiling.cluster() * kWarps);
+  return wide;
+}
+
+}  // namespace
+
+void prepare_wide(const Device& device) {
+  for (const bool int4 : {false, true}) {
+    for (const int parts : {2, 4}) allow_shared("linear", kernel_for(int4, parts), device.shared);
+  }
+}
+
+int64_t wide_rows(const Weights& weights, int64_t rows) {
+  const int parts = tiles::wide_parts(weights.tiling, rows, weights.device);
+  return std::min<int64_t>(rows, static_cast<int64_t>(parts) * tiles::kMaxRows);
+}
+
+int64_t wide_scratch(const Weights& weights, int64_t rows) {
+  const tiles::Tiling& t = weights.tiling;
+  return static_cast<int64_t>(t.tiles) * tiles::slab_bytes(t, tiles::wide_parts(t, rows, weights.device));
+}
+
+void linear_wide(const LinearArgs& args, void* scratch, Stream stream) {
+  const Weights& w = *args.weights;
+  const int parts = tiles::wide_parts(w.tiling, args.rows, w.device), cluster = w.tiling.cluster();
+  const bool int4 = w.tiling.group != 0;
+  const WideTask wide = task_of(args, parts, scratch);
+  constexpr int kBlocks = 128;  // of all eights of rows together, about
+  const int eights = parts * kPartEights;
+  const Launch arrange{.grid = dim3(static_cast<unsigned>(eights), static_cast<unsigned>(kBlocks / eights)),
+                       .threads = kThreads, .early = true};
+  launch("linear", int4 ? arrange_kernel<true> : arrange_kernel<false>, arrange, stream, wide);
+  const Launch how{.grid = dim3(static_cast<unsigned>(wide.each.clusters * cluster)), .threads = kThreads,
+                   .cluster = cluster, .shared = wide.carve.total, .early = true};
+  launch("linear", kernel_for(int4, parts), how, stream, wide);
+}
+
+}  // namespace swiftspec::cuda

@@ -1,0 +1,87 @@
+// Projections of more rows than one part has: what they bring and keep, in numbers. For host code and device code.
+//
+// A launch takes up to `parts` times kMaxRows rows. A CTA takes eight strips at a time, one for each warp, and its range
+// of inputs tile by tile: a tile of weights lies in its warp's ring while the warp multiplies it with every part's rows,
+// and the inputs come as slabs, arranged before, which all warps of the CTA read.
+//
+// Sums keep the order that `cut` gives them, in which other warps compute: for a strip, first the tiles that its first
+// warp would take, then those of the second, and so on; each share's sum is added to that of those before it.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+#include "cuda/device/device.h"
+#include "cuda/linear/tiling.h"
+
+namespace swiftspec::cuda::tiles {
+
+constexpr int kPartEights = kMaxRows / 8;
+constexpr int kWideLog = 3;      // strips of a CTA at a time: 1 << kWideLog, one for each warp
+constexpr int kMostParts = 4;    // 128 rows
+constexpr int kMostSlabs = 4;    // under way for each CTA
+constexpr int kLeastStages = 2, kGoodStages = 4;  // of slabs and of weights, or it is no stream; of weights
+
+// A tile's inputs of one part: pieces as lanes read them, then, of int4, sums of the groups of every row.
+SWIFTSPEC_HD int slab_sums(const Tiling& t) { return t.tile_k * kMaxRows * 2; }  // where they begin
+SWIFTSPEC_HD int part_bytes(const Tiling& t) {
+  return slab_sums(t) + (t.group != 0 ? t.groups() * kMaxRows * static_cast<int>(sizeof(float)) : 0);
+}
+SWIFTSPEC_HD int slab_bytes(const Tiling& t, int parts) { return parts * part_bytes(t); }
+
+// The tiles of a CTA's strip after strip, in the order of the sums. It keeps what changes alone: registers are scarce.
+struct Course {
+  const Tiling& t;
+  int32_t cta, strip_step;
+  int32_t strip, share, tile;
+
+  SWIFTSPEC_HD bool done() const { return strip >= t.strips || t.range(cta) == 0; }
+  SWIFTSPEC_HD void next() {
+    tile += t.warps_k();
+    if (tile < t.first_tile(cta + 1)) return;
+    tile = t.first_tile(cta) + ++share;
+    if (share < t.warps_k() && tile < t.first_tile(cta + 1)) return;
+    share = 0, tile = t.first_tile(cta), strip += strip_step;
+  }
+};
+
+// Of the strip `warp` of each turn of a cluster.
+SWIFTSPEC_HD Course course_of(const Tiling& t, int cluster, int clusters, int cta, int warp) {
+  return {t, cta, clusters << kWideLog, (cluster << kWideLog) + warp, 0, t.first_tile(cta)};
+}
+
+SWIFTSPEC_HD int wide_turns(const Tiling& t) { return static_cast<int>(ceil_div(t.strips, 1 << kWideLog)); }
+
+// The shared memory of a CTA, in bytes: `joined` holds a turn's sums, in the order of partial_at.
+struct WideCarve {
+  int32_t slabs, slab_count, ring, stages, barriers, slab_barriers, total;
+};
+
+SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& device) {
+  WideCarve c{};
+  const int slab = slab_bytes(t, parts), tiles_bytes = kWarps * t.tile_bytes;
+  c.slab_barriers = kWarps * parts * kPartEights * 1024;
+  c.barriers = c.slab_barriers + 128;
+  c.slabs = c.barriers + kWarps * kMaxStages * 8;
+  const int left = device.shared - c.slabs;
+  c.slab_count = kLeastStages;  // more only where the weights have enough
+  while (c.slab_count < kMostSlabs && left - (c.slab_count + 1) * slab >= kGoodStages * tiles_bytes) ++c.slab_count;
+  const int stages = (left - c.slab_count * slab) / tiles_bytes;
+  c.stages = stages < kMaxStages ? stages : kMaxStages;
+  c.ring = c.slabs + c.slab_count * slab;
+  c.total = c.ring + c.stages * tiles_bytes;
+  return c;
+}
+
+// How many parts a launch for so many rows has; 0 where such launches do not pay or find no room. Products of int4 are
+// bound by arithmetic from 64 rows on, those of bf16 read twice as much memory for as much of it.
+SWIFTSPEC_HD int wide_parts(const Tiling& t, int64_t rows, const Device& device) {
+  if (rows <= kMaxRows) return 0;
+  int parts = t.group == 0 && rows > kMostParts / 2 * kMaxRows ? kMostParts : kMostParts / 2;
+  for (; parts > 1; parts /= 2) {
+    if (wide_carve(t, parts, device).stages >= kLeastStages) return parts;
+  }
+  return 0;
+}
+
+}  // namespace swiftspec::cuda::tiles
