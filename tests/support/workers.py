@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 
 from swiftspec.assemble.elsewhere import RemoteTarget, assemble_elsewhere
 from swiftspec.assemble.options import Options, Side, Worker
-from swiftspec.assemble.workers import Room, make_service
+from swiftspec.assemble.workers import Room, WorkerModel, service_of
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc.endpoint import Endpoint, Security
 from swiftspec.distributed.grpc.server import Server
+from swiftspec.distributed.world import World
 from swiftspec.llm import LLM, Running
 
 TOKENIZER = bytes(32)  # the models of tests have none
@@ -37,16 +38,24 @@ class Started:
     security: Security = OPEN
     port: int = 0
     tokenizer: bytes = TOKENIZER
+    world: World | None = None
+
+    def load(self) -> WorkerModel:
+        ranks = 1 if self.world is None else self.world.size
+        room = Room(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
+        return WorkerModel(self.side, self.model, room, self.world, OPTIONS)
 
     def start(self) -> Started:
-        room = Room(self.sessions, 600.0, ROOM[self.side])
-        self.service = make_service(self.side, self.model, self.side, self.tokenizer, (), room, **OPTIONS)
+        self.loaded = model = self.load()
+        self.service = service_of(model, self.side, self.tokenizer, ())
         self.server = Server(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
         self.port = self.server.port
         return self
 
     def stop(self) -> None:
         self.server.stop()
+        if self.loaded.rank is not None:
+            self.loaded.rank.leave()
 
     def named(self, timeout: float = 20.0, security: Security = OPEN) -> Worker:
         """As an orchestrator names it."""

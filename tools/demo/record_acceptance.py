@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
 
-Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy, bs = w.
+Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-NODES = (8, 16)  # bs and w
+SHAPES = ((8, 8), (16, 16), (16, 32))  # bs and w
 PROMPTS, TOKENS = 12, 128
 
 
@@ -37,16 +37,16 @@ def main() -> None:
         pool.follow()
         return
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
-    for mode, nodes, d in product(("serial", "async"), NODES, DEPTHS):
-        plan = {"mode": mode, "verify_batch": nodes, "draft_leaves": nodes, "draft_steps": d}
+    for mode, (nodes, leaves), d in product(("serial", "async"), SHAPES, DEPTHS):
+        plan = {"mode": mode, "verify_batch": nodes, "draft_leaves": leaves, "draft_steps": d}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
-            config = EngineConfig(mode, verify_batch=nodes, draft_leaves=nodes, draft_steps=d)
+            config = EngineConfig(mode, verify_batch=nodes, draft_leaves=leaves, draft_steps=d)
             with pool.engine(Order(config, trace=str(file))) as llm:
                 measure.decode_all(llm, prompts, TOKENS)
             rounds = measure.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})
-        print(f"{mode} bs {nodes} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round", flush=True)
+        print(f"{mode} bs {nodes} w {leaves} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round", flush=True)
     pool.dismiss()
     note = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
