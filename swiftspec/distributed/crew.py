@@ -30,6 +30,7 @@ SHAPE = (
     "mode", "verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up",
     "adapt_steps",
 )  # fmt: skip
+SIGN = 0.2  # seconds in which the end of a process is noticed
 MakeFollower = Callable[[EngineConfig, Pause], Follower]  # the roles of a session of that shape, on caches of its own
 
 
@@ -70,6 +71,16 @@ class Crew:
             team.known = True
         self._send(Call.SESSION_TURN, [team.number])
         self._here = team
+
+    def look(self) -> None:
+        """Whether the followers are all there; they say nothing, so one that is heard of is gone."""
+        for follower in self.followers:
+            try:
+                follower.recv(SIGN)
+            except TimeoutError:
+                continue
+            except ConnectionError as error:
+                self.fail(str(error))
 
     def fail(self, why: str) -> None:
         """Nobody knows any more how far the others have come."""

@@ -73,17 +73,18 @@ def run(side: Literal["draft", "target"], settings: Settings, join: Join) -> int
     finally:
         phases.close()
     print(f"swiftspec: {side} worker listening on {Endpoint(endpoint.host, server.port)}", file=sys.stderr, flush=True)
+    crew = None if model.rank is None else model.rank.crew
     with Asked() as asked:
-        if model.rank is not None:
-            model.rank.crew.lost = lambda why: asked.signals.put(0)
+        if crew is not None:
+            crew.lost = lambda why: asked.signals.put(0)
         server.run(asked.signals)
-        broken = None if model.rank is None else model.rank.crew.broken
-        server.stop(settings.drain_timeout if broken is None else 0.0)
+        if crew is not None:  # a launcher that has lost one of us asks the others to leave
+            crew.look()
+        server.stop(settings.drain_timeout if crew is None or crew.broken is None else 0.0)
     if model.rank is not None:
-        broken = model.rank.crew.broken
         model.rank.leave()
-        if broken is not None:
-            raise RankLost(broken)
+    if crew is not None and crew.broken is not None:
+        raise RankLost(crew.broken)
     return 0
 
 
