@@ -73,12 +73,12 @@ def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
 
 @contextmanager
 def on_workers(
-    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), **plan: Any
+    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), trace: Path | None = None, **plan: Any
 ) -> Iterator[Running]:
     """An orchestrator: each model is a worker's, or loaded here."""
     remote = {"target_remote": isinstance(target, Worker), "draft_remote": isinstance(draft, Worker)}
     config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
-    options: Options = {**OPTIONS, "draft_worker": draft if isinstance(draft, Worker) else None}
+    options: Options = {**OPTIONS, "trace": trace, "draft_worker": draft if isinstance(draft, Worker) else None}
     here = draft if isinstance(draft, Path) else None
     if isinstance(target, Worker):
         running = Running(assemble_elsewhere(RemoteTarget(target), here, config, tokenizer, **options))

@@ -23,7 +23,8 @@ from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-SHAPES = ((8, 8), (16, 16), (16, 32))  # bs and w
+WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
+SHAPES = {(8, 8): DEPTHS, (16, 16): DEPTHS, (16, 32): WIDE}  # bs and w, and each d
 PROMPTS, TOKENS = 12, 128
 
 
@@ -37,7 +38,8 @@ def main() -> None:
         pool.follow()
         return
     prompts, records = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[:PROMPTS], []
-    for mode, (nodes, leaves), d in product(("serial", "async"), SHAPES, DEPTHS):
+    trees = [(nodes, leaves, d) for (nodes, leaves), depths in SHAPES.items() for d in depths]
+    for mode, (nodes, leaves, d) in product(("serial", "async"), trees):
         plan = {"mode": mode, "verify_batch": nodes, "draft_leaves": leaves, "draft_steps": d}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rounds.jsonl"
@@ -46,7 +48,8 @@ def main() -> None:
                 measure.decode_all(llm, prompts, TOKENS)
             rounds = measure.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})
-        print(f"{mode} bs {nodes} w {leaves} d {d}: {sum(a + 1 for a, _ in rounds) / len(rounds):.3f} tokens a round", flush=True)
+        made = sum(accepted + 1 for accepted, _ in rounds) / len(rounds)
+        print(f"{mode} bs {nodes} w {leaves} d {d}: {made:.3f} tokens a round", flush=True)
     pool.dismiss()
     note = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
     lines = ",\n ".join(json.dumps(record, separators=(",", ":")) for record in records)
