@@ -4,6 +4,7 @@ with workers that answer anything. They may refuse in a line; nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -20,10 +21,11 @@ from swiftspec.distributed.grpc.feeding import Feeding
 from swiftspec.distributed.grpc.link import Link
 from swiftspec.distributed.grpc.service import TARGET, About, DraftService, Service, TargetService
 from swiftspec.distributed.grpc.sessions import Sessions
+from swiftspec.distributed.grpc.status import Refused
 from swiftspec.distributed.grpc.verifier import GrpcVerifier
 from swiftspec.distributed.grpc.verifying import Verifying
 from swiftspec.distributed.wire import read_proposal, read_result
-from swiftspec.errors import DrafterLost
+from swiftspec.errors import DrafterLost, UserError
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -156,10 +158,20 @@ class Pieces:
 def hear_about(pieces: Sequence[bytes]) -> str:
     link: Link[Any] = Link.__new__(Link)
     link.peer, link._service, link._metadata, link._channel = "--a-url 127.0.0.1:1", TARGET, (), Pieces(pieces)
-    for name, data in link.files(1.0):
-        assert isinstance(name, str) and isinstance(data, bytes)
-    link.ping(1.0)
+    try:
+        for name, data in link.files(1.0):
+            assert isinstance(name, str) and isinstance(data, bytes)
+    except Refused:
+        return hear_ping(link)
+    hear_ping(link)
     return "taken"
+
+
+def hear_ping(link: Link[Any]) -> str:
+    with suppress(UserError):
+        link.ping(1.0)
+        return "taken"
+    return "refused"
 
 
 class Says:
