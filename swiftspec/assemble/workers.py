@@ -62,7 +62,8 @@ class WorkerModel:
 
     def __init__(self, side: Side, model: Path, room: Room, world: World | None, options: Options) -> None:
         options = {**options, "only": side, "sessions": room.sessions}
-        self.side, self.room, self.path = side, room, model
+        self.side: Side = side
+        self.room, self.path = room, model
         with telling(world):
             models = Models.check(model, model if side == "draft" else None, room.shape, world, options)
         self.rank: WorkerRank | None = None

@@ -273,6 +273,8 @@ def test_that_there_is_no_more_to_come_is_heard_among_growth() -> None:
         def __init__(self) -> None: ...
         def open(self, opening: Opening) -> None: ...
         def take(self, until: float | None) -> TreeDelta | None:
+            if not come and until is not None:
+                raise DrafterLost("it waits in vain")
             return come.pop(0) if come else None
 
     drafter = ReplicaDrafter(Told(), Replica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)

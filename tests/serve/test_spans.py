@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -28,7 +29,8 @@ def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path)
         with RequestSpans("http://collector:4318", "m", hops, lambda: running.stats, lambda address: kept):
             running.generate([5, 17, 3], GREEDY)
         rounds = running.stats.rounds
-    spans = {span.context.span_id: span for span in kept.get_finished_spans()}
+    found: Any = kept.get_finished_spans()
+    spans = {span.context.span_id: span for span in found}
     (root,) = [span for span in spans.values() if span.parent is None]
     assert root.attributes["gen_ai.usage.output_tokens"] == 12
     calls = [span for span in spans.values() if span.parent is not None and span.parent.span_id == root.context.span_id]

@@ -122,12 +122,15 @@ def stream_target(asked: Sequence[Asked]) -> str:
 def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
     """A draft that grows ahead, with d given or as long as nothing comes."""
     shape, messages = asked
-    role: Any = AheadRole()
+
+    def feeding(shape: EngineConfig) -> Feeding:
+        role: Any = AheadRole()
+        return Feeding(role, role, shape, BOUNDS, Pause())
+
     for message, _ in messages:
         if message.HasField("opening"):  # type: ignore[attr-defined]
             message.opening.shape.CopyFrom(opening_to(Opening(1, TEXT, SamplingParams(), 3), shape, OWN).shape)  # type: ignore[attr-defined]
-    service = DraftService(ABOUT, Sessions(lambda s: Feeding(role, role, s, BOUNDS, Pause()), 2, 60.0))
-    return ask_stream(service, shape, messages)
+    return ask_stream(DraftService(ABOUT, Sessions(feeding, 2, 60.0)), shape, messages)
 
 
 def ask_bytes(asked: tuple[str, bytes]) -> str:
