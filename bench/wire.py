@@ -2,65 +2,33 @@
 
     python -m bench.wire [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json] [--plot out.svg]
 
-Two workers on this machine run the embedded pair at emulated step times (30 ms and 3 ms), each behind a relay of its
-own (tests/support/relay.py); `generate` decodes through both. Delays are milliseconds one way. The prediction is that
-of `swiftspec.profile predict --link`, at the d that is best there, from rounds of the same prompts on one machine and
-the round trip of a Ping.
+The workers of bench/workers.py, each behind a relay of its own (tests/support/relay.py); `generate` decodes through
+both. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link`, at the d that is
+best there, from rounds of the same prompts on one machine, the round trip of a Ping, and what surrounds the forwards,
+which bench/hop.py measures without relays on other prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc
-
+from bench import hop
 from bench.data.heldout import texts
-from swiftspec.distributed.grpc.service import TARGET as TARGET_SERVICE
+from bench.workers import LEAVES, NODES, PACES, ROOT, SERVE, SHAPE, started, workers
 from swiftspec.lab import apart, predict
 from swiftspec.lab.link import Link
 from swiftspec.lab.simulate import Acceptance, Times
 
-ROOT = Path(__file__).parents[1]
-SERVE = [sys.executable, "-m", "swiftspec.serve"]
-TARGET, DRAFT = 30e-3, 3e-3  # seconds a step
-NODES = 16  # bs and w: a target of 30 ms verifies 16 as fast as one
 PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
 MODES = ("serial", "async")
-
-
-@contextmanager
-def started(command: Sequence[str], said: str, **how: Any) -> Iterator[str]:
-    """A process that says where it listens, on either of its outputs, in a line like `said`."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how
-    )
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if found := re.search(said, line):
-                yield found[1]
-                return
-        raise SystemExit(f"{' '.join(command)} said nowhere that it listens")
-    finally:
-        process.kill()
-        process.wait()
-
-
-def worker(side: str, seconds: float) -> list[str]:
-    """The command of one."""
-    pace = ["--emulate", f"{side}={1e3 * seconds:g}ms", "--threads", "1"]
-    shape = ["--verify-batch", str(NODES), "--draft-leaves", str(NODES)]
-    return [*SERVE, "worker", side, "--listen", "127.0.0.1:0", *pace, *shape]
+AROUND = ("verify", "expand", "answer")
 
 
 def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
@@ -68,7 +36,7 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     made = rounds = seconds = 0.0
     for prompt in texts()[:PROMPTS]:
         flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--json", "--raw"]
-        flags += ["--verify-batch", str(NODES), "--draft-leaves", str(NODES), "--temperature", "0", "--ignore-eos"]
+        flags += [*SHAPE, "--temperature", "0", "--ignore-eos"]
         flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
         command = [*SERVE, "generate", *flags, "--max-tokens", str(tokens), "--prompt", prompt]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -81,32 +49,18 @@ def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     return {"tokens_per_second": made / seconds, "tokens_per_round": made / rounds}
 
 
-def round_trip(url: str) -> float:
-    """Seconds of a call that does nothing, median of 20."""
-    with grpc.insecure_channel(url) as channel:
-        ping, seconds = channel.unary_unary(f"/{TARGET_SERVICE}/Ping"), []
-        for _ in range(20):
-            began = time.perf_counter()
-            ping(b"")
-            seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-def predicted(link: Link) -> dict[str, float]:
+def predicted(link: Link, times: Times) -> dict[str, float]:
     """Tokens a second by mode."""
     known = Acceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
-    times = Times(TARGET, DRAFT, **predict.ASSUMED)
-    found = {plan.name: plan.outcome.speed for plan in apart.plans(link, known, NODES, NODES, times, times, times)}
+    found = {plan.name: plan.outcome.speed for plan in apart.plans(link, known, NODES, LEAVES, times, times, times)}
     return {mode: found[f"{mode}, both apart"] for mode in MODES}
 
 
 def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
     """One for each delay and mode."""
-    with ExitStack() as workers:
-        at = {
-            side: workers.enter_context(started(worker(side, seconds), r"worker listening on (\S+)"))
-            for side, seconds in (("target", TARGET), ("draft", DRAFT))
-        }
+    with workers() as at:
+        times = Times(PACES["target"], PACES["draft"], **hop.around(at))
+        print("outside the models, ms: " + ", ".join(f"{name} {1e3 * getattr(times, name):.2f}" for name in AROUND))
         for delay in delays:
             text = f"{2 * delay:g}ms,{bandwidth}"
             with ExitStack() as relays:
@@ -114,8 +68,8 @@ def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[
                 urls = {
                     side: relays.enter_context(started([*command, url], r"^(\S+:\d+)$")) for side, url in at.items()
                 }
-                link = Link(round_trip(urls["target"]), Link.parse(text).bandwidth)
-                about, expected = {"delay_ms": delay, "ping_ms": 1e3 * link.round_trip}, predicted(link)
+                link = Link(hop.round_trip(urls["target"]), Link.parse(text).bandwidth)
+                about, expected = {"delay_ms": delay, "ping_ms": 1e3 * link.round_trip}, predicted(link, times)
                 for mode in MODES:
                     yield {**about, "mode": mode, "predicted": expected[mode], **measure(mode, urls, tokens)}
 
@@ -127,6 +81,7 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "wire"}  # letters as text: a fifth of the lines
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
     for mode in MODES:
         own = [row for row in found if row["mode"] == mode]
@@ -134,8 +89,11 @@ def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
         (line,) = axes.plot(delays, [row["tokens_per_second"] for row in own], "o-", label=mode)
         axes.plot(delays, [row["predicted"] for row in own], "x", color=line.get_color(), label=f"{mode}, predicted")
     axes.set(xscale="log", xlabel="delay one way (ms)", ylabel="tokens a second", ylim=(0, None))
+    known = sorted({row["delay_ms"] for row in found})
+    axes.set_xticks(known, [f"{delay:g}" for delay in known], minor=False)
+    axes.minorticks_off()
     axes.legend()
-    figure.savefig(file, bbox_inches="tight")
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
 
 
 def main() -> None:

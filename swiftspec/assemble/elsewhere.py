@@ -45,6 +45,7 @@ class RemoteTarget:
         self.link = Link(worker.url, worker.flag, TARGET, pb.VerifyAnswer, worker.security)
         try:
             self.about = self.link.ping(worker.timeout)
+            self.clock = self.link.clock(worker.timeout)
         except WorkerLost as error:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
@@ -66,6 +67,7 @@ def remote_drafter(
     stream = DraftStream(link, config, bounds, ANSWER)
     try:
         stream.attach(redial.look())
+        stream.hops.clocks["draft"] = link.clock(ANSWER)
     except WorkerLost as error:
         note(f"{error}; until it answers the target decodes alone")
         redial.lost()
@@ -80,10 +82,10 @@ def remote_drafter(
         link.close()
 
     if not is_fed(config):
-        return Away(GrpcDrafter(stream), stream, redial), leave
+        return Away(GrpcDrafter(stream), stream, redial, stream.hops), leave
     slots = draft_slots(config)
     replica = Replica(DraftTree(1 + slots * config.children, slots), bounds.vocab)
-    return Away(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial), leave
+    return Away(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.hops), leave
 
 
 def _check(worker: Worker, bounds: Bounds, about: pb.PingAnswer) -> None:
@@ -126,14 +128,16 @@ def assemble_elsewhere(
     trace = options.get("trace")
     log = Recorder(None if trace is None else TraceFile(trace))
     shape = {"verify_batch": config.verify_batch, "draft_leaves": config.draft_leaves, "draft_steps": config.steps}
-    head = head_of({"mode": config.mode, **shape, "model": about.name})
+    hops = verifier.hops if away is None or away.hops is None else away.hops
+    hops.clocks["target"], verifier.hops = target.clock, hops
+    head = head_of({"mode": config.mode, **shape, "model": about.name} | hops.head())
     if log.file is not None:
         log.file.write([head])
     parts = Tree(drafter, verifier)
-    decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away)
+    decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away, hops)
     if away is not None:
         verifier.meanwhile = lambda: decoding.asked.grow()  # takes in what the draft's worker sends
     eos = tuple(about.eos_token_ids)
     check = partial(check_request, config, Grammars(tokenizer, eos, about.vocab_size))
     limits = RequestLimits(length, about.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, None, log, head, leave)
+    return Roles(decoding, parts, config, limits, None, log, head, leave, hops)

@@ -21,6 +21,7 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.model.files import read_config
+from swiftspec.observe.hops import Hops
 from swiftspec.observe.lines import Record, head_of
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.trace import DraftLane, ParticleTrace, Probabilities, Switch, TreeTrace
@@ -60,6 +61,7 @@ class Roles:
     recorder: Recorder
     head: Record  # the first line of what is on record
     leave: Callable[[], None] = lambda: None  # says goodbye to workers
+    hops: Hops | None = None  # exchanges with them
 
     @property
     def outages(self) -> Sequence[Outage]:
@@ -93,11 +95,12 @@ def assemble(
     else:
         parts, decoding, config = _tree(models, config, rank, away, log, progress)
     eos = read_config(models.target).eos_token_ids
-    head = head_of(models.described(config))
+    hops = None if away is None else away.hops
+    head = head_of(models.described(config) | ({} if hops is None else hops.head()))
     if log.file is not None:
         log.file.write([head])
     limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, rank, log, head, leave)
+    return Roles(decoding, parts, config, limits, rank, log, head, leave, hops)
 
 
 def check_request(config: EngineConfig, grammars: Grammars, sampling: SamplingParams) -> None:
@@ -136,19 +139,20 @@ def _tree(
         if config.beside and local is not None:
             warm_up(local, alone)
     assert isinstance(alone, FullVerifier)
-    return parts, tree_decoding(parts, config, log, alone.probabilities, local, away), config
+    hops = None if away is None else away.hops
+    return parts, tree_decoding(parts, config, log, alone.probabilities, local, away, hops), config
 
 
 def tree_decoding(
     parts: Tree, config: EngineConfig, log: Recorder, probabilities: Probabilities, local: LocalDrafter | None,
-    away: Away | None,
+    away: Away | None, hops: Hops | None = None,
 ) -> TreeDecoding:  # fmt: skip
     """Decoding on a drafter of this process (`local`) or another (`away`), or on none. `probabilities`: the target's,
-    as `TreeTrace` has it."""
+    as `TreeTrace` has it. `hops`: exchanges with workers."""
     controller = None
     if config.mode != "ar" and config.decides:
         controller = Controller(parts.drafter, lambda: Measured(config))
-    tell = _observers(log, parts, probabilities, local, controller)
+    tell = _observers(log, parts, probabilities, local, controller, hops)
     report = (lambda: None) if controller is None else controller.report
     if away is None:
         return decoding_on(controller or parts.drafter, parts.verifier, tell, report)
@@ -165,11 +169,13 @@ def decoding_on(
 
 
 def _observers(
-    log: Recorder, parts: Tree, probabilities: Probabilities, local: LocalDrafter | None, controller: Controller | None
-) -> Switch:
+    log: Recorder, parts: Tree, probabilities: Probabilities, local: LocalDrafter | None,
+    controller: Controller | None, hops: Hops | None,
+) -> Switch:  # fmt: skip
     """Of both lanes on rank 0, while somebody wants to know; a draft elsewhere sends the records of its own."""
     asked = (lambda: True) if controller is None else (lambda: controller.measured.speculating)
     told = parts.drafter.watch if isinstance(parts.drafter, GroupDrafter) else lambda on: None
     lane = None if local is None else DraftLane(local)
-    watcher = TreeTrace(log, lambda: parts.verifier.busy, asked, probabilities, lane)
+    taken = () if hops is None else (hops.take,)
+    watcher = TreeTrace(log, lambda: parts.verifier.busy, asked, probabilities, lane, *taken)
     return Switch(lambda: log.wanted, watcher, told)

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from swiftspec.assemble.models import Models, drafter_on, verifier_on
 from swiftspec.assemble.options import Options, Side
 from swiftspec.config import EngineConfig
+from swiftspec.distributed.calls import Call
+from swiftspec.distributed.crew import Crew, SessionTeam, WorkerRank
+from swiftspec.distributed.facts import telling
+from swiftspec.distributed.followers import LeadingDrafter, LeadingVerifier
+from swiftspec.distributed.groups.join import AnyGroup
 from swiftspec.distributed.grpc.convert import Identity, is_fed
 from swiftspec.distributed.grpc.drafting import Drafting
 from swiftspec.distributed.grpc.feeding import Feeding
 from swiftspec.distributed.grpc.service import About, DraftService, Service, TargetService
 from swiftspec.distributed.grpc.sessions import Sessions
 from swiftspec.distributed.grpc.verifying import Verifying
+from swiftspec.distributed.obeying import Follower
 from swiftspec.distributed.standing import Bounds
+from swiftspec.distributed.world import World
 from swiftspec.errors import UserError
 from swiftspec.model.files import read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
+from swiftspec.runtime.verifier import LocalVerifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +53,91 @@ class Room:
                 )
 
 
-def make_service(
-    side: Side, model: Path, name: str, tokenizer: bytes, files: tuple[Path, ...], room: Room,
-    **options: Unpack[Options],
-) -> Service:  # fmt: skip
-    """Loads the model and makes its service. `tokenizer`: the hash of its id-to-token map; `files`: what a client needs
-    to speak of tokens. Raises UserError where the model cannot be loaded, or its caches do not fit."""
-    options |= {"only": side, "sessions": room.sessions}
-    shapes = [replace(room.shape, proposal=proposal) for proposal in ("coupled", "sample")]
-    models = Models.check(model, model if side == "draft" else None, room.shape, None, options)
-    largest = max(shapes, key=lambda shape: models.slots(side, shape))
-    loaded = models.loaded(side, largest, None, options.get("progress"))
-    about = About(
-        Identity(bytes.fromhex(fingerprint(model)), tokenizer), name, models.vocab_size, models.max_model_len,
-        read_config(model).eos_token_ids, str(loaded.model.dtype).removeprefix("torch."),
-    )  # fmt: skip
+class WorkerModel:
+    """The model of a worker, or this rank's share of it, and the roles on it.
 
-    def bounds(shape: EngineConfig) -> Bounds:
-        room.check(shape, side)
-        return Bounds(models.vocab_size, models.max_model_len, shape.verify_batch)
+    `rank`: of the group, where there are several. Raises UserError where the model cannot be loaded, its caches do not
+    fit, or the ranks were not started alike.
+    """
+
+    def __init__(self, side: Side, model: Path, room: Room, world: World | None, options: Options) -> None:
+        options = {**options, "only": side, "sessions": room.sessions}
+        self.side: Side = side
+        self.room, self.path = room, model
+        with telling(world):
+            models = Models.check(model, model if side == "draft" else None, room.shape, world, options)
+        self.rank: WorkerRank | None = None
+        self._progress = options.get("progress")
+        if world is None:
+            self._load(models, None)
+        else:
+            settings = {"worker": side, "max_sessions": room.sessions}
+            self.rank = WorkerRank(world, room.shape, models, settings, self._load)
+
+    def _load(self, models: Models, group: AnyGroup | None) -> None:
+        shapes = [replace(self.room.shape, proposal=proposal) for proposal in ("coupled", "sample")]
+        largest = max(shapes, key=lambda shape: models.slots(self.side, shape))
+        self.models, self.loaded = models, models.loaded(self.side, largest, group, self._progress)
+
+    def bounds(self, shape: EngineConfig) -> Bounds:
+        """What a session of that shape keeps to. Raises UserError on one that is too large."""
+        self.room.check(shape, self.side)
+        return Bounds(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
+
+    def verifier(self, shape: EngineConfig, pause: Pause) -> LocalVerifier:
+        return verifier_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+
+    def drafter(self, shape: EngineConfig, pause: Pause) -> LocalDrafter:
+        return drafter_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+
+    def follow(self) -> None:
+        """The life of any rank but 0."""
+        assert self.rank is not None
+        self.rank.follow(self._follower)
+
+    def _follower(self, shape: EngineConfig, pause: Pause) -> Follower:
+        if self.side == "target":
+            return Follower(self.verifier(shape, pause), None, None, self.bounds(shape))
+        return Follower(None, self.drafter(shape, pause), None, self.bounds(shape))
+
+
+def service_of(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> Service[Any]:
+    """The service of a worker's rank 0, or of the only one. `tokenizer`: the hash of its id-to-token map; `files`: what
+    a client needs to speak of tokens."""
+    models, room = model.models, model.room
+    about = About(
+        Identity(bytes.fromhex(fingerprint(model.path)), tokenizer), name, models.vocab_size, models.max_model_len,
+        read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    crew = Crew(()) if model.rank is None else model.rank.crew
+    teams: dict[Any, SessionTeam] = {}  # by what a session does
+
+    def led(shape: EngineConfig) -> tuple[Bounds, Pause, SessionTeam]:
+        bounds, pause, team = model.bounds(shape), Pause(), crew.team(shape)
+        pause.tell = partial(team.tell, Call.GO_ON)
+        return bounds, pause, team
 
     def drafting(shape: EngineConfig) -> Drafting | Feeding:
-        keeps, pause = bounds(shape), Pause()
-        drafter = drafter_on(*loaded.runner(models.slots(side, shape), pause), shape)
+        bounds, pause, team = led(shape)
+        drafter = model.drafter(shape, pause)
+        leading = LeadingDrafter(drafter, team)
         if is_fed(shape):
             assert isinstance(drafter, AheadDrafter)
-            return Feeding(drafter, shape, keeps, pause)
-        return Drafting(drafter, shape, keeps, pause)
+            work: Drafting | Feeding = Feeding(drafter, leading, shape, bounds, pause)
+        else:
+            work = Drafting(leading, shape, bounds, pause)
+        teams[work] = team
+        return work
 
     def verifying(shape: EngineConfig) -> Verifying:
-        keeps, pause = bounds(shape), Pause()
-        return Verifying(verifier_on(*loaded.runner(models.slots(side, shape), pause), shape), shape, keeps, pause)
+        bounds, pause, team = led(shape)
+        work = Verifying(LeadingVerifier(model.verifier(shape, pause), team), shape, bounds, pause)
+        teams[work] = team
+        return work
 
-    if side == "draft":
-        return DraftService(about, Sessions(drafting, room.sessions, room.idle))
-    return TargetService(about, Sessions(verifying, room.sessions, room.idle), files)
+    def ended(work: Any) -> None:
+        crew.end(teams.pop(work))
+
+    if model.side == "draft":
+        return DraftService(about, Sessions(drafting, room.sessions, room.idle, ended=ended))
+    return TargetService(about, Sessions(verifying, room.sessions, room.idle, ended=ended), files)

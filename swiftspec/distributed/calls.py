@@ -30,3 +30,6 @@ class Call(IntEnum):
     TRACE = 19
     GO_ON = 20
     WATCH = 21
+    SESSION_OPEN = 22
+    SESSION_TURN = 23
+    SESSION_CLOSE = 24

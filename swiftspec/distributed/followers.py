@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from swiftspec.distributed.calls import Call
 from swiftspec.distributed.channel import Channel
 from swiftspec.distributed.keeping import Pulse
-from swiftspec.distributed.obeying import Follower
+from swiftspec.distributed.obeying import Act, Follower
 from swiftspec.distributed.orders import Orders
 from swiftspec.distributed.standing import Bounds
-from swiftspec.distributed.wire import Message, pack
+from swiftspec.distributed.wire import Message, Words, pack
 from swiftspec.errors import RankLost, RequestEnds
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.fallback import FAILURES
@@ -219,6 +219,11 @@ def follow(
     works."""
     follower, orders = Follower(verifier, drafter, smc, bounds), Orders(leader)
     pause.cancelled = orders.given_up
+    obey(leader, orders, follower.read, pulse)
+
+
+def obey(leader: Channel, orders: Orders, read: Callable[[int, Words], Act], pulse: Pulse) -> None:
+    """As `follow`; `read` says what a message asks for."""
     while True:
         try:
             pulse.rest()
@@ -226,7 +231,7 @@ def follow(
             pulse.work()
             if kind == Call.LEAVE:
                 return
-            act = follower.read(kind, words)
+            act = read(kind, words)
         except ConnectionError as error:
             raise RankLost(str(error)) from None
         except ValueError as error:

@@ -15,6 +15,7 @@ from swiftspec.control.controller import merged
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.distributed.bridge import DrafterLate
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.hops import Hops
 from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.fallback import FAILURES
 
@@ -71,6 +72,7 @@ class Away:
     drafter: AwayDrafter
     line: Line
     returns: Returns | None
+    hops: Hops | None = None  # exchanges with it, where it is a worker
 
 
 @dataclass(slots=True)

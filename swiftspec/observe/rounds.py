@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.observe.hops import Hop
 from swiftspec.observe.lines import DIGITS, Record
 
 FORBIDDEN = -9999.0  # in place of the logarithm of 0: a filter forbids this node
@@ -27,7 +28,7 @@ class Round:
     `times`, of the loop's events: how the request opened (opening, drafter opened, opened), or the end of the round
     before (verified, observed, settled, taken); then proposed, grown, verified and observed. `asked`: the drafter was.
     `draft`: of a draft in this process its tree, and as it was a round before; of another what reads its lane, and may
-    raise ValueError.
+    raise ValueError. `hops`: exchanges with workers since the round before.
     """
 
     proposal: Proposal
@@ -37,6 +38,7 @@ class Round:
     forward: float  # seconds in the target
     p: Sequence[float] | None  # the target's, of all nodes but the root
     draft: tuple[Grown, Grown] | Callable[[], Record] | None
+    hops: Sequence[Hop] = ()
 
     def line(self) -> Record:
         """Its line. A lane that makes no sense is left out."""
@@ -55,6 +57,8 @@ class Round:
                 line["draft"] = self.draft()
         elif self.draft is not None:
             line["draft"] = lane_of(*self.draft, first, times[:2], times[-5:-2])
+        if self.hops:
+            line["workers"] = [hop.line() for hop in self.hops]
         return line
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.hops import Hop
 from swiftspec.observe.lines import Record
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.rounds import Forward, Grown, Round, lane_of
@@ -125,13 +126,15 @@ class TreeTrace:
 
     `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
     who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
-    the proposal verified last. `lane`: of a drafter in this process.
+    the proposal verified last. `lane`: of a drafter in this process. `hops`: exchanges with workers since it was asked
+    last.
     """
 
     def __init__(
         self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities,
-        lane: DraftLane | None = None,
+        lane: DraftLane | None = None, hops: Callable[[], Sequence[Hop]] = tuple,
     ) -> None:  # fmt: skip
+        self._hops = hops
         self._log, self._busy, self._asked, self._probabilities, self._lane = log, busy, asked, probabilities, lane
         self._plain = False  # the request
         self._spent = 0.0
@@ -167,7 +170,9 @@ class TreeTrace:
         """The result is on its way, so nobody waits for it."""
         known = self._probabilities(proposal.tokens, proposal.parents)
         busy, times = self._busy(), self.times
-        self._log.add(Round(proposal, result, times, self._drafted, busy - self._spent, known, self._grown))
+        self._log.add(
+            Round(proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._hops())
+        )
         self._spent, self.times = busy, times[-2:]
 
 

@@ -161,7 +161,7 @@ class ReplicaDrafter:
         come = [first]
         while self._free and (delta := self._next(None)) is not None:
             come.append(delta)
-        for _, some in groupby(come, lambda delta: delta.round):
+        for _, some in groupby(come, lambda delta: (delta.round, len(delta) == 0)):  # an empty one says something
             self._take_in(joined([*some]))
         return True
 

@@ -44,14 +44,14 @@ class TreeFeed:
         self._led: LedDrafter = led or drafter
         self._ids = NodeIds()
         drafter.hooks.append(self._tell)
-        self._free = self._owed = False  # _owed: d expansions, where d is fixed
+        self.free = self._owed = False  # _owed: d expansions, where d is fixed
 
     def open(self, opening: Opening) -> None:
         """Begins a request. The prompt is read, and the first growth sent."""
         self._owed = False  # of a request that has ended
         shape = self._config.for_request(opening.sampling)
-        self._free, self._most = shape.free_steps, shape.most_steps
-        steps = 1 if self._free else shape.steps
+        self.free, self._most = shape.free_steps, shape.most_steps
+        steps = 1 if self.free else shape.steps
         if self._led.draft_steps != steps:
             self._led.draft_steps = steps
         self._request = opening.request
@@ -72,7 +72,7 @@ class TreeFeed:
     def grow(self) -> bool:
         """To be called while there is nothing else to do. False: the tree is not to grow on before the next result,
         which has been said."""
-        if not self._free:
+        if not self.free:
             self._grow_owed()
             return False
         if self._ended:
@@ -91,7 +91,7 @@ class TreeFeed:
         self._round, self._expansions, self._ended = round_, 0, False
 
     def _turn(self) -> None:
-        if not self._free:
+        if not self.free:
             self._led.propose()
             self._owed = True
 

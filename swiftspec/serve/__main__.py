@@ -133,10 +133,10 @@ def _beside_workers(name: str, argv: Sequence[str], here: Launched | None) -> in
     from swiftspec.serve.cli import parse
     from swiftspec.serve.settings import UsageError
 
-    if here is not None and here.size > 1:
-        raise UsageError(f"`swiftspec {name}` is one process: start it without torchrun")
     if name == "worker":
-        return worker.main(argv)
+        return worker.main(argv, own_world)
+    if here is not None and here.size > 1:
+        raise UsageError("`swiftspec generate` is one process: start it without torchrun")
     command = parse(argv)
     if command.settings.target_url is None:
         raise UsageError("`swiftspec generate` decodes on a worker: name the target's with --target-url")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -69,9 +70,20 @@ def run(command: Command, prompt: str, world: World | None = None) -> int:
     finally:
         phases.close()
     try:
-        return _answer(command, prompt, session)
+        with _spans(command, session):
+            return _answer(command, prompt, session)
     finally:
         session.close()
+
+
+def _spans(command: Command, session: Session) -> AbstractContextManager[object]:
+    """What tells a collector of the request, where one is named and workers decode it."""
+    endpoint, hops = command.settings.otlp_endpoint, session.llm.roles.hops
+    if endpoint is None or hops is None:
+        return nullcontext()
+    from swiftspec.serve.spans import RequestSpans
+
+    return RequestSpans(endpoint, session.model, hops, lambda: session.llm.stats)
 
 
 def _answer(command: Command, prompt: str, session: Session) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from swiftspec.config import EngineConfig
-from swiftspec.errors import UserError
+from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.cli import parse
 from swiftspec.serve.found import embedded_model
 from swiftspec.serve.session import Weights, load_options
@@ -22,14 +21,16 @@ from swiftspec.serve.text import TOKENIZER_FILES, TextCodec, locate
 from swiftspec.serve.workers import security_of
 
 if TYPE_CHECKING:
-    from swiftspec.distributed.grpc.service import Service
+    from swiftspec.assemble.workers import WorkerModel
+    from swiftspec.distributed.world import World
 
 PORTS = {"target": 7070, "draft": 7071}  # on the loopback, where --listen names no other
+Join = Callable[[], "World | None"]
 ASKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs a worker until a signal ends it. Returns the exit code."""
+def main(argv: Sequence[str], join: Join) -> int:
+    """Runs a worker until a signal ends it. Returns the exit code. `join`: the ranks that a launcher has started."""
     side = argv[0] if argv else ""
     if side not in ("draft", "target"):
         raise UsageError("which model does the worker run? `swiftspec worker draft` or `swiftspec worker target`")
@@ -42,31 +43,48 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError(
                 f"--{name.replace('_', '-')} is not for a worker, which runs the one --model: leave it out"
             )
-    return run(side, settings)
+    return run(side, settings, join)
 
 
-def run(side: Literal["draft", "target"], settings: Settings) -> int:
+def run(side: Literal["draft", "target"], settings: Settings, join: Join) -> int:
     """Loads the model, listens, and leaves once a signal has come and the requests under way are over; they may take
-    --drain-timeout for that. A second signal ends it at once."""
+    --drain-timeout for that. A second signal ends it at once. Where a launcher has started several ranks, rank 0 does
+    so, and the others follow it. Raises RankLost where one of them is gone."""
     from swiftspec.distributed.grpc.endpoint import Endpoint
 
     endpoint, security = Endpoint.of(settings.listen or f"127.0.0.1:{PORTS[side]}", "--listen"), security_of(settings)
     security.check_worker(endpoint)
+    world = join()
+    if world is not None and world.rank > 0:
+        for number in ASKS:  # rank 0 hears it, ends what runs, and says when to leave
+            signal.signal(number, signal.SIG_IGN)
+        _load(side, settings, world, Phases(quiet=True))[0].follow()
+        return 0
     phases = Phases()
     try:
-        path = locate(settings.model or embedded_model(side), settings.revision)
-        phases.begin("libraries")
+        model, codec = _load(side, settings, world, phases)
+        from swiftspec.assemble.workers import service_of
         from swiftspec.distributed.grpc.server import Server
 
-        service = _service(side, settings, path, phases)
+        own = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
+        service = service_of(model, model.path.name, codec.digest, own)
         server = Server(service, endpoint, security, settings.max_sessions)
         phases.ready()
     finally:
         phases.close()
     print(f"swiftspec: {side} worker listening on {Endpoint(endpoint.host, server.port)}", file=sys.stderr, flush=True)
+    crew = None if model.rank is None else model.rank.crew
     with Asked() as asked:
+        if crew is not None:
+            crew.lost = lambda why: asked.signals.put(0)
         server.run(asked.signals)
-        server.stop(settings.drain_timeout)
+        if crew is not None:  # a launcher that has lost one of us asks the others to leave
+            crew.look()
+        server.stop(settings.drain_timeout if crew is None or crew.broken is None else 0.0)
+    if model.rank is not None:
+        model.rank.leave()
+    if crew is not None and crew.broken is not None:
+        raise RankLost(crew.broken)
     return 0
 
 
@@ -97,21 +115,29 @@ class Asked:
         self.signals.put(number)
 
 
-def _service(side: Literal["draft", "target"], settings: Settings, path: Path, phases: Phases) -> Service[Any]:
-    from swiftspec.assemble.workers import Room, make_service
+def _load(
+    side: Literal["draft", "target"], settings: Settings, world: World | None, phases: Phases
+) -> tuple[WorkerModel, TextCodec]:
+    """The model, or this rank's share of it, and what turns its ids into tokens."""
+    from swiftspec.distributed.facts import telling
 
-    phases.begin("tokenizers")
-    codec = TextCodec(path)
-    options, _, _ = load_options(settings, path, None)
-    options |= {"vocab_size": codec.size, "progress": Weights(phases, f"{side} weights"), "note": phases.note}
-    tree = {name: getattr(settings, name) for name in ("verify_batch", "draft_leaves", "draft_steps")}
-    mode = "serial" if side == "draft" else "ar"
-    shape = EngineConfig(mode=mode, adapt_steps=side == "draft" and settings.draft_steps is None, **tree)
-    room = Room(settings.max_sessions, settings.session_idle, shape)
-    own = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
+    ranks = 1 if world is None else world.size
+    with telling(world):
+        path = locate(settings.model or embedded_model(side), settings.revision)
+        phases.begin("tokenizers")
+        codec = TextCodec(path)
+        phases.begin("libraries")
+        options, _, _ = load_options(settings, path, world)
+        options |= {"vocab_size": codec.size, "progress": Weights(phases, f"{side} weights"), "note": phases.note}
+        tree = {name: getattr(settings, name) for name in ("verify_batch", "draft_leaves", "draft_steps")}
+        adapts = side == "draft" and settings.draft_steps is None
+        shape = EngineConfig("serial" if side == "draft" else "ar", adapt_steps=adapts, target_tp=ranks, **tree)
     phases.begin(f"{side} weights")
+    from swiftspec.assemble.workers import Room, WorkerModel
+
+    room = Room(settings.max_sessions, settings.session_idle, shape)
     try:
-        return make_service(side, path, path.name, codec.digest, own, room, **options)
+        return WorkerModel(side, path, room, world, options), codec
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise

@@ -256,3 +256,27 @@ def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) ->
     link.deltas += [grown(4, 5, [4, 4], [1, 2])]
     assert drafter.answered()
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
+
+
+def test_that_there_is_no_more_to_come_is_heard_among_growth() -> None:
+    """Else a proposal of too few nodes would be waited for until the draft counts as late."""
+    config = EngineConfig(mode="async", verify_batch=16, draft_leaves=2)
+    tokens, end = np.arange(3), np.zeros(0, np.int64)
+    come = [
+        TreeDelta(1, 0, 1, 1, np.zeros(3, np.int64), tokens, np.full(3, -0.1)),
+        TreeDelta(1, 0, 1, 4, end, end, end * 1.0),
+    ]
+
+    class Told(FedLink):
+        patience = 0.0
+
+        def __init__(self) -> None: ...
+        def open(self, opening: Opening) -> None: ...
+        def take(self, until: float | None) -> TreeDelta | None:
+            if not come and until is not None:
+                raise DrafterLost("it waits in vain")
+            return come.pop(0) if come else None
+
+    drafter = ReplicaDrafter(Told(), Replica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
+    drafter.open(opening(PROMPT, GREEDY, request=1))
+    assert len(drafter.propose().tokens) == 4

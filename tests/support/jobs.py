@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swiftspec.assemble.options import Options
+from swiftspec.assemble.options import Options, Side
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
@@ -28,6 +28,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.roles import make_runner
+from tests.support.workers import Started, on_workers
 
 Json = dict[str, Any]
 
@@ -74,6 +75,32 @@ def decode(
             return [answer(llm, prompt, dict(values)) for prompt, values in requests]
     finally:
         llm.close()
+
+
+def decode_on_group(
+    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
+) -> list[Any] | None:
+    """A worker on all ranks, whose rank 0 also decodes on it: two sessions, which take turns round by round."""
+    worker = Started(side, Path(model), world=join_world())
+    assert worker.world is not None
+    if worker.world.rank > 0:
+        worker.load().follow()
+        return None
+    worker.start()
+    here = (worker.named(), Path(other)) if side == "target" else (Path(other), worker.named())
+    try:
+        with on_workers(*here, **plan) as one, on_workers(*here, **plan) as two:
+            found = []
+            for prompt, values in requests:
+                streams = [llm.stream(prompt, sampling_from(values)) for llm in (one, two)]
+                texts: list[list[int]] = [[], []]
+                while any(chunks := [next(stream, None) for stream in streams]):
+                    for text, chunk in zip(texts, chunks, strict=True):
+                        text.extend(chunk.token_ids if chunk is not None else ())
+                found.append([*texts, [llm.stats.drafter_lost for llm in (one, two)], one.stats.accepted])
+            return found
+    finally:
+        worker.stop()
 
 
 def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool = False, fused: bool = True) -> Json:

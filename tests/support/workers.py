@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 
 from swiftspec.assemble.elsewhere import RemoteTarget, assemble_elsewhere
 from swiftspec.assemble.options import Options, Side, Worker
-from swiftspec.assemble.workers import Room, make_service
+from swiftspec.assemble.workers import Room, WorkerModel, service_of
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc.endpoint import Endpoint, Security
 from swiftspec.distributed.grpc.server import Server
+from swiftspec.distributed.world import World
 from swiftspec.llm import LLM, Running
 
 TOKENIZER = bytes(32)  # the models of tests have none
@@ -37,16 +38,24 @@ class Started:
     security: Security = OPEN
     port: int = 0
     tokenizer: bytes = TOKENIZER
+    world: World | None = None
+
+    def load(self) -> WorkerModel:
+        ranks = 1 if self.world is None else self.world.size
+        room = Room(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
+        return WorkerModel(self.side, self.model, room, self.world, OPTIONS)
 
     def start(self) -> Started:
-        room = Room(self.sessions, 600.0, ROOM[self.side])
-        self.service = make_service(self.side, self.model, self.side, self.tokenizer, (), room, **OPTIONS)
+        self.loaded = model = self.load()
+        self.service = service_of(model, self.side, self.tokenizer, ())
         self.server = Server(self.service, Endpoint("127.0.0.1", self.port), self.security, self.sessions)
         self.port = self.server.port
         return self
 
     def stop(self) -> None:
         self.server.stop()
+        if self.loaded.rank is not None:
+            self.loaded.rank.leave()
 
     def named(self, timeout: float = 20.0, security: Security = OPEN) -> Worker:
         """As an orchestrator names it."""
@@ -64,12 +73,12 @@ def started(side: Side, model: Path, **how: Any) -> Iterator[Started]:
 
 @contextmanager
 def on_workers(
-    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), **plan: Any
+    target: Worker | Path, draft: Worker | Path | None, tokenizer: Path = Path(), trace: Path | None = None, **plan: Any
 ) -> Iterator[Running]:
     """An orchestrator: each model is a worker's, or loaded here."""
     remote = {"target_remote": isinstance(target, Worker), "draft_remote": isinstance(draft, Worker)}
     config = EngineConfig(**{"mode": "async" if draft else "ar", **remote, **plan})
-    options: Options = {**OPTIONS, "draft_worker": draft if isinstance(draft, Worker) else None}
+    options: Options = {**OPTIONS, "trace": trace, "draft_worker": draft if isinstance(draft, Worker) else None}
     here = draft if isinstance(draft, Path) else None
     if isinstance(target, Worker):
         running = Running(assemble_elsewhere(RemoteTarget(target), here, config, tokenizer, **options))

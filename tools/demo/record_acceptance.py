@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 -m tools.demo.record_acceptance
     python -m tools.demo.record_acceptance --chains      # those of chains alone, in the place of earlier ones
 
-Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy, bs = w.
+Rounds of a fixed d are the same on every machine up to near-ties; held-out prompts, greedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from swiftspec.lab.pool import Order, Pair, WorkerPool
 from swiftspec.lab.timeline import Trace
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-NODES = (8, 16)  # bs and w
+WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
+SHAPES = {(8, 8): DEPTHS, (16, 16): DEPTHS, (16, 32): WIDE}  # bs and w, and each d
 CHAINS = (1, 2, 3, 4, 6, 8)  # draft tokens
 PROMPTS, TOKENS = 12, 128
 NOTE = f"embedded pair, {PROMPTS} held-out prompts, {TOKENS} tokens each, greedy, bfloat16"
@@ -46,7 +47,8 @@ def main() -> None:
     if world.rank > 0:
         pool.follow()
         return
-    trees = [(mode, nodes, nodes, d) for mode, nodes, d in product(("serial", "async"), NODES, DEPTHS)]
+    shapes = [(nodes, leaves, d) for (nodes, leaves), depths in SHAPES.items() for d in depths]
+    trees = [(mode, *shape) for mode, shape in product(("serial", "async"), shapes)]
     records = [*record(pool, trees), *chains(pool)]
     pool.dismiss()
     write(records)

@@ -110,8 +110,8 @@ def _read_drawn(message: pb.Drawn, rows: int) -> Drawn:
 
 def delta_to(delta: TreeDelta) -> pb.TreeDelta:
     return pb.TreeDelta(
-        request=delta.request, round=delta.round, expansions=delta.expansions, first=delta.first, parents=delta.parents,
-        tokens=delta.tokens, weights=delta.weights,
+        request=delta.request, round=delta.round, expansions=delta.expansions, first=delta.first,
+        parents=delta.parents.tolist(), tokens=delta.tokens.tolist(), weights=delta.weights.tolist(),
     )  # fmt: skip
 
 

@@ -8,11 +8,12 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import LATE_ANSWER, OPEN_TIMEOUT, DrafterLate
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import Identity, opening_to, result_to
-from swiftspec.distributed.grpc.link import Link, Stream
+from swiftspec.distributed.grpc.link import Link, Stream, hop_of
 from swiftspec.distributed.grpc.status import Refused, SessionGone, WorkerLost
 from swiftspec.distributed.standing import Bounds, Standing
 from swiftspec.errors import DrafterLost
 from swiftspec.messages import Opening, VerifyResult
+from swiftspec.observe.hops import Hops
 
 
 class DraftStream:
@@ -21,12 +22,12 @@ class DraftStream:
 
     `gone`: why there is no worker, until `attach` gives one; `answer_timeout`, `open_timeout`: seconds that a proposal
     may take, and the first of a request; `busy`: seconds in the draft's forwards, as far as the worker has told;
-    `standing`: where the request stands.
+    `standing`: where the request stands; `hops`: where each answer is noted.
     """
 
     def __init__(self, link: Link[pb.DraftAnswer], shape: EngineConfig, bounds: Bounds, answer_timeout: float) -> None:
         """`shape`: of the rounds; a worker refuses one that it has no room for."""
-        self.busy = 0.0
+        self.busy, self.hops, self._sent_at = 0.0, Hops(), 0
         self.standing = Standing(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
@@ -86,6 +87,7 @@ class DraftStream:
             raise DrafterLost(str(error)) from None
         self._session = answer.session
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
+        self.hops.add(hop_of("draft", self.round - 1, self._sent_at, answer.telemetry))
         return answer
 
     def nonsense(self, why: object) -> DrafterLost:
@@ -109,6 +111,7 @@ class DraftStream:
     def _send(self, message: pb.DraftRequest) -> None:
         if self._stream is None:
             raise DrafterLost(self.gone or "the draft has no request open")
+        self._sent_at = time.time_ns()
         self._stream.send(message)
 
     def _hang_up(self) -> None:

@@ -8,14 +8,14 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc.status import Stale
 from swiftspec.distributed.standing import Bounds, Standing, in_range
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
+from swiftspec.runtime.tree_feed import LedDrafter
 
 
 class Drafting:
     """One orchestrator's requests, one after the other. What fails ends its request; the opening may come again."""
 
-    def __init__(self, drafter: LocalDrafter, shape: EngineConfig, bounds: Bounds, pause: Pause) -> None:
+    def __init__(self, drafter: LedDrafter, shape: EngineConfig, bounds: Bounds, pause: Pause) -> None:
         """`pause`: what the drafter's runner calls while it reads a prompt."""
         self.shape = shape
         self._drafter, self._pause = drafter, pause

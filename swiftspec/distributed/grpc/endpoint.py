@@ -11,7 +11,11 @@ from swiftspec.errors import UserError, shown
 MOST_BYTES = 16 << 20  # of a message
 ALIVE, ANSWER = 10_000, 5_000  # milliseconds: how often a silent peer is asked for a sign, and how long that may take
 KEEPALIVE = (("grpc.keepalive_time_ms", ALIVE), ("grpc.keepalive_timeout_ms", ANSWER))
-SIZES = (("grpc.max_receive_message_length", MOST_BYTES), ("grpc.max_send_message_length", MOST_BYTES))
+AHEAD = 1 << 20  # bytes that a stream may have under way; with gRPC's 64 KiB growth would wait for a slow wire
+SIZES = (
+    ("grpc.max_receive_message_length", MOST_BYTES), ("grpc.max_send_message_length", MOST_BYTES),
+    ("grpc.http2.lookahead_bytes", AHEAD),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from swiftspec.distributed.standing import Bounds, Standing
 from swiftspec.messages import Opening, VerifyResult
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.pause import Pause
-from swiftspec.runtime.tree_feed import TreeFeed
+from swiftspec.runtime.tree_feed import LedDrafter, TreeFeed
 from swiftspec.tree.replica import TreeDelta
 
 
@@ -20,19 +20,27 @@ class Feeding:
     `grow` return whether the tree may grow on before the next result.
     """
 
-    def __init__(self, drafter: AheadDrafter, shape: EngineConfig, bounds: Bounds, pause: Pause) -> None:
-        """`pause`: what the drafter's runner calls while it reads a prompt."""
+    def __init__(
+        self, drafter: AheadDrafter, led: LedDrafter, shape: EngineConfig, bounds: Bounds, pause: Pause
+    ) -> None:
+        """`led`: the same drafter with all ranks of its group; `pause`: what its runner calls while it reads a
+        prompt."""
         self.shape = shape
         self.openings = 0
         self._grown: list[TreeDelta] = []
         self._drafter, self._pause = drafter, pause
-        self._feed = TreeFeed(drafter, lambda delta: self._grown.append(delta), shape)
+        self._feed = TreeFeed(drafter, lambda delta: self._grown.append(delta), shape, led)
         self._standing = Standing(bounds)
 
     @property
     def busy(self) -> float:
         """Seconds in the model's forwards."""
         return self._drafter.busy
+
+    @property
+    def free(self) -> bool:
+        """Whether the tree grows for as long as nothing comes; how often that is told is then nobody's concern."""
+        return self._feed.free
 
     def open(self, opening: Opening, cancelled: Callable[[], bool]) -> bool:
         """Reads the text, which ends early, with Cancelled, once nobody waits for it."""

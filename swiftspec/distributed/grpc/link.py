@@ -15,6 +15,7 @@ from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import PROTOCOL, parsed
 from swiftspec.distributed.grpc.endpoint import KEEPALIVE, SIZES, Endpoint, Security
 from swiftspec.distributed.grpc.status import Refused, WorkerLost, error_of
+from swiftspec.observe.hops import Hop, Offset
 
 A = TypeVar("A", bound=Message)
 OPTIONS = (
@@ -22,6 +23,7 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0),
 )  # fmt: skip
+PINGS = 5  # by which a clock is read
 MOST_FILES = 512 << 20  # bytes of a tokenizer
 GOODBYE = 1.0  # seconds for a worker to hear that a session is over
 HELD = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
@@ -60,6 +62,16 @@ class Link(Generic[A]):
                 " same SwiftSpec on both sides"
             )
         return answer
+
+    def clock(self, timeout: float) -> Offset:
+        """The worker's clock, from the fastest of a few pings. Raises as `ping` does."""
+        best = None
+        for _ in range(PINGS):
+            asked = time.time_ns()
+            found = Offset.of(asked, self.ping(timeout).clock, time.time_ns())
+            best = found if best is None or found.error < best.error else best
+        assert best is not None
+        return best
 
     def stream(self) -> Stream[A]:
         """Another stream of rounds."""
@@ -152,6 +164,11 @@ class Stream(Generic[A]):
             self._in.put(WorkerLost(f"{self._peer} is gone: it has ended the stream"))
         except grpc.RpcError as error:
             self._in.put(_lost(error_of(error, self._peer)))
+
+
+def hop_of(side: str, round_: int, asked: int, cost: pb.Telemetry) -> Hop:
+    """An exchange whose answer has come now."""
+    return Hop(side, round_, asked, time.time_ns(), cost.span, cost.began, cost.wall, cost.queue, cost.model)
 
 
 def _lost(error: Exception) -> Exception:

@@ -35,6 +35,7 @@ from swiftspec.distributed.grpc.convert import (
 )
 from swiftspec.distributed.grpc.drafting import Drafting
 from swiftspec.distributed.grpc.feeding import Feeding
+from swiftspec.distributed.grpc.grown import Grown, Telling
 from swiftspec.distributed.grpc.sessions import Session, Sessions, Turns, W
 from swiftspec.distributed.grpc.status import Stale, status_of
 from swiftspec.distributed.grpc.verifying import Verifying
@@ -164,23 +165,36 @@ class DraftService(Service[Drafting | Feeding]):
     def _growth(
         self, session: Session[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
     ) -> Iterator[Message]:
-        """What the tree grows on an opening and on each result, and for as long as no other one is there."""
+        """What the tree grows on an opening and on each result, and for as long as no other one is there. A thread
+        grows it, which need not wait until a message is out; what has come by then goes as one."""
+        grown = Grown(lambda: self._grow(session, act, requests, context))
+        while True:
+            with refusing(context):
+                together = grown.take(join=session.work.free)
+            if not together:
+                return
+            for delta, telemetry in together:
+                yield pb.DraftAnswer(session=session.id, telemetry=telemetry, delta=delta_to(delta))
+
+    def _grow(
+        self, session: Session[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any
+    ) -> Iterator[Telling]:
+        """Raises whatever `status_of` knows."""
         work, coming, opening = session.work, Coming(requests, context), None
         while not coming.ended:
-            with refusing(context), self.sessions.at_work(session):
+            with self.sessions.at_work(session):
                 if opening not in (None, work.openings):
                     raise Stale("the request is over: the session has begun another one")
                 more, telemetry = self._timed(session, act)
                 opening, grown = work.openings, work.take()
             for delta in grown:
-                yield pb.DraftAnswer(session=session.id, telemetry=telemetry, delta=delta_to(delta))
+                yield delta, telemetry
                 telemetry = None
             data, act = coming.next(wait=not more), work.grow
             if data is not None:
-                with refusing(context):
-                    whose, act = self._read(data, lambda: not context.is_active())
-                    if whose is not session:
-                        raise ValueError("a stream has the requests of one session")
+                whose, act = self._read(data, lambda: not context.is_active())
+                if whose is not session:
+                    raise ValueError("a stream has the requests of one session")
 
     def _read(self, data: bytes, cancelled: Callable[[], bool]) -> tuple[Session[Any], Callable[[], Any]]:
         request = parsed(pb.DraftRequest, data)

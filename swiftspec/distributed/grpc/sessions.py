@@ -76,10 +76,16 @@ class Sessions(Generic[W]):
     """At most `most` of them; the one that rested longest makes room. One that rests for `idle` seconds ends."""
 
     def __init__(
-        self, make: Callable[[EngineConfig], W], most: int, idle: float, clock: Callable[[], float] = time.monotonic
+        self,
+        make: Callable[[EngineConfig], W],
+        most: int,
+        idle: float,
+        clock: Callable[[], float] = time.monotonic,
+        ended: Callable[[W], None] = lambda work: None,
     ) -> None:
-        """`make`: work of a shape, on a cache of its own. Raises UserError on a shape that has no room."""
-        self._make, self._most, self._idle, self._clock = make, most, idle, clock
+        """`make`: work of a shape, on a cache of its own. Raises UserError on a shape that has no room. `ended`: hears
+        of it once its session is gone."""
+        self._make, self._most, self._idle, self._clock, self._ended = make, most, idle, clock, ended
         self._lock = Lock()
         self._known: dict[bytes, Session[W]] = {}
 
@@ -124,6 +130,7 @@ class Sessions(Generic[W]):
         if session is not None:
             with session.lock:
                 session.gone = True
+            self._ended(session.work)
 
     def sweep(self) -> None:
         """Ends those that have rested too long. To be called now and then."""
@@ -144,4 +151,5 @@ class Sessions(Generic[W]):
         session.gone = True
         session.lock.release()
         del self._known[session.id]
+        self._ended(session.work)
         return True

@@ -9,11 +9,12 @@ from dataclasses import replace
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import Identity, check_result, opening_to, proposal_to, read_result
-from swiftspec.distributed.grpc.link import Link, Stream
+from swiftspec.distributed.grpc.link import Link, Stream, hop_of
 from swiftspec.distributed.grpc.status import SessionGone, WorkerLost
 from swiftspec.distributed.standing import Bounds, Standing
 from swiftspec.errors import UserError
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.observe.hops import Hops
 from swiftspec.runtime.verifier import Pending
 
 READING = 10.0  # an opening, which reads the prompt, may take as many times as long as a round
@@ -27,13 +28,14 @@ class GrpcVerifier:
     A worker that is lost on the way is asked again, for the same round, until the deadline: one that has answered gives
     the same answer, one that was started anew is told the text so far. At the deadline, and at whatever a worker
     refuses, the request ends with a UserError. `meanwhile` is called again and again while a result is waited for.
+    `hops`: where each exchange is noted.
     """
 
     def __init__(
         self, link: Link[pb.VerifyAnswer], worker: Identity, shape: EngineConfig, bounds: Bounds, timeout: float
     ) -> None:
         """`worker`: as it has told of itself; another one in its place is refused. `timeout`: seconds of a round."""
-        self.busy = 0.0
+        self.busy, self.hops, self._sent_at = 0.0, Hops(), 0
         self.meanwhile: Callable[[], None] | None = None
         self._link, self._worker, self._shape, self._timeout = link, worker, shape, timeout
         self._standing = Standing(bounds)
@@ -131,6 +133,7 @@ class GrpcVerifier:
     def _send(self, message: pb.VerifyRequest) -> None:
         if self._stream is None:
             self._stream = self._link.stream()
+        self._sent_at = time.time_ns()
         self._stream.send(message)
 
     def _recv(self, meanwhile: Callable[[], None] | None = None) -> pb.VerifyAnswer:
@@ -149,6 +152,8 @@ class GrpcVerifier:
                 late = f"{self._link.peer} did not answer in time: ask again, or raise --remote-timeout"
                 raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
+        round_ = answer.result.round if answer.HasField("result") else -1
+        self.hops.add(hop_of("target", round_, self._sent_at, answer.telemetry))
         return answer
 
     def _before_another(self, error: WorkerLost) -> None:

@@ -9,13 +9,13 @@ from swiftspec.distributed.grpc.status import Stale
 from swiftspec.distributed.standing import Bounds, Standing
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.runtime.pause import Pause
-from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.runtime.verifier import Verifier
 
 
 class Verifying:
     """One orchestrator's requests, one after the other. What fails ends its request; the opening may come again."""
 
-    def __init__(self, verifier: LocalVerifier, shape: EngineConfig, bounds: Bounds, pause: Pause) -> None:
+    def __init__(self, verifier: Verifier, shape: EngineConfig, bounds: Bounds, pause: Pause) -> None:
         """`pause`: what the verifier's runner calls while it reads a prompt."""
         self.shape = shape
         self._verifier, self._pause = verifier, pause

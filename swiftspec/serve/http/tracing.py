@@ -14,6 +14,7 @@ from swiftspec.errors import UserError, shown
 from swiftspec.serve.http.watch import Seen, Visit
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
 PATIENCE = 2.0  # seconds for the collector to take what it is sent
@@ -34,23 +35,31 @@ def check(endpoint: str) -> str:
     return endpoint if address.path.endswith(ENDPOINT) else endpoint.rstrip("/") + ENDPOINT
 
 
+def provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
+    """What makes spans and sends them there, in a thread of its own. Raises UserError, see `check`. `exporter` makes
+    what sends them to an address: OTLP over HTTP."""
+    address = check(endpoint)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
+    made = TracerProvider(resource=resource, shutdown_on_exit=False)
+    sends = OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address)
+    made.add_span_processor(BatchSpanProcessor(sends))
+    return made
+
+
 class Tracing:
     """Sends spans to a collector, in a thread of its own. `record` is for `watch.Watched`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
-        """Raises UserError, see `check`. `exporter` makes what sends them to an address: OTLP over HTTP."""
-        address = check(endpoint)
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        """Raises UserError, see `check`. `exporter`: see `provider`."""
+        self._provider = provider(endpoint, exporter)
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._name, self._propagator = model_name, TraceContextTextMapPropagator()
-        resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        made = OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address)
-        self._provider.add_span_processor(BatchSpanProcessor(made))
         self._tracer = self._provider.get_tracer("swiftspec", __version__)
 
     def record(self, seen: Seen) -> None:

@@ -50,9 +50,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of the first turn")
-    parser.add_argument("--only", default="", help="targets whose name holds this")
+    parser.add_argument("--only", default="", help="targets whose name holds this, or one of several: a,b")
     args = parser.parse_args()
-    targets = [target for target in TARGETS if args.only in target.name]
+    targets = [target for target in TARGETS if any(part in target.name for part in args.only.split(","))]
     counts = {target.name: Counter[str]() for target in targets}
     end, number = time.monotonic() + 60 * args.minutes, args.seed
     while time.monotonic() < end:

@@ -14,11 +14,16 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import GroupDrafter
+from swiftspec.distributed.crew import Sessions as SessionsThere
 from swiftspec.distributed.draft_service import DraftService, Recording
 from swiftspec.distributed.followers import LeadingDrafter, Team, follow
+from swiftspec.distributed.followers import obey as follow_calls
 from swiftspec.distributed.keeping import Pulse
 from swiftspec.distributed.launcher import launched
+from swiftspec.distributed.obeying import Follower
+from swiftspec.distributed.orders import Orders
 from swiftspec.distributed.records import read_record
 from swiftspec.distributed.tcp import HEAD, TcpChannel
 from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal, read_result
@@ -40,6 +45,7 @@ from tests.support.fuzz.words import (
     RANDOM,
     RECORDS,
     RESULT_WORDS,
+    SESSIONS,
     TEXT,
     TIMES,
     Message,
@@ -132,6 +138,17 @@ def obey(says: Sequence[Message]) -> str:
     return _served(lambda: follow(FakeChannel(says), role, None, None, BOUNDS, Pause(), Pulse()))  # type: ignore[arg-type]
 
 
+def obey_sessions(says: Sequence[Message]) -> str:
+    """A follower of a worker's rank 0, which has several sessions."""
+
+    def make(shape: EngineConfig) -> Follower:
+        role: Any = FakeRole()
+        return Follower(role, None, None, BOUNDS)
+
+    channel: Any = FakeChannel(says)
+    return _served(lambda: follow_calls(channel, Orders(channel), SessionsThere(make).read, Pulse()))
+
+
 def obey_draft(says: Sequence[Message]) -> str:
     """A follower of the draft's group."""
     role: Any = FakeRole()
@@ -182,5 +199,6 @@ TARGETS = (
     target("DraftService", after(OPENED), serve_target),
     target("follow target", after(OPENED_TARGET), obey),
     target("follow draft", after(OPENED), obey_draft),
+    target("follow sessions", SESSIONS, obey_sessions),
     target("launched", st.dictionaries(st.sampled_from(NAMES), SETTING), launch),
 )

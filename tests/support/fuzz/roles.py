@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz.words import BOUNDS, Message
 
 FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are no numbers
@@ -84,6 +85,43 @@ class FakeRole:
 
     def _move(self, tokens: Sequence[int]) -> None:
         self.at, self.root = self.at + len(tokens), tokens[-1]
+
+
+class AheadRole(FakeRole):
+    """A drafter whose tree grows ahead, by the same two tokens everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = DraftTree(40, 20)
+        self.hooks: list[Callable[[int], None]] = []
+
+    def open(self, opening: Opening) -> None:
+        super().open(opening)
+        self.tree.reset(self.root)
+        self.grow()
+
+    def settle(self) -> None: ...
+
+    def observe(self, result: VerifyResult) -> None:
+        super().observe(result)
+        path = self.tree.walk(result.tokens)
+        if len(path) < len(result.tokens):
+            self.tree.reset(self.root)
+        else:
+            self.tree.reroot(path[-1])
+
+    def propose(self) -> Proposal:
+        self.grow()
+        return super().propose()
+
+    def grow(self) -> None:
+        super().grow()
+        if self.tree.room(2) > 0:
+            leaves = self.tree.best_leaves(1)
+            count = len(leaves.nodes)
+            self.tree.add_children(leaves.nodes, np.tile([7, 8], (count, 1)), np.tile([-0.5, -1.0], (count, 1)))
+        for hook in self.hooks:
+            hook(1)
 
 
 def sound(tokens: Sequence[int], most: int = BOUNDS.context + BOUNDS.nodes) -> None:

@@ -4,6 +4,7 @@ with workers that answer anything. They may refuse in a line; nothing else."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -12,16 +13,19 @@ from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
-from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, result_to
+from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, read_delta, result_to
 from swiftspec.distributed.grpc.draft_stream import DraftStream
 from swiftspec.distributed.grpc.drafter import GrpcDrafter, GrpcFeed
 from swiftspec.distributed.grpc.drafting import Drafting
-from swiftspec.distributed.grpc.service import About, DraftService, Service, TargetService
+from swiftspec.distributed.grpc.feeding import Feeding
+from swiftspec.distributed.grpc.link import Link
+from swiftspec.distributed.grpc.service import TARGET, About, DraftService, Service, TargetService
 from swiftspec.distributed.grpc.sessions import Sessions
+from swiftspec.distributed.grpc.status import Refused
 from swiftspec.distributed.grpc.verifier import GrpcVerifier
 from swiftspec.distributed.grpc.verifying import Verifying
 from swiftspec.distributed.wire import read_proposal, read_result
-from swiftspec.errors import DrafterLost
+from swiftspec.errors import DrafterLost, UserError
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
@@ -30,7 +34,7 @@ from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.tree.replica import Replica
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
-from tests.support.fuzz.roles import FakeRole, sound
+from tests.support.fuzz.roles import AheadRole, FakeRole, sound
 from tests.support.fuzz.words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
 
 OWN = Identity(b"model", b"tokenizer")
@@ -87,6 +91,90 @@ def ask_target(asked: Sequence[Asked]) -> str:
 def ask_draft(asked: Sequence[Asked]) -> str:
     role: Any = Role()
     return ask(DraftService(ABOUT, Sessions(lambda s: Drafting(role, s, BOUNDS, Pause()), 2, 60.0)), asked)
+
+
+def ask_stream(service: Service[Any], shape: EngineConfig, asked: Sequence[Asked]) -> str:
+    """As `ask`, in a stream."""
+    session, requests = service.sessions.open(b"", shape).id, list[bytes]()
+    for message, damage in asked:
+        message.session = session  # type: ignore[attr-defined]
+        data = bytearray(message.SerializeToString())
+        for at, byte in damage:
+            data[at % len(data)] = byte
+        requests.append(bytes(data))
+    count = 0
+    try:
+        for answer in service._stream(iter(requests), Context()):
+            count += 1
+            if isinstance(answer, pb.DraftAnswer) and answer.HasField("delta"):
+                read_delta(answer.delta)
+    except Aborted:
+        return "refused"
+    return "taken" if count else "refused"
+
+
+def stream_target(asked: Sequence[Asked]) -> str:
+    role: Any = Role()
+    service = TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ())
+    return ask_stream(service, SHAPE, asked)
+
+
+def stream_draft(asked: tuple[EngineConfig, Sequence[Asked]]) -> str:
+    """A draft that grows ahead, with d given or as long as nothing comes."""
+    shape, messages = asked
+
+    def feeding(shape: EngineConfig) -> Feeding:
+        role: Any = AheadRole()
+        return Feeding(role, role, shape, BOUNDS, Pause())
+
+    for message, _ in messages:
+        if message.HasField("opening"):  # type: ignore[attr-defined]
+            message.opening.shape.CopyFrom(opening_to(Opening(1, TEXT, SamplingParams(), 3), shape, OWN).shape)  # type: ignore[attr-defined]
+    return ask_stream(DraftService(ABOUT, Sessions(feeding, 2, 60.0)), shape, messages)
+
+
+def ask_bytes(asked: tuple[str, bytes]) -> str:
+    """Any bytes, for any method."""
+    method, data = asked
+    role: Any = Role()
+    service = TargetService(ABOUT, Sessions(lambda s: Verifying(role, s, BOUNDS, Pause()), 2, 60.0), ())
+    try:
+        getattr(service, method)(data, Context())
+    except Aborted:
+        return "refused"
+    return "taken"
+
+
+class Pieces:
+    """A channel to a worker that answers a ping, or sends its files, with any bytes."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+
+    def unary_stream(self, method: str) -> Any:
+        return lambda *about: iter(self._pieces)
+
+    def unary_unary(self, method: str) -> Any:
+        return lambda *about, **how: b"".join(self._pieces)
+
+
+def hear_about(pieces: Sequence[bytes]) -> str:
+    link: Link[Any] = Link.__new__(Link)
+    link.peer, link._service, link._metadata, link._channel = "--a-url 127.0.0.1:1", TARGET, (), Pieces(pieces)
+    try:
+        for name, data in link.files(1.0):
+            assert isinstance(name, str) and isinstance(data, bytes)
+    except Refused:
+        return hear_ping(link)
+    hear_ping(link)
+    return "taken"
+
+
+def hear_ping(link: Link[Any]) -> str:
+    with suppress(UserError):
+        link.ping(1.0)
+        return "taken"
+    return "refused"
 
 
 class Says:
@@ -208,8 +296,20 @@ def target(name: str, strategy: st.SearchStrategy[Any], run: Any) -> Target:
     return Target(name, strategy, lambda value, folder: run(value))
 
 
+METHOD = st.sampled_from(["_once", "_end", "_ping"])
+PIECES = st.lists(
+    st.binary(max_size=40)
+    | st.builds(lambda name, data: pb.FilePiece(name=name, data=data).SerializeToString(), st.text(max_size=5),
+                st.binary(max_size=20)),
+    max_size=4,
+)  # fmt: skip
+SHAPES = st.sampled_from([AHEAD, EngineConfig(mode="async", verify_batch=BOUNDS.nodes)])
 TARGETS = (
     target("TargetService", calls(TO_TARGET), ask_target),
+    target("TargetService.Stream", calls(TO_TARGET), stream_target),
+    target("DraftService.Stream, growth", st.tuples(SHAPES, calls(TO_DRAFT)), stream_draft),
+    target("services, any bytes", st.tuples(METHOD, st.binary(max_size=200)), ask_bytes),
+    target("Link", PIECES, hear_about),
     target("DraftService of a worker", calls(TO_DRAFT), ask_draft),
     target("GrpcDrafter", FROM_DRAFT, hear_draft),
     target("GrpcFeed", GROWTH, hear_growth),

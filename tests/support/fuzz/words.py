@@ -173,3 +173,18 @@ def after(opened: st.SearchStrategy[Message]) -> st.SearchStrategy[list[Message]
     """What is said once a request is open, or before."""
     rest = st.lists(TARGET_SAYS, max_size=4)
     return st.builds(lambda first, more: [first, *more], opened, rest) | rest
+
+
+NUMBER = st.sampled_from([1, 2])
+SHAPE = st.sampled_from(['{"mode": "serial"}', '{"mode": "async", "draft_steps": 2}', '{"mode": 3}', "{", "[]"])
+SESSION_SAYS = (
+    st.builds(lambda number, text: (int(Call.SESSION_OPEN), [number, *to_words(text)]), NUMBER, SHAPE)
+    | st.builds(lambda number: (int(Call.SESSION_TURN), [number]), NUMBER)
+    | st.tuples(st.sampled_from([int(Call.SESSION_OPEN), int(Call.SESSION_TURN), int(Call.SESSION_CLOSE)]), RANDOM)
+    | st.builds(lambda number: (int(Call.SESSION_CLOSE), [number]), NUMBER)
+)
+BEGUN = [(int(Call.SESSION_OPEN), [1, *to_words('{"mode": "serial"}')]), (int(Call.SESSION_TURN), [1])]
+SESSIONS = st.builds(
+    lambda begun, more: [*begun, *more], st.sampled_from([BEGUN, BEGUN[:1], []]),
+    st.lists(SESSION_SAYS | OPENED_TARGET | TARGET_SAYS, max_size=6),
+)  # fmt: skip

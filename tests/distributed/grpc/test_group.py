@@ -1,0 +1,37 @@
+"""A worker that is a group of ranks gives the text of one, in every session that it has."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from tests.support.ranks import Pool
+from tests.support.tiny import make_pair
+from tests.support.workers import OPTIONS
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+ASKED = (
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("side", "plan"),
+    [("target", {"mode": "serial", "draft_steps": 3}), ("draft", {"mode": "async", "draft_steps": 3}), ("draft", {})],
+)
+def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
+    target, draft = make_pair(tmp_path)
+    model, other = (target, draft) if side == "target" else (draft, target)
+    requests = [(PROMPT, asdict(params)) for params in ASKED]
+    job = {"side": side, "model": str(model), "other": str(other), "plan": plan, "requests": requests}
+    found = pool.run(2, "decode_on_group", **job)[0]
+    plain = LLM(target, None, **OPTIONS)
+    for (one, two, lost, accepted), params in zip(found, ASKED, strict=True):
+        assert one == two == plain.generate(PROMPT, params).token_ids
+        assert lost == [None, None] and accepted > 3

@@ -1,0 +1,57 @@
+"""Growth on its way to who sends it: what has come goes as one, in order, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event
+
+import numpy as np
+import pytest
+
+from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.grown import Grown, Telling
+from swiftspec.tree.replica import TreeDelta
+
+
+def delta(round_: int, first: int, count: int = 2) -> TreeDelta:
+    parents = np.full(count, first - 1)
+    return TreeDelta(1, round_, 1, first, parents, np.arange(count), np.full(count, -1.0))
+
+
+COST = pb.Telemetry(span=7, wall=3, model=2)
+
+
+def taken(grown: Grown, *, join: bool) -> list[Telling]:
+    """All of it."""
+    found: list[Telling] = []
+    while together := grown.take(join=join):
+        found += together
+    return found
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
+    come, told = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
+
+    def grow() -> Iterator[Telling]:
+        yield from ((each, pb.Telemetry.FromString(COST.SerializeToString())) for each in told)
+        come.set()
+
+    grown = Grown(grow)
+    assert come.wait(10)
+    found = taken(grown, join=join)
+    shapes = [(each.round, each.first, len(each), each.expansions) for each, _ in found]
+    whole = [(0, 1, 4, 2), (0, 5, 0, 1), (1, 5, 4, 2)]
+    assert shapes == (whole if join else [(each.round, each.first, len(each), 1) for each in told])
+    assert sum(cost.wall for _, cost in found if cost is not None) == 15
+
+
+def test_what_growing_raises_comes_after_what_has_grown() -> None:
+    def grow() -> Iterator[Telling]:
+        yield delta(0, 1), None
+        raise ValueError("no more")
+
+    grown = Grown(grow)
+    assert [each.first for each, _ in grown.take(join=True)] == [1]
+    with pytest.raises(ValueError, match="no more"):
+        grown.take(join=True)

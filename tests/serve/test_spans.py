@@ -1,0 +1,54 @@
+"""What a collector hears of a request that workers decode, and what a trace says of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from swiftspec.observe.hops import Hop, Offset
+from swiftspec.params import SamplingParams
+from swiftspec.serve.spans import RequestSpans
+from tests.support.tiny import make_pair
+from tests.support.workers import on_workers, started
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
+    """The worker's part lies inside of the exchange, on this machine's clock."""
+    models, kept, file = make_pair(tmp_path), InMemorySpanExporter(), tmp_path / "trace.jsonl"
+    with (
+        started("target", models[0]) as target,
+        started("draft", models[1]) as draft,
+        on_workers(target.named(), draft.named(), mode="serial", draft_steps=2, trace=file) as running,
+    ):
+        hops = running.roles.hops
+        with RequestSpans("http://collector:4318", "m", hops, lambda: running.stats, lambda address: kept):
+            running.generate([5, 17, 3], GREEDY)
+        rounds = running.stats.rounds
+    found: Any = kept.get_finished_spans()
+    spans = {span.context.span_id: span for span in found}
+    (root,) = [span for span in spans.values() if span.parent is None]
+    assert root.attributes["gen_ai.usage.output_tokens"] == 12
+    calls = [span for span in spans.values() if span.parent is not None and span.parent.span_id == root.context.span_id]
+    parts = [span for span in spans.values() if span is not root and span not in calls]
+    assert len([call for call in calls if call.name == "verify"]) == rounds + 1 and len(parts) == len(calls)
+    for part in parts:
+        call = spans[part.parent.span_id]
+        assert root.start_time <= call.start_time <= part.start_time <= part.end_time <= call.end_time <= root.end_time
+        assert 0 <= part.attributes["swiftspec.clock.error_ns"] < 1e9
+    head, *lines = map(json.loads, file.read_text().splitlines())
+    clocks = head["clocks"]
+    assert clocks["workers"].keys() == {"target", "draft"} and clocks["unix_ns"] > 0
+    told = [hop for line in lines for hop in line.get("workers", ())]
+    assert {hop["side"] for hop in told} == {"target", "draft"} and len(told) == len(calls)
+    assert all(hop["wall"] >= hop["queue"] + hop["model"] >= 0 for hop in told if hop["side"] == "target")
+
+
+def test_a_clock_is_known_up_to_half_the_round_trip() -> None:
+    offset = Offset.of(asked=1000, clock=5600, came=1200)
+    assert (offset.ahead, offset.error, offset.here(5600)) == (4500, 100, 1100)
+    assert Hop("draft", 0, 1, 2, 255, 3, 4, 5, 6).line()["span"] == "00000000000000ff"
