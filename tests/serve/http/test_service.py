@@ -97,10 +97,10 @@ def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: 
 
 
 def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> None:
+    alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.say(frames.Start(number, [5, 1], LONG, choices))
     done = {number: told[-1] for number, told in front.until_all_end(1, 2, 3).items()}
-    alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     both = [([*each.tokens], "length", pytest.approx(each.weight)) for each in alone.choices(2)]
     told = {n: [(each.token_ids, each.finish_reason, each.weight) for each in done[n].choices] for n in done}
     assert len(both) == 2 and told == {1: [], 2: both, 3: both[:1]}
