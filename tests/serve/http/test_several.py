@@ -36,6 +36,7 @@ def ask(number: int) -> dict[str, Any]:
     words = "x = 1\n" * (number * 37 % 50)
     stop = {"stop": ["\n\n"]} if number % 3 == 0 else {}
     seed = {"temperature": 0.7, "seed": number, "max_tokens": 16 + number * 13 % 60}
+    seed |= {"frequency_penalty": 0.5} if number % 4 == 0 else {}
     return {"prompt": f"{words}def function_{number}(", **seed, **stop}
 
 
@@ -74,7 +75,7 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
                     raw.recv(1 << 16)
 
         def refused(number: int) -> None:
-            bad = client.post("/v1/completions", json=ask(number) | {"frequency_penalty": 1.0})
+            bad = client.post("/v1/completions", json=ask(number) | {"guidance_scale": 2.0})
             assert bad.status_code == 400 and "\n" not in bad.json()["error"]["message"]
 
         watching = pool.submit(watch)
@@ -90,3 +91,20 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
         while client.get("/health").json()["running"]:
             assert time.monotonic() < end
         assert client.get("/health/generate").json()["status"] == "ok"
+
+
+def test_choices_of_one_request(server: Served) -> None:
+    """Texts of its particles, all cut at the stop string; chains have none."""
+    asked = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "seed": 5, "max_tokens": 40, "smc": {}, "n": 3}
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        answer = client.post("/v1/completions", json=asked).json()
+        if "error" in answer:
+            assert "this server runs mode serial" in answer["error"]["message"]
+            return
+        choices = answer["choices"]
+        assert 1 < len(choices) <= 3 and sum(choice["weight"] for choice in choices) == pytest.approx(1)
+        assert [*sorted(choices, key=lambda choice: -choice["weight"])] == choices and answer["exact"] is False
+        cut = client.post("/v1/completions", json=asked | {"stop": ["\n"], "best_of": 3}).json()
+        assert all("\n" not in choice["text"] for choice in cut["choices"])
+        assert cut["usage"]["completion_tokens"] < answer["usage"]["completion_tokens"]
+        assert client.get("/health").json()["running"] == 0
