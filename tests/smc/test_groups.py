@@ -97,7 +97,7 @@ def test_several_groups_follow_the_law() -> None:
     asked = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
     asked.append(((2, 0), replace(WARM, **PENALISED)))
     found = [Found(target, []) for _ in asked]
-    for seed in range(40):
+    for seed in range(30):
         visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 9).admit(worker)
         *first, late = [Asked(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in asked]
         here = [each.admit(worker) for each in first]
