@@ -125,7 +125,7 @@ class Sampler:
             logits = logits + self.bias[here].to(logits.dtype)
         if self.history is not None:
             assert paths is not None
-            logits = self._penalise(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
+            logits = self.penalise(logits, self.history.prompt[here], self.history.counts(paths)[:, here])
         if p.greedy:
             return logits
         logits = logits / p.temperature
@@ -138,7 +138,7 @@ class Sampler:
         assert paths is not None
         return logits.masked_fill(~self.rules.allowed(paths)[:, here].to(logits.device), filters.NEG_INF)
 
-    def _penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
+    def penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
         p = self.params
         seen = prompt | (counts > 0)
         scaled = torch.where(logits > 0, logits / p.repetition_penalty, logits * p.repetition_penalty)

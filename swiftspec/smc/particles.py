@@ -199,6 +199,13 @@ class Particles:
         """How many live rows of a group hold each tree slot: [W] int64."""
         return self.mask[group, :, :width].sum(0)
 
+    def counts(self, vocab: int) -> Tensor:
+        """[G, N, V] float32 how often each row's text has each token."""
+        places = torch.arange(self.tokens.shape[-1], device=self.tokens.device)
+        there = (places < self.length[..., None]).to(torch.float32)
+        found = torch.zeros(self.groups, self.count, vocab, device=self.tokens.device)
+        return found.scatter_add_(-1, self.tokens.clamp(0, vocab - 1), there)
+
     def common(self) -> Tensor:
         """[G] how many leading tokens all rows of a group share, finished ones included: any of them may be the
         answer."""

@@ -57,10 +57,9 @@ def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
     who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
     if sampling.greedy and not chains:
         raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
-    if sampling.penalised:
-        raise UserError(f"{who} knows no penalties: set repetition, presence and frequency back, or {instead}")
     if sampling.guided:
-        raise UserError(f"{who} knows no guidance: leave guidance_scale at 1, or {instead}")
+        why = "a group has one sequence of the cache, and a negative prompt needs another"
+        raise UserError(f"{who} knows no guidance ({why}): leave guidance_scale at 1, or {instead}")
     if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
         raise UserError(f"{who} gives no log-probabilities: leave them out, or {instead}")
     if sampling.verify_batch is not None or sampling.draft_steps is not None:

@@ -30,20 +30,8 @@ from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from swiftspec.runtime.steps.graph import shaping
 from swiftspec.smc.judge import Drafted, Judged, judge
 from swiftspec.smc.particles import Particles
-from swiftspec.smc.shaper import Shaper
+from swiftspec.smc.shaper import Shaper, Span, joined, penalised
 from swiftspec.smc.streams import Streams
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Neighbouring groups whose requests shape logits alike."""
-
-    shaper: Shaper
-    groups: slice  # positions
-
-    def rows(self, particles: int) -> slice:
-        """Theirs among the rows of a forward of N rows a group."""
-        return slice(self.groups.start * particles, self.groups.stop * particles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +55,7 @@ class Chains:
     noise: list[Tensor | None]  # [A N, V] each, of the steps that may be matched
     pending_slots: Tensor  # [A, N]
     views: list[Tensor]
+    counts: list[Tensor]  # K + 1 of [A, N, V], of the text up to each; none where there are no penalties
 
 
 class SMCRound:
@@ -83,6 +72,7 @@ class SMCRound:
         self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
+        self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, which penalties count
         self._shapers: list[Shaper | None] = [None] * groups
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
@@ -105,13 +95,15 @@ class SMCRound:
         self._stops[group] = False
         known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
         self._stops[group, known.to(self._stops.device)] = True
+        self._prompts[group] = False
+        self._prompts[group, torch.tensor(prompt, device=self._prompts.device)] = True
         self._prefix[group].fill_(len(prompt) - 1)
         self.particles.fan_out(group, prompt[-1], len(prompt) - 1, limit)
 
     def rearrange(self, order: Sequence[int]) -> None:
         """Puts the group at position `order[i]` at position i."""
         places = torch.tensor(order, device=self._prefix.device)
-        for tensor in self.tensors:
+        for tensor in (*self.tensors, self._prompts):
             tensor.copy_(tensor.index_select(0, places))
         self._shapers = [self._shapers[place] for place in order]
 
@@ -131,7 +123,7 @@ class SMCRound:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that belongs to a group: [G, ...] each."""
+        """All that a round reads or changes of a group without penalties: [G, ...] each."""
         return self._tensors
 
     @property
@@ -207,10 +199,13 @@ class SMCRound:
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
         shaped: list[list[Tensor]] = [[] for _ in here.spans]
         drawn_by = list[Tensor | None]()
+        counts = [p.counts(self._vocab)] if any(span.shaper.penalised for span in here.spans) else []
         for step in range(self._config.smc_draft_tokens):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
                 logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
+            if counts:
+                logits = penalised(here.spans, logits.view(p.groups, n, -1), self._prompts, counts[-1]).flatten(0, 1)
             given, drawn, log = next(noise), list[Tensor](), list[Tensor]()
             if self._config.chains == "match":
                 drawn_by.append(given)
@@ -224,8 +219,10 @@ class SMCRound:
             tokens.append(joined(drawn).view(p.groups, n))
             log_q.append(joined(log).view(p.groups, n))
             views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
+            if counts:
+                counts.append(counts[-1].scatter_add(-1, tokens[-1][..., None], torch.ones_like(counts[-1][..., :1])))
         log = torch.stack(log_q, -1).to(torch.float64)
-        return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views)
+        return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
     def _draw(self, shaper: Shaper, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
         """The draft's tokens [n] after rows of its logits, and their log-probabilities [n], 0 where nobody weighs
@@ -267,7 +264,10 @@ class SMCRound:
             torch.cat((chains.pending_slots[..., None], here.slots[..., :-1]), -1).transpose(1, 2),
             torch.stack(chains.views, 1),
         )
-        return logits.view(p.groups, p.step, p.count, -1)
+        logits = logits.view(p.groups, p.step, p.count, -1)
+        if not chains.counts:
+            return logits
+        return penalised(here.spans, logits, self._prompts, torch.stack(chains.counts, 1))
 
     def _judge(self, here: Here, logits: Tensor, chains: Chains, last: Tensor | None) -> Judged:
         """What becomes of the chains, span by span. `last`: the noise of the token after them."""
@@ -313,8 +313,3 @@ class SMCRound:
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
         runner.note(began, rows)
         return joined(parts)
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """One after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,16 +18,37 @@ from swiftspec.sampling.sampler import Ops, Sampler
 class Shaper:
     """The distributions of one request, or of several with the same parameters: p of the target and q of the draft.
 
-    Filters shape p alone: the draft must reach what the target does (smc/weights.py). `key` is equal for two requests
-    that one shaper serves.
+    Filters shape p alone: the draft must reach what the target does (smc/weights.py). Penalties shape both, and come
+    first: where there are any, all else takes what `penalise` has made of logits. `key` is equal for two requests that
+    one shaper serves.
     """
 
     def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: Ops) -> None:
         self.key, self.filtered, self.greedy = shaping(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
+        self._penalties = Sampler(sampling, (), vocab, device) if sampling.penalised else None
+        if sampling.penalised:
+            no = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+            sampling = replace(sampling, logit_bias={}, **no)
         self._draft = Sampler(replace(sampling, top_k=0, top_p=1.0, min_p=0.0), (), vocab, device)
         self._target = Sampler(replace(sampling, top_p=1.0), (), vocab, device)
         self.temperature, self.bias = sampling.temperature, self._draft.bias  # which is all where nothing is filtered
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a row's logits depend on the tokens of its text."""
+        return self._penalties is not None
+
+    def penalise(self, logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
+        """Raw logits [A, ..., N, >= V] -> [A, ..., N, V], biased and penalised where there are penalties. `prompts`
+        [A, V] bool: the tokens of each group's prompt; `counts` [A, ..., N, V]: of each row's text so far."""
+        logits = logits[..., : self._vocab]
+        if self._penalties is None:
+            return logits
+        if self._penalties.bias is not None:
+            logits = logits + self._penalties.bias.to(logits.dtype)
+        prompts = prompts.view(len(prompts), *[1] * (logits.dim() - 2), self._vocab)
+        return self._penalties.penalise(logits, prompts, counts)
 
     def target(self, logits: Tensor) -> Tensor:
         """The target's [n, >= V] raw -> [n, V] tempered, biased and filtered."""
@@ -62,3 +84,26 @@ class Shaper:
 
     def _scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
         return Scores(self._draft.params.temperature / power, self._draft.bias, noise, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring groups whose requests shape logits alike."""
+
+    shaper: Shaper
+    groups: slice  # positions
+
+    def rows(self, particles: int) -> slice:
+        """Theirs among the rows of a forward of N rows a group."""
+        return slice(self.groups.start * particles, self.groups.stop * particles)
+
+
+def penalised(spans: Sequence[Span], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
+    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `Shaper.penalise`, span by
+    span."""
+    return joined([s.shaper.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """One after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])

@@ -32,7 +32,11 @@ tokens verified and alpha = 1 nothing is approximate, for any N.
 Of the N texts a few can stand for all (`thinned`): the heavy ones for themselves, others drawn, each with a weight that
 is on average its share. So whatever the whole population estimates without bias, the few do too.
 
-Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, not normalised.
+Nothing of this needs more of p than a law over tokens after each prefix. Penalties, which follow a particle's own text,
+make one, too; they shape p and q.
+
+Letters: N particles, K draft tokens a round, V tokens. Logits are shaped: tempered, filtered, biased, penalised, not
+normalised.
 Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2006 for the law.
 """
 

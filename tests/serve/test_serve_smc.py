@@ -125,9 +125,8 @@ def test_settings_make_the_plan() -> None:
     ("flags", "code", "message"),
     [
         (["--temperature", "0"], 1, "temperature 0 leaves nothing to sample"),
-        (["--frequency-penalty", "1"], 1, "mode smc knows no penalties"),
         (["--particles", "900", "--smc-draft-tokens", "40"], 1, "at most 399 particles do"),
-        (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "mode smc knows no guidance"),
+        (["--guidance-scale", "2", "--negative-prompt", "a"], 1, "knows no guidance (a group has one sequence"),
         (["--draft-leaves", "2"], 2, "--draft-leaves shapes a draft tree"),
     ],
     ids=str,

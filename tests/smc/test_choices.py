@@ -20,13 +20,13 @@ SOME = (
 ANSWER = Answer([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_choices_follow_the_law_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
     worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots)
     found = Found(target, [])
-    for seed in range(120):
+    for seed in range(80):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)
         answer = worker.answer()
         z = sum(population(worker).values())

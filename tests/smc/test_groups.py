@@ -24,6 +24,7 @@ from tests.support.roles import Alone, opening
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED: dict[str, Any] = {"top_k": 2, "min_p": 0.05}
+PENALISED: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "logit_bias": {1: 0.5}}
 MODELS = HistoryModel(3, 1), HistoryModel(3, 2)
 
 
@@ -43,7 +44,7 @@ class Asked:
 def mixed(count: int) -> list[Asked]:
     """Requests of unlike prompts, lengths, parameters and ends."""
     prompts = [tuple((i + j) % 3 for j in range(1 + i % 4)) for i in range(count)]
-    shaped = [{"temperature": 0.6}, FILTERED, {}, {}]
+    shaped = [{"temperature": 0.6}, FILTERED, {}, PENALISED]
     sampling = [replace(WARM, seed=i, **shaped[i % 4]) for i in range(count)]
     ends = [(frozenset({1} if i % 2 else ()), 4 + 5 * i % 13) for i in range(count)]
     return [Asked(*asked, *end) for asked, end in zip(zip(prompts, sampling), ends)]
@@ -88,25 +89,31 @@ def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
 
 
 def test_several_groups_follow_the_law() -> None:
-    """By enumeration: two requests that shape logits differently, beside one that soon leaves."""
+    """By enumeration: two requests that shape logits differently, beside one that soon leaves, and one that then joins
+    in its place, with another prompt and penalties."""
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
     worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots)
-    shaped = [replace(WARM, temperature=0.7), replace(WARM, **FILTERED)]
-    found = [Found(target, []) for _ in shaped]
-    for seed in range(40):
-        visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 2).admit(worker)
-        here = [Asked((0, 1), replace(s, seed=seed), frozenset({2}), limit).admit(worker) for s in shaped]
+    asked = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
+    asked.append(((2, 0), replace(WARM, **PENALISED)))
+    found = [Found(target, []) for _ in asked]
+    for seed in range(30):
+        visitor = Asked((1,), replace(WARM, seed=seed), frozenset(), 9).admit(worker)
+        *first, late = [Asked(prompt, replace(s, seed=seed), frozenset({2}), limit) for prompt, s in asked]
+        here = [each.admit(worker) for each in first]
         worker.launch()
         worker.collect()
+        assert not visitor.over
         worker.leave(visitor)
+        here.append(late.admit(worker))
+        assert here[-1].sequence == visitor.sequence
         while worker.launch():
             worker.collect()
         for group, each in zip(here, found, strict=True):
             each.laws.append(population(worker, worker._order.index(group.sequence)))
             worker.leave(group)
-    for sampling, each in zip(shaped, found, strict=True):
-        check_unbiased(each, global_power(target, [0, 1], sampling, 2.0, {2}, limit))
+    for (prompt, sampling), each in zip(asked, found, strict=True):
+        check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
 
 class Places(RuleBasedStateMachine):
@@ -133,7 +140,7 @@ class Places(RuleBasedStateMachine):
     @precondition(lambda self: len(self.here) < self.G)
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=3), seed=st.integers(0, 3),
-        shaped=st.sampled_from([{}, FILTERED]), stops=st.sampled_from([frozenset[int](), frozenset({1})]),
+        shaped=st.sampled_from([{}, FILTERED, PENALISED]), stops=st.sampled_from([frozenset[int](), frozenset({1})]),
         limit=st.integers(1, LIMIT),
     )  # fmt: skip
     def admit(self, prompt: list[int], seed: int, shaped: dict[str, Any], stops: frozenset[int], limit: int) -> None:

@@ -281,8 +281,8 @@ def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
     ("sampling", "message"),
     [
         (SamplingParams(temperature=0), "temperature 0 leaves nothing to sample"),
-        (SamplingParams(repetition_penalty=1.1), "no penalties"),
-        (SamplingParams(presence_penalty=0.5), "no penalties"),
+        (SamplingParams(guidance_scale=2.0), r"no guidance \(a group has one sequence of the cache"),
+        (SamplingParams(logprobs=1), "no log-probabilities"),
     ],
 )
 def test_sampling_that_a_population_cannot_follow(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,27 @@ def test_filters_shape_the_target_and_no_weight_is_lost(filters: dict[str, float
     exact = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 4)
     assert len(exact) < 31, "something is filtered"
     check_unbiased(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("shaped", "exact"),
+    [
+        ({"logit_bias": {1: 0.7}}, 0),
+        pytest.param({"top_k": 2}, 0, marks=pytest.mark.slow),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+    ],
+    ids=["biased", "filtered", "exact"],
+)
+def test_penalties_follow_the_text_of_each_particle(shaped: dict[str, Any], exact: int) -> None:
+    """Of unlike histories, which resampling mixes."""
+    sampling = SamplingParams(
+        temperature=0.7, repetition_penalty=1.6, presence_penalty=0.5, frequency_penalty=0.4, **shaped
+    )
+    found = sample(PopulationConfig(40, 2, 0.85, 2.0, exact), sampling, 50, limit=5)
+    law = global_power(found.target, PROMPT, sampling, 2.0, STOPS, 5)
+    check_unbiased(found, law)
+    without = global_power(found.target, PROMPT, SamplingParams(temperature=0.7), 2.0, STOPS, 5)
+    assert found.resampled > 0 and distance(normalised(law), normalised(without)) > 0.15, "they matter"
 
 
 @pytest.mark.parametrize(("exact", "power"), [(1, 1.0), (1, 2.0), (3, 2.0)])

@@ -23,7 +23,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.tree import drawn
 from swiftspec.tree.drawn import DrawnChildren
-from tests.support.histories import HistoryModel, Law, distance, filtered
+from tests.support.histories import HistoryModel, Law, distance, filtered, penalised
 from tests.support.roles import make_drafter, make_runner, opening
 
 PROMPT = (1, 0)
@@ -123,18 +123,6 @@ def longest_branch(proposal: Proposal, p: Callable[[tuple[int, ...]], Sequence[f
     return out
 
 
-def penalised(logits: Tensor, text: Sequence[int], p: SamplingParams) -> Tensor:
-    """Bias and penalties by their definitions."""
-    out = logits.clone()
-    for token in range(len(out)):
-        out[token] += p.logit_bias.get(token, 0.0)
-        if token in (*PROMPT, *text):
-            out[token] = out[token] / p.repetition_penalty if out[token] > 0 else out[token] * p.repetition_penalty
-        count = text.count(token)
-        out[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
-    return out
-
-
 class Pair:
     """A target and a draft over a few tokens, their laws by history, and a drafter on the draft."""
 
@@ -152,7 +140,7 @@ class Pair:
 
     def law(self, text: tuple[int, ...]) -> list[float]:
         if text not in self._laws:
-            logits = penalised(self.target.after([*PROMPT, *text]), text, self.sampling)
+            logits = penalised(self.target.after([*PROMPT, *text]), PROMPT, text, self.sampling)
             self._laws[text] = filtered(logits, self.sampling).tolist()
         return self._laws[text]
 

@@ -105,7 +105,7 @@ def global_power(
     """p(text)^power, not normalised, by enumeration. Texts that the filters forbid are left out."""
     out: Law = {}
     for text in texts(model, stops, limit):
-        steps = [filtered(model.after([*prompt, *text[:at]]), sampling)[token] for at, token in enumerate(text)]
+        steps = [law_after(model, prompt, text[:at], sampling)[token] for at, token in enumerate(text)]
         mass = torch.stack(steps).prod().pow(power).item()
         if mass > 0:
             out[text] = mass
@@ -120,6 +120,23 @@ def local_power(
     for text in texts(model, stops, limit):
         steps = [filtered(model.after([*prompt, *text[:at]]), sampling) ** power for at in range(len(text))]
         out[text] = torch.stack([p[token] / p.sum() for p, token in zip(steps, text, strict=True)]).prod().item()
+    return out
+
+
+def law_after(model: HistoryModel, prompt: Sequence[int], text: Sequence[int], sampling: SamplingParams) -> Tensor:
+    """The target's distribution [V] after a text."""
+    return filtered(penalised(model.after([*prompt, *text]), prompt, text, sampling), sampling)
+
+
+def penalised(logits: Tensor, prompt: Sequence[int], text: Sequence[int], p: SamplingParams) -> Tensor:
+    """Bias and penalties by their definitions."""
+    out = logits.clone()
+    for token in range(len(out)):
+        out[token] += p.logit_bias.get(token, 0.0)
+        if token in (*prompt, *text):
+            out[token] = out[token] / p.repetition_penalty if out[token] > 0 else out[token] * p.repetition_penalty
+        count = text.count(token)
+        out[token] -= p.frequency_penalty * count + p.presence_penalty * (count > 0)
     return out
 
 

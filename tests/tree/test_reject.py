@@ -236,7 +236,7 @@ def test_a_whole_tree_has_the_outcomes_of_the_definition(
              **{(proposal.tokens[1], proposal.tokens[i]): i for i in (3, 4)}}  # fmt: skip
 
     def p(text: tuple[int, ...]) -> list[float]:
-        return filtered(penalised(logits[paths[text]], text, sampling), sampling).tolist()
+        return filtered(penalised(logits[paths[text]], PROMPT, text, sampling), sampling).tolist()
 
     want = outcomes(proposal, p)
     walked = Walked(monkeypatch, proposal, logits, sampling)

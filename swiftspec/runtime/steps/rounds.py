@@ -41,7 +41,7 @@ class Work(Protocol):
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All that it reads or changes, but for keys and values: [G, ...] each."""
+        """All that it reads or changes without penalties, but for keys and values: [G, ...] each."""
         ...
 
     @property

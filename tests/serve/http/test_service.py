@@ -97,10 +97,10 @@ def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: 
 
 
 def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> None:
+    alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
         front.say(frames.Start(number, [5, 1], LONG, choices))
     done = {number: told[-1] for number, told in front.until_all_end(1, 2, 3).items()}
-    alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     both = [([*each.tokens], "length", pytest.approx(each.weight)) for each in alone.choices(2)]
     told = {n: [(each.token_ids, each.finish_reason, each.weight) for each in done[n].choices] for n in done}
     assert len(both) == 2 and told == {1: [], 2: both, 3: both[:1]}
@@ -112,12 +112,13 @@ def test_one_that_is_cancelled_or_refused_ends_alone(llm: LLM, front: Front) -> 
     first = {front.next().request for _ in range(8)}
     assert first == {1, 2}, "side by side"
     front.say(frames.Start(3, [5], {"temperature": 0.0}), frames.Start(4, [], LONG), frames.Start(5, [5, 5], LONG))
-    front.say(frames.Cancel(5), frames.Cancel(2))
-    found = front.until_all_end(1, 2, 3, 4, 5)
+    front.say(frames.Start(6, [5] * 96, LONG), frames.Cancel(5), frames.Cancel(2))
+    found = front.until_all_end(1, 2, 3, 4, 5, 6)
     assert tokens(found[1])[-20:] == wanted[-20:]
     assert isinstance(found[2][-1], frames.Done) and len(tokens(found[2])) < 60
     assert found[3] == [frames.Failed(3, found[3][0].message, True)] and "mode smc samples" in found[3][0].message
     assert found[4][-1].user and "empty" in found[4][-1].message
+    assert found[6][-1].user and "the prompt of 96 tokens does not fit" in found[6][-1].message
     assert isinstance(found[5][-1], frames.Done) and tokens(found[5]) == []
 
 

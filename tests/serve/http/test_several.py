@@ -36,6 +36,7 @@ def ask(number: int) -> dict[str, Any]:
     words = "x = 1\n" * (number * 37 % 50)
     stop = {"stop": ["\n\n"]} if number % 3 == 0 else {}
     seed = {"temperature": 0.7, "seed": number, "max_tokens": 16 + number * 13 % 60}
+    seed |= {"frequency_penalty": 0.5} if number % 4 == 0 else {}
     return {"prompt": f"{words}def function_{number}(", **seed, **stop}
 
 
@@ -74,7 +75,7 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
                     raw.recv(1 << 16)
 
         def refused(number: int) -> None:
-            bad = client.post("/v1/completions", json=ask(number) | {"frequency_penalty": 1.0})
+            bad = client.post("/v1/completions", json=ask(number) | {"guidance_scale": 2.0})
             assert bad.status_code == 400 and "\n" not in bad.json()["error"]["message"]
 
         watching = pool.submit(watch)
@@ -90,3 +91,21 @@ def test_all_at_once_each_answers_as_alone(server: Served) -> None:
         while client.get("/health").json()["running"]:
             assert time.monotonic() < end
         assert client.get("/health/generate").json()["status"] == "ok"
+
+
+def test_choices_of_one_request(server: Served) -> None:
+    """Texts of its particles, all cut at the stop string; chains have none."""
+    asked = {"prompt": "def add(a, b):\n    return", "temperature": 0.9, "max_tokens": 12, "smc": {}, "n": 3}
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        answers = [client.post("/v1/completions", json=asked | {"seed": seed}).json() for seed in range(6)]
+        if "error" in answers[0]:
+            assert "this server runs mode serial" in answers[0]["error"]["message"]
+            return
+        for answer in answers:
+            weights = [choice["weight"] for choice in answer["choices"]]
+            assert sum(weights) == pytest.approx(1) and weights == sorted(weights, reverse=True)
+            assert answer["exact"] is False and answer["usage"]["completion_tokens"] <= 12 * len(weights)
+        assert max(len(answer["choices"]) for answer in answers) > 1, "unless all are copies"
+        cut = client.post("/v1/completions", json=asked | {"stop": ["\n"], "seed": 0, "max_tokens": 60}).json()
+        assert all("\n" not in choice["text"] for choice in cut["choices"])
+        assert client.get("/health").json()["running"] == 0
