@@ -232,7 +232,7 @@ class SMC:
         return Answer(
             tokens=p.tokens[at, row, : int(p.length[at, row])].tolist(),
             stopped=bool(p.stopped[at, row]),
-            coalesced_prefix=int(p.common()[at]),
+            coalesced_prefix=len(group.tokens),
             ess_mean=float(p.ess[at]) / rounds,
             resample_rate=int(p.resampled[at]) / rounds,
             log_z=float(p.evidence()[at]),
