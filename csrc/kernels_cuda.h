@@ -111,6 +111,9 @@ void gumbel_rows(uint64_t seed, uint32_t noise_stream, const int64_t* positions,
 // host::children, and with `values` null host::draw (k is 1), of arrays on the device; k is at most 64.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream);
 
+// host::draw_keyed; with `keys` null host::log_probs of these tokens, which must lie in the vocabulary.
+void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream);
+
 // ---- chains
 
 // What of the draft tokens of each request the target keeps, and the token that it adds (swiftspec/chains), of logits

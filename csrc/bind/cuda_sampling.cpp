@@ -55,6 +55,15 @@ void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const 
                  values.at<float>(here, "values", {args.rows, k}), stream_arg(stream));
 }
 
+void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, float temperature, const MaybeArray& keys,
+                const Array& tokens, const Array& values, uintptr_t stream) {
+  const Place here = gpu();
+  const ScoreArgs args = score_args(here, logits, vocab, bias, {}, {}, temperature, 1.0f);
+  cuda::draw_keyed(args, at_or_null<uint32_t>(keys, here, "keys", {args.rows}),
+                   tokens.at<int64_t>(here, "tokens", {args.rows}), values.at<float>(here, "values", {args.rows}),
+                   stream_arg(stream));
+}
+
 }  // namespace
 
 void bind_cuda_sampling(py::module_& m) {
@@ -67,6 +76,10 @@ void bind_cuda_sampling(py::module_& m) {
   m.def("children_cuda", &children, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("tokens"), py::arg("values"),
         py::arg("stream"), "As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold.");
+  m.def("draw_keyed_cuda", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
+        py::arg("keys"), py::arg("tokens"), py::arg("values"), py::arg("stream"),
+        "The token of each row's highest score under the noise of its key, or without keys the one that is given, and "
+        "log_softmax(scores) there.");
 }
 
 }  // namespace swiftspec::binding

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.backends.reference.sampling import best
 from swiftspec.chains import law
 from swiftspec.config import PopulationConfig
@@ -29,7 +30,7 @@ class Drafted:
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
     logits: list[Tensor]  # [A N, V] each: the draft's at the steps that may be rejected, shaped
-    noise: list[Tensor | None]  # [A N, V] of the token after them, and before it of theirs where chains are matched
+    keys: list[Tensor | None]  # [A N] of the noise of the token after them; of theirs before it, where chains match
     coins: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
 
 
@@ -53,9 +54,9 @@ def judge(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Dra
 
 def _matched(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
     """Tokens stay as long as plain decoding says them."""
-    noise = [each for each in drafted.noise if each is not None]
+    keys = [each for each in drafted.keys if each is not None]
     rows = logits.transpose(1, 2).flatten(0, 2)  # by group, then by step
-    best = shaper.plain(rows, torch.stack(noise, 1).flatten(0, 1) if noise else None)
+    best = shaper.plain(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
     tokens = drafted.tokens.flatten(0, 1)
     return _unweighed(law.as_far_as_equal(best.view(len(tokens), -1), tokens), drafted)
 
@@ -65,7 +66,7 @@ def _rejected(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
     groups, steps, particles, _ = logits.shape
     target = shaper.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
     tokens, coins = drafted.tokens.flatten(0, 1), drafted.coins().flatten(0, 1)
-    found = law.reject(target, torch.stack(drafted.logits, 1), tokens, coins, _after(drafted))
+    found = law.reject(target, torch.stack(drafted.logits, 1), tokens, coins, _noise(drafted, target))
     last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
     bonus = torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus)
     return _unweighed(law.Verified(found.accepted, found.count, bonus), drafted)
@@ -83,7 +84,7 @@ def _whole(shaper: Shaper, power: float, logits: Tensor, drafted: Drafted) -> Ju
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
     log_p = shaper.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
     log_p = log_p.view(groups, steps, particles).transpose(1, 2)
-    extra = shaper.draw(last, _after(drafted), power)
+    extra, _ = shaper.draw(last, _after(drafted), power)
     norm = torch.zeros_like(drafted.log_q[..., :1])
     if power != 1:
         shaped = shaper.tempered(last)
@@ -107,15 +108,21 @@ def _in_part(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: 
     kept, scores = _reject(config, logits, draft, drafted)
     terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
     terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-    extra, shape = best(scores + _after(drafted)), (groups, particles)
+    extra, shape = best(scores + _noise(drafted, scores)), (groups, particles)
     return Judged(kept.view(shape), extra.view(shape), terms.view(*shape, -1))
 
 
 def _after(drafted: Drafted) -> Tensor:
-    """The noise [A N, V] of the token after the draft's."""
-    noise = drafted.noise[-1]
-    assert noise is not None
-    return noise
+    """The keys [A N] of the token after the draft's."""
+    keys = drafted.keys[-1]
+    assert keys is not None
+    return keys
+
+
+def _noise(drafted: Drafted, logits: Tensor) -> Tensor:
+    """Its noise [A N, V], for logits [..., V]."""
+    keys = _after(drafted)
+    return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
 
 
 def _reject(config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:

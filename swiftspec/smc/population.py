@@ -221,7 +221,7 @@ class SMC:
         return Answer(
             tokens=[*particles[row].tokens],
             stopped=particles[row].stopped,
-            coalesced_prefix=int(p.common()[at]),
+            coalesced_prefix=len(group.tokens),
             ess_mean=float(p.ess[at]) / rounds,
             resample_rate=int(p.resampled[at]) / rounds,
             log_z=float(p.evidence()[at]),

@@ -52,7 +52,7 @@ class Chains:
     tokens: Tensor  # [A, N, K]
     log_q: Tensor  # [A, N, K]
     logits: list[list[Tensor]]  # by span: [A N, V] each, of the steps that may be rejected
-    noise: list[Tensor | None]  # [A N, V] each, of the steps that may be matched
+    keys: list[Tensor | None]  # [A N] each, of the noise of the steps that may be matched
     pending_slots: Tensor  # [A, N]
     views: list[Tensor]
     counts: list[Tensor]  # K + 1 of [A, N, V], of the text up to each; none where there are no penalties
@@ -68,7 +68,7 @@ class SMCRound:
         self.particles = Particles(groups, config.particles, config.smc_draft_tokens, slots, longest, device)
         self._some = [self.particles.first(count) for count in range(groups + 1)]
         # every round adds a token at least, so there are no more of them than tokens
-        self.streams = Streams(groups, config.particles, vocab, device, target.ops.gumbel_keyed, longest)
+        self.streams = Streams(groups, config.particles, device, longest)
         self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
@@ -77,9 +77,8 @@ class SMCRound:
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
         books = [self._prefix, self._sequences, self._stops]
+        self._told = 3 + self.particles.tokens.shape[-1]
         self._tensors = [*self.particles.state, *self.streams.state, *books]
-        # of logits, as the operators give them
-        self._dtype = torch.float64 if target.model.dtype == torch.float64 else torch.float32
 
     def open(
         self, group: int, prompt: Sequence[int], sampling: SamplingParams, stops: Collection[int], limit: int
@@ -129,7 +128,7 @@ class SMCRound:
     @property
     def told(self) -> int:
         """How many numbers a round leaves for each group, beside one for each slot of the window."""
-        return 3 + self.particles.tokens.shape[-1]
+        return self._told
 
     def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
         """How the logits of the first groups are shaped, where there are no filters: so many neighbours, their
@@ -154,9 +153,9 @@ class SMCRound:
         p = self._some[groups]
         kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
         here = Here(p, self._spans(groups), width, p.new_slots(), kv_len)
-        noise = self._noise(here)
-        chains = self._draft_tokens(here, noise)
-        judged = self._judge(here, self._score(here, chains), chains, next(noise))
+        keys = self._keys(here)
+        chains = self._draft_tokens(here, keys)
+        judged = self._judge(here, self._score(here, chains), chains, next(keys))
         broken = (judged.extra < 0).any(-1) | judged.terms.isnan().flatten(1).any(-1)
         p.take(chains.tokens, judged.kept, judged.extra.clamp_min(0), judged.terms, self._stops[:groups], width)
         if self._config.chains is None:
@@ -175,17 +174,17 @@ class SMCRound:
             spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
         return spans
 
-    def _noise(self, here: Here) -> Iterator[Tensor | None]:
-        """Of the draft's tokens [A N, V], step by step, and of the one after them. Where chains are matched it is that
-        of plain decoding, so that the draft looks where the target will look."""
+    def _keys(self, here: Here) -> Iterator[Tensor | None]:
+        """Of the noise of the draft's tokens [A N], step by step, and of the one after them. Where chains are matched
+        it is that of plain decoding, so that the draft looks where the target will look."""
         p = here.particles
         if self._config.chains != "match":
-            return self.streams.round(p.clock[:, None] + self._ticks, self._dtype)
+            return self.streams.round(p.clock[:, None] + self._ticks)
         if all(span.shaper.greedy for span in here.spans):
             return repeat(None)
-        return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks, self._dtype)
+        return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks)
 
-    def _draft_tokens(self, here: Here, noise: Iterator[Tensor | None]) -> Chains:
+    def _draft_tokens(self, here: Here, keys: Iterator[Tensor | None]) -> Chains:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
         p, n = here.particles, here.particles.count
         tail, last, pending = self._tail(here)
@@ -206,7 +205,7 @@ class SMCRound:
                 logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
             if counts:
                 logits = penalised(here.spans, logits.view(p.groups, n, -1), self._prompts, counts[-1]).flatten(0, 1)
-            given, drawn, log = next(noise), list[Tensor](), list[Tensor]()
+            given, drawn, log = next(keys), list[Tensor](), list[Tensor]()
             if self._config.chains == "match":
                 drawn_by.append(given)
             for span, kept in zip(here.spans, shaped, strict=True):
@@ -224,17 +223,15 @@ class SMCRound:
         log = torch.stack(log_q, -1).to(torch.float64)
         return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
-    def _draw(self, shaper: Shaper, logits: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _draw(self, shaper: Shaper, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """The draft's tokens [n] after rows of its logits, and their log-probabilities [n], 0 where nobody weighs
         them."""
         if self._config.chains == "match":
-            tokens = shaper.plain(logits, noise).clamp_min_(0)  # where its logits are no numbers it guesses badly
-        else:
-            assert noise is not None
-            tokens = shaper.draw(logits, noise).clamp_min_(0)  # -1: its weight tells, or it is rejected
-        if self._config.chains is None:
-            return tokens, shaper.log_probs(logits, tokens)
-        return tokens, torch.zeros_like(tokens, dtype=torch.float64)
+            tokens = shaper.plain(logits, keys).clamp_min_(0)  # where its logits are no numbers it guesses badly
+            return tokens, torch.zeros_like(tokens, dtype=torch.float64)
+        assert keys is not None
+        tokens, log_probs = shaper.draw(logits, keys)
+        return tokens.clamp_min_(0), log_probs  # -1: its weight tells, or it is rejected
 
     def _keeps_logits(self, shaper: Shaper, step: int) -> bool:
         """Whether the target's judgement of a step needs the draft's logits."""
@@ -270,14 +267,14 @@ class SMCRound:
         return penalised(here.spans, logits, self._prompts, torch.stack(chains.counts, 1))
 
     def _judge(self, here: Here, logits: Tensor, chains: Chains, last: Tensor | None) -> Judged:
-        """What becomes of the chains, span by span. `last`: the noise of the token after them."""
+        """What becomes of the chains, span by span. `last`: the keys of the token after them."""
         found: list[Judged] = []
-        noise = [*chains.noise, last]
+        keys = [*chains.keys, last]
         for span, kept in zip(here.spans, chains.logits, strict=True):
             some = span.groups
             coins = partial(self._coins, here, some)
             rows = span.rows(here.particles.count)
-            mine = [None if each is None else each[rows] for each in noise]
+            mine = [None if each is None else each[rows] for each in keys]
             drafted = Drafted(chains.tokens[some], chains.log_q[some], kept, mine, coins)
             found.append(judge(span.shaper, self._config, logits[some], drafted))
         if len(found) == 1:

@@ -59,31 +59,29 @@ class Shaper:
         """[n, >= V] raw -> [n, V] tempered and biased: the draft's, or the target's without filters."""
         return self._draft.shape(logits, None)
 
-    def draw(self, logits: Tensor, noise: Tensor, power: float = 1.0) -> Tensor:
-        """A token [n] of each row of raw logits, without filters, to that power, by its row of `noise` [n, V]; -1 where
-        logits are no numbers."""
-        rows = torch.arange(len(noise), device=noise.device)
-        return self._ops.draw(logits, self._vocab, self._scores(power, noise, rows))
+    def draw(self, logits: Tensor, keys: Tensor, power: float = 1.0) -> tuple[Tensor, Tensor]:
+        """A token [n] of each row of raw logits, without filters, to that power, by the noise of its key [n]; -1 where
+        logits are no numbers. And its log-probability [n], there that of token 0."""
+        return self._ops.draw_keyed(logits, self._vocab, keys, self._scores(power))
 
-    def plain(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """A token [n] of each row of raw logits as plain decoding draws it, by its row of `noise` [n, V], and without
+    def plain(self, logits: Tensor, keys: Tensor | None) -> Tensor:
+        """A token [n] of each row of raw logits as plain decoding draws it, by the noise of its key [n], and without
         any at temperature 0; -1 where logits are no numbers."""
         params, bias, temperature = self._draft.params, self._draft.bias, 1.0
         if self.filtered:
             logits, bias = self.target(logits), None
         elif not params.greedy:
             temperature = params.temperature
-        if params.greedy or noise is None:
+        if params.greedy or keys is None:
             return self._ops.draw(logits, self._vocab, Scores(temperature, bias))
-        rows = torch.arange(len(noise), device=noise.device)
-        return self._ops.draw(logits, self._vocab, Scores(temperature, bias, noise, rows))
+        return self._ops.draw_keyed(logits, self._vocab, keys, Scores(temperature, bias))[0]
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """The log-probabilities [n] of tokens [n] by raw logits, without filters."""
         return self._ops.log_probs(logits, self._vocab, tokens, self._scores())
 
-    def _scores(self, power: float = 1.0, noise: Tensor | None = None, rows: Tensor | None = None) -> Scores:
-        return Scores(self._draft.params.temperature / power, self._draft.bias, noise, rows)
+    def _scores(self, power: float = 1.0) -> Scores:
+        return Scores(self._draft.params.temperature / power, self._draft.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Noise for a population: a stream of its own for every particle and purpose, keyed on the device.
 
 The integers are those of `noise.noise_bits` and csrc/common/noise.h. There the positions of a row are Python numbers;
-here the clock is a tensor, so a round draws its noise without the host. Letters: N particles, V tokens.
+here the clock is a tensor, so a round draws its noise without the host. Letters: N particles.
 
 The clock counts draws, K + 1 a round, and never goes back. In plain SMC every particle grows by K + 1 tokens a round,
 and the clock is the absolute position. Where tokens may be rejected particles differ in length, so a row may come to a
@@ -10,18 +10,15 @@ position that it has drawn at before; the same noise there would remember why th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from swiftspec.backends import reference
-from swiftspec.backends.reference.noise import counters, gumbel, row_bits, row_keys, stream_key
+from swiftspec.backends.reference.noise import counters, row_bits, row_keys, stream_key
 from swiftspec.sampling.noise import TARGET_STREAM
 
-BLOCK = 2**18  # noise made at a time
-Keyed = Callable[[Tensor, range], Tensor]  # row keys [...] int32, tokens -> [..., tokens] float32
 PER_PARTICLE = 4  # streams kept for each
 FIRST_PARTICLE = 16  # stream 0 is the target's; those below this belong to the request as a whole
 
@@ -43,18 +40,14 @@ def stream_of(particle: int, purpose: Purpose) -> int:
 class Streams:
     """The noise of G groups, each one request's. A group's is that of its seed, wherever it stands among the others."""
 
-    def __init__(
-        self, groups: int, particles: int, vocab: int, device: torch.device | str,
-        gumbel_keyed: Keyed = reference.gumbel_keyed, rounds: int = 1,
-    ) -> None:  # fmt: skip
+    def __init__(self, groups: int, particles: int, device: torch.device | str, rounds: int = 1) -> None:
         """`rounds`: how many a request may have."""
         count = max(particles, 2)  # the population's own two streams are there for one particle too
         self._keys = torch.empty(groups, len(Purpose), count, dtype=torch.int32, device=device)
         self._target = torch.empty(groups, dtype=torch.int32, device=device)  # keys of the streams of plain decoding
-        self._particles, self._vocab = particles, range(vocab)
-        self._tokens = counters(self._vocab, device)
-        self._gumbel_keyed = gumbel_keyed
-        self._resampling = torch.empty(groups, rounds, dtype=torch.float64, device=device)
+        self._particles, self._first = particles, counters(range(1), device)
+        # for each round the number by which it resamples, and then the one that picks the answer
+        self._drawn = torch.empty(groups, rounds + 1, dtype=torch.float64, device=device)
         self._rounds = torch.arange(rounds, device=device)
         for group in range(groups):
             self.seed(group, 0)
@@ -62,7 +55,7 @@ class Streams:
     @property
     def state(self) -> list[Tensor]:
         """What belongs to a group: [G, ...] each."""
-        return [self._keys, self._target, self._resampling]
+        return [self._keys, self._target, self._drawn]
 
     def seed(self, group: int, seed: int) -> None:
         """Those of another request, in the same tensors."""
@@ -72,39 +65,27 @@ class Streams:
         plain = torch.tensor([stream_key(seed, TARGET_STREAM)], dtype=torch.uint32)
         self._target[group : group + 1].copy_(plain.view(torch.int32))
         # one number a round: to make them all at once costs no more than to make one
-        self._resampling[group].copy_(self._uniform(self._keys[group, Purpose.POPULATION, 0], self._rounds))
+        resampling, pick = self._keys[group, Purpose.POPULATION, :2]
+        self._drawn[group, :-1] = self._uniform(resampling, self._rounds)
+        # at clock 0, so that a round too many, begun before the host knew of the end, changes nothing
+        self._drawn[group, -1] = self._uniform(pick, self._rounds[:1])[0]
 
-    def gumbel(self, purpose: Purpose, clock: Tensor, dtype: torch.dtype) -> Tensor:
-        """Standard Gumbel noise of the first A groups at `clock` [A]: [A, N, V]."""
-        return self._made(row_keys(self._of(purpose, len(clock)), clock[:, None]), dtype)
-
-    def round(self, clock: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Gumbel noise [A N, V] of a round of the first A groups, draw by draw at `clock` [A, K + 1]: the draft's, then
-        the extra token's. Made in blocks: all at once where that is little memory, since fewer and larger operators
-        cost less."""
+    def round(self, clock: Tensor) -> Iterator[Tensor]:
+        """Keys [A N] of a round of the first A groups, draw by draw at `clock` [A, K + 1]: the draft's, then the extra
+        token's."""
         groups, draws = clock.shape
         drafts, extra = (self._of(purpose, groups) for purpose in (Purpose.DRAFT, Purpose.EXTRA))
         streams = torch.cat((drafts.expand(draws - 1, -1, -1), extra[None]))
-        yield from self._by_draw(row_keys(streams, clock.t()[..., None]).flatten(1), dtype)
+        return iter(row_keys(streams, clock.t()[..., None]).flatten(1))
 
-    def target(self, positions: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The Gumbel noise by which plain decoding draws the tokens at `positions` [A, N, m]: m times [A N, V]."""
+    def target(self, positions: Tensor) -> Iterator[Tensor]:
+        """Those by which plain decoding draws the tokens at `positions` [A, N, m]: m times [A N]."""
         keys = row_keys(self._target[: len(positions), None, None], positions)
-        yield from self._by_draw(keys.flatten(0, 1).t().contiguous(), dtype)
-
-    def _by_draw(self, keys: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Of keys [draws, rows]: [rows, V] each."""
-        for some in keys.split(max(1, BLOCK // (keys.shape[1] * len(self._vocab)))):
-            yield from self._made(some, dtype)
+        return iter(keys.flatten(0, 1).t().contiguous())
 
     def _of(self, purpose: Purpose, groups: int) -> Tensor:
         """Keys [A, N]."""
         return self._keys[:groups, purpose, : self._particles]
-
-    def _made(self, keys: Tensor, dtype: torch.dtype) -> Tensor:
-        if dtype == torch.float32:
-            return self._gumbel_keyed(keys, self._vocab)
-        return gumbel(row_bits(keys, self._tokens), dtype)
 
     def coins(self, clock: Tensor) -> Tensor:
         """Uniform (0, 1) of each particle of the first A groups at each of `clock` [A, m]: [A, N, m] float64."""
@@ -113,15 +94,13 @@ class Streams:
     def resampling(self, rounds: Tensor) -> Tensor:
         """The one uniform number that systematic resampling takes in a round of each of the first A groups, by how many
         `rounds` [A] it has had: [A]."""
-        return self._resampling[: len(rounds)].gather(1, rounds[:, None]).squeeze(1)
+        return self._drawn[: len(rounds)].gather(1, rounds[:, None]).squeeze(1)
 
     def pick(self) -> Tensor:
-        """The uniform numbers [G] that choose the answers, once a request: at clock 0, so that a round too many, begun
-        before the host knew of the end, changes nothing."""
-        keys = self._keys[:, Purpose.POPULATION, 1]
-        return self._uniform(keys, torch.zeros_like(keys))
+        """The uniform numbers [G] that choose the answers, once a request."""
+        return self._drawn[:, -1].contiguous()
 
     def _uniform(self, streams: Tensor, clock: Tensor) -> Tensor:
         """Token 0's integers of these rows, as float64 in (0, 1)."""
-        bits = row_bits(row_keys(streams, clock), self._tokens[:1]).squeeze(-1)
+        bits = row_bits(row_keys(streams, clock), self._first).squeeze(-1)
         return (bits.to(torch.float64) + 0.5) * 2.0**-32

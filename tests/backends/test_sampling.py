@@ -170,13 +170,34 @@ def test_nonsense_is_refused() -> None:
             _C.children(**(good | {"tau": 1.0, "tokens": tokens, "values": values}))
 
 
-def test_keyed_noise_is_that_of_the_rows_with_these_keys(level: str) -> None:
-    positions = torch.tensor([0, 5, 2**31 - 1])
-    keys = torch.tensor([[noise.row_key(9, stream, p) for p in positions.tolist()] for stream in (0, 40)])
-    made = host.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40))
-    for stream, rows in zip((0, 40), made, strict=True):
-        assert torch.equal(rows, host.gumbel_rows(9, stream, positions, range(3, 40)))
-    torch.testing.assert_close(made, reference.gumbel_keyed(keys.to(torch.uint32).view(torch.int32), range(3, 40)))
+@pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+def test_keyed_draws_are_draws_under_the_noise_of_their_rows(level: str, vocab: int, spread: float) -> None:
+    """To the bit, though most of the noise is not made: flat logits, where any token may win, and peaked ones."""
+    positions = torch.arange(64)
+    keys = torch.tensor([noise.row_key(9, 40, p) for p in positions.tolist()], dtype=torch.uint32).view(torch.int32)
+    logits = spread * torch.randn(64, vocab + 3, generator=torch.Generator().manual_seed(vocab))
+    logits[:, vocab:] = 1e9
+    if vocab > 1:
+        logits[3, : vocab // 2] = -torch.inf
+    bias = torch.randn(vocab, generator=torch.Generator().manual_seed(1))
+    scores = Scores(0.7, bias, host.gumbel_rows(9, 40, positions, range(vocab)), torch.arange(64))
+    tokens, values = host.draw_keyed(logits, vocab, keys, scores)
+    assert torch.equal(tokens, host.draw(logits, vocab, scores))
+    assert torch.equal(values, host.log_probs(logits, vocab, tokens.clamp_min(0), scores))
+    theirs, log_probs = reference.draw_keyed(logits, vocab, keys, Scores(0.7, bias))
+    assert (tokens == theirs).float().mean() > 0.95, "noise of the reference differs by 1e-6"
+    torch.testing.assert_close(values[tokens == theirs], log_probs[tokens == theirs], rtol=1e-5, atol=2e-5)
+
+
+def test_keyed_draws_without_a_token(level: str) -> None:
+    logits = torch.zeros(4, 40)
+    logits[0, 39], logits[1, 7], logits[2] = torch.nan, torch.inf, -torch.inf
+    keys = torch.arange(4, dtype=torch.int32)
+    for ops in (host, reference):
+        tokens, _ = ops.draw_keyed(logits, 40, keys)
+        assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 40
+        assert (ops.draw_keyed(logits[:1], 39, keys[:1])[0] >= 0).all(), "beyond the vocabulary"
 
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])

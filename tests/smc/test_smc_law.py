@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.streams import Purpose, Streams
+from swiftspec.smc.streams import Streams
 from tests.support.histories import (
     HistoryModel,
     Law,
@@ -194,16 +195,19 @@ def test_one_particle_is_draft_then_bonus() -> None:
     target, draft, sampling = HistoryModel(5, 3), HistoryModel(5, 4), SamplingParams(temperature=0.7, seed=11)
     worker = make_worker(target, draft, PopulationConfig(1, 1))
     decode(worker, PROMPT, sampling, set(), 9)
-    noise, text, log_weight = Streams(1, 1, 5, "cpu"), list(PROMPT), 0.0
-    noise.seed(0, 11)
+    streams, text, log_weight = Streams(1, 1, "cpu"), list(PROMPT), 0.0
+    streams.seed(0, 11)
     while len(text) < len(PROMPT) + 9:
-        at = torch.tensor([len(text)])
+        first, extra = (
+            gumbel(row_bits(keys, counters(range(5))), torch.float64)[0]
+            for keys in streams.round(torch.tensor([[len(text), len(text) + 1]]))
+        )
         q = draft.after(text) / 0.7
-        token = int((q + noise.gumbel(Purpose.DRAFT, at, torch.float64)[0, 0]).argmax())
+        token = int((q + first).argmax())
         log_weight += float((target.after(text) / 0.7).log_softmax(-1)[token] - q.log_softmax(-1)[token])
         text.append(token)
         p = target.after(text) / 0.7
-        text.append(int((p + noise.gumbel(Purpose.EXTRA, at + 1, torch.float64)[0, 0]).argmax()))
+        text.append(int((p + extra).argmax()))
     assert worker.answer().tokens == text[len(PROMPT) : len(PROMPT) + 9]
     assert worker.answer().log_z == pytest.approx(log_weight)
 

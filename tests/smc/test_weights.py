@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftspec.backends.reference.noise import gumbel, noise_bits, row_key
+from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
 from swiftspec.smc import weights
 from swiftspec.smc.streams import Purpose, Streams, stream_of
 
@@ -19,13 +19,16 @@ POWERS = [0.5, 1.0, 2.0]
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
 def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
-    streams = Streams(1, 3, 17, "cpu")
+    streams = Streams(1, 3, "cpu")
     streams.seed(0, seed)
-    for purpose in (Purpose.DRAFT, Purpose.EXTRA):
-        rows = streams.gumbel(purpose, torch.tensor([clock]), torch.float64)[0]
-        for particle in range(3):
-            want = gumbel(noise_bits(seed, stream_of(particle, purpose), [clock], range(17)), torch.float64)
-            assert torch.equal(rows[particle : particle + 1], want)
+    clocks = torch.tensor([[clock, clock + 1]])
+    for purpose, keys, at in zip(
+        (Purpose.DRAFT, Purpose.EXTRA), streams.round(clocks), clocks[0].tolist(), strict=True
+    ):
+        want = [noise_bits(seed, stream_of(particle, purpose), [at], range(17)) for particle in range(3)]
+        assert torch.equal(row_bits(keys, counters(range(17))), torch.cat(want))
+    plain = torch.cat([*streams.target(torch.tensor([[[clock]] * 3]))])
+    assert torch.equal(row_bits(plain, counters(range(17))), noise_bits(seed, 0, [clock] * 3, range(17)))
     bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)]
     assert streams.coins(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
@@ -34,7 +37,7 @@ def test_no_two_particles_or_purposes_share_noise() -> None:
     """At one tick every stream has a key of its own: the hash is a bijection."""
     keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in Purpose}
     assert len(keys) == 64 * len(Purpose) and row_key(7, 0, 99) not in keys
-    streams = Streams(1, 1, 5, "cpu")
+    streams = Streams(1, 1, "cpu")
     streams.seed(0, 7)
     tick = torch.tensor([4])
     drawn = {float(streams.resampling(torch.tensor([0]))), float(streams.pick()), float(streams.coins(tick[None]))}

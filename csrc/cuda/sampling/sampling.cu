@@ -29,14 +29,44 @@ __global__ void __launch_bounds__(kThreads)
   ptx::cluster_sync();  // nobody leaves while its memory is read
 }
 
-}  // namespace
+// Without `keys` the tokens are given.
+__global__ void __launch_bounds__(kThreads) keyed_kernel(const __grid_constant__ ScoreArgs args, const uint32_t* keys,
+                                                         int64_t* tokens, float* log_probs) {
+  Found& found = shared_variable<Found>();
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int block = static_cast<int>(ptx::cluster_rank()), index = static_cast<int>(threadIdx.x) / 32;
+  const int64_t row = blockIdx.y;
+  scan_keyed(args, row, keys == nullptr ? nullptr : keys + row, block, index, found);
+  __syncthreads();
+  if (index == 0) join_warps(1, found);
+  ptx::cluster_sync();
+  if (index == 0 && block == 0) {
+    const auto memory = [&](int i) { return ptx::in_block(&found, i); };
+    join_keyed(args, row, keys != nullptr, memory, tokens + row, log_probs + row);
+  }
+  ptx::cluster_sync();  // nobody leaves while its memory is read
+}
 
-void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
+// A cluster takes a row.
+template <class... Parameters, class... Arguments>
+void launch_rows(const char* name, void (*kernel)(ScoreArgs, Parameters...), const ScoreArgs& args, Stream stream,
+                 Arguments... rest) {
   if (args.rows == 0) return;
   const int cluster = blocks(device_here());
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(args.rows));
   const Launch how{.grid = grid, .threads = kThreads, .cluster = cluster, .early = true};
-  launch("children", children_kernel, how, stream, args, static_cast<int>(k), tokens, values);
+  launch(name, kernel, how, stream, args, rest...);
+}
+
+}  // namespace
+
+void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, Stream stream) {
+  launch_rows("children", children_kernel, args, stream, static_cast<int>(k), tokens, values);
+}
+
+void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream) {
+  launch_rows("draw_keyed", keyed_kernel, args, stream, keys, tokens, log_probs);
 }
 
 }  // namespace swiftspec::cuda

@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "common/best.h"
+#include "common/gumbel.h"
 #include "common/ieee.h"
+#include "common/noise.h"
 #include "common/warp.h"
 #include "cuda/arch.h"
 #include "cuda/device/device.h"
@@ -120,6 +122,45 @@ SWIFTSPEC_HD void scan(const ScoreArgs& a, int64_t row, int k, int block, int wa
   }
 }
 
+// The same of scores as they are, for the sum of their exponentials; and unless `key` is null, of the best of them under
+// the noise of that key. A NaN counts as infinite there.
+SWIFTSPEC_HD void scan_keyed(const ScoreArgs& a, int64_t row, const uint32_t* key, int block, int warp_index,
+                             Found& found) {
+  Best<float> best(1);
+  warp::PerLane<LogSum> sum;
+  SWIFTSPEC_EACH_LANE(lane) { sum(lane) = {-INFINITY, 0}; }
+  for (int64_t base = (block * kWarps + warp_index) * kRun; base < a.vocab; base += kStep) {
+    warp::PerLane<warp::Regs<kAhead, float>> x;
+    SWIFTSPEC_EACH_LANE(lane) {
+      SWIFTSPEC_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        const int64_t column = base + 32 * i + lane;
+        x(lane).r[i] = column < a.vocab ? score(a, row, column) : -INFINITY;
+      }
+      take(sum(lane), x(lane));
+    }
+    if (key == nullptr) continue;
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAhead; ++i) {
+      warp::PerLane<float> value;
+      warp::PerLane<int32_t> column;
+      SWIFTSPEC_EACH_LANE(lane) {
+        const int64_t at = base + 32 * i + lane;
+        const float noise = noise::gumbel_exact(noise::bits(*key, static_cast<uint32_t>(at)));
+        const float noisy = ieee::add(x(lane).r[i], noise);
+        value(lane) = noisy != noisy ? INFINITY : noisy;
+        column(lane) = at < a.vocab ? static_cast<int32_t>(at) : best::kNobody;
+      }
+      best.offer(value, column);
+    }
+  }
+  best.put_down(found.warps[warp_index]);
+  sum = joined(sum);
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) found.warp_sums[warp_index] = sum(lane);
+  }
+}
+
 // The block's first warp: what its warps have found.
 SWIFTSPEC_HD void join_warps(int k, Found& found) {
   Best<float> best(k);
@@ -162,6 +203,26 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
       } else if (!(fabsf(value) < INFINITY)) {
         tokens[rank] = -1;
       }
+    }
+  }
+}
+
+// As join_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; of token 0 where none could
+// be, which is then -1.
+template <class Blocks>
+SWIFTSPEC_HD void join_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
+                             float* log_prob) {
+  Best<float> best(1);
+  LogSum all = block(0)->sum;
+  for (int i = 0; i < kBlocks; ++i) {
+    best.offer_all(block(i)->best);
+    if (i > 0) all = add(all, block(i)->sum);
+  }
+  SWIFTSPEC_EACH_LANE(lane) {
+    if (lane == 0) {
+      if (drawn) *token = fabsf(best.value[0](lane)) < INFINITY ? best.index[0](lane) : -1;
+      const int64_t at = *token < 0 ? 0 : *token;
+      *log_prob = score(a, row, at) - (all.top + logf(all.total));
     }
   }
 }

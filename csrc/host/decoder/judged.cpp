@@ -8,12 +8,6 @@
 
 namespace swiftspec::host {
 
-namespace {
-
-constexpr float kTiny = 1e-30f;  // share of p in a residual, which decides only where rounding leaves nothing else
-
-}  // namespace
-
 // To `values_` [K, N].
 void Population::log_probs_of_drafts(const Span& span, int64_t group) {
   const Particles& p = particles_;
@@ -101,7 +95,8 @@ void Population::softmax(const Span& span, const float* logits, std::vector<floa
   for (float& x : out) x = static_cast<float>(x / total);
 }
 
-// The token after `kept` that stay: of norm(max(0, p - q)), after all of them of p; -1 where p is none.
+// The token after `kept` that stay: of norm(max(0, p - q)), after all of them of p, and of p too where rounding leaves
+// nothing else; -1 where p is none.
 int64_t Population::residual(const Span& span, int64_t group, int64_t row, int64_t kept) {
   const Particles& p = particles_;
   softmax(span, scored(group) + (kept * p.count + row) * target_.decoder.stack().head->n, p_);
@@ -114,14 +109,17 @@ int64_t Population::residual(const Span& span, int64_t group, int64_t row, int64
   noise_.resize(p_.size());
   const uint32_t key = p.key(group, Particles::kExtra, row, p.steps);
   gumbel_keyed(&key, 1, 0, p.vocab, noise_.data());
+  if (std::isnan(q_[0])) q_.assign(q_.size(), 0.0f);  // a draft whose logits are no numbers has drawn nothing
   float best = -std::numeric_limits<float>::infinity();
   int64_t token = -1;
-  for (size_t v = 0; v < p_.size(); ++v) {
-    const float q = std::isnan(q_[v]) ? 0.0f : q_[v];  // a draft whose logits are no numbers has drawn nothing
-    const float score = std::log(std::max(p_[v] - q, 0.0f) + kTiny * p_[v]) + noise_[v];
-    if (!(score > best)) continue;
-    best = score;
-    token = static_cast<int64_t>(v);
+  const auto offer = [&](size_t v, float left) {
+    if (!(left > 0.0f)) return;
+    const float score = std::log(left) + noise_[v];
+    if (score > best) best = score, token = static_cast<int64_t>(v);
+  };
+  for (size_t v = 0; v < p_.size(); ++v) offer(v, p_[v] - q_[v]);
+  if (token < 0) {
+    for (size_t v = 0; v < p_.size(); ++v) offer(v, p_[v]);
   }
   return token;
 }

@@ -31,10 +31,10 @@ __all__ = [
     "children",
     "device_tree",
     "draw",
+    "draw_keyed",
     "embed",
     "fits",
     "fuse",
-    "gumbel_keyed",
     "gumbel_rows",
     "level",
     "linear_residual",
@@ -197,13 +197,6 @@ def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Ten
     return out
 
 
-def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
-    """The same noise of rows with these keys [...] (int32, `noise.row_keys`): [..., tokens] float32."""
-    out = torch.empty(*keys.shape, len(tokens))
-    _C.gumbel_keyed(keys.flatten(), tokens.start, out.view(keys.numel(), len(tokens)))
-    return out
-
-
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
     """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
 
@@ -233,6 +226,16 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
     out = torch.empty(logits.shape[0])
     _C.log_probs(logits, vocab, scores.bias, scores.temperature, tokens.contiguous(), out)
     return out
+
+
+def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
+    there, of token 0 where it is -1: in one pass, and without noise that cannot win."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        return reference.draw_keyed(logits, vocab, keys, scores)
+    tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
+    _C.draw_keyed(logits, vocab, scores.bias, scores.temperature, keys.contiguous(), tokens, out)
+    return tokens, out
 
 
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:

@@ -20,9 +20,9 @@ from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tr
 from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.backends.cuda.devices import usable
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
-from swiftspec.backends.cuda.sampling import children, draw, gumbel_rows, log_top_k
+from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
-from swiftspec.backends.reference import PLAIN, Scores, gumbel_keyed, log_probs, rope_tables
+from swiftspec.backends.reference import PLAIN, Scores, rope_tables
 from swiftspec.errors import UserError
 from swiftspec.model.stack import Stack
 
@@ -38,9 +38,9 @@ __all__ = [
     "children",
     "device_tree",
     "draw",
+    "draw_keyed",
     "embed",
     "fuse",
-    "gumbel_keyed",
     "gumbel_rows",
     "linear_residual",
     "log_probs",

@@ -47,6 +47,30 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
     return tokens, values
 
 
+def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
+    there, of token 0 where it is -1: one launch, without the noise in memory."""
+    if not _taken(logits, 1):
+        return reference.draw_keyed(logits, vocab, keys, scores)
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    return tokens, _keyed(logits, vocab, keys.contiguous(), tokens, scores)
+
+
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN) -> Tensor:
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+    if not _taken(logits, 1):
+        return reference.log_probs(logits, vocab, tokens, scores)
+    return _keyed(logits, vocab, None, tokens.contiguous(), scores)
+
+
+def _keyed(logits: Tensor, vocab: int, keys: Tensor | None, tokens: Tensor, scores: Scores) -> Tensor:
+    """Draws into `tokens` where there are keys."""
+    values = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    if logits.shape[0] > 0:
+        _C.draw_keyed_cuda(logits, vocab, scores.bias, scores.temperature, keys, tokens, values, current_stream())
+    return values
+
+
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, of equal
     ones the earlier token, never above 0 and never NaN."""

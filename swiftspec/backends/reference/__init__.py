@@ -10,13 +10,13 @@ import torch
 
 from swiftspec.backends.reference.attention import mover, prepare, rope_tables, tree_attention
 from swiftspec.backends.reference.linear import embed, linear_residual, norm_head, norm_linear, norm_swiglu
-from swiftspec.backends.reference.noise import gumbel_keyed
+from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import pack, pack_norm
-from swiftspec.backends.reference.sampling import PLAIN, Scores, children, draw, gumbel_rows, log_probs, log_top_k
+from swiftspec.backends.reference.sampling import PLAIN, Scores, children, draw, draw_keyed, log_probs, log_top_k
 from swiftspec.model.stack import Fused, Stack
 
 __all__ = [
-    "CAPTURES", "PLAIN", "Scores", "children", "device_tree", "draw", "embed", "fuse", "gumbel_keyed", "gumbel_rows",
+    "CAPTURES", "PLAIN", "Scores", "children", "device_tree", "draw", "draw_keyed", "embed", "fuse", "gumbel_rows",
     "linear_residual", "log_probs", "log_top_k", "mover", "norm_head", "norm_linear", "norm_swiglu", "pack",
     "pack_norm", "prepare", "rope_tables", "tree_attention",
 ]  # fmt: skip

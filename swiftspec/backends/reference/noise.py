@@ -76,6 +76,6 @@ def gumbel(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return minus_v.log1p_().neg_().log_().neg_()
 
 
-def gumbel_keyed(keys: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of rows with these keys [...] (int32, `row_keys`): [..., tokens] float32."""
-    return gumbel(row_bits(keys, counters(tokens, keys.device)), torch.float32)
+def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
+    return gumbel(noise_bits(seed, stream, positions.tolist(), tokens, positions.device), torch.float32)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from swiftspec.backends.reference.noise import gumbel, noise_bits
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +34,9 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best.indices, best.values.nan_to_num_(-math.inf, neginf=-math.inf).clamp_max_(0)
 
 
-def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, of nothing else."""
-    return gumbel(noise_bits(seed, stream, positions.tolist(), tokens, positions.device), torch.float32)
-
-
 def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
-
-    -1 where a score is NaN, or the highest is infinite.
-    """
+    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part. -1
+    where a score is NaN, or the highest is infinite."""
     return best(_shift(logits[:, :vocab], scores))
 
 
@@ -64,6 +56,13 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
     """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
     shifted = _shift(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     return shifted.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
+
+
+def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+    """The token [n] of `draw` under the noise of `keys` [n] (`row_keys`), and log_softmax there; where -1, at 0."""
+    shifted = _shift(logits[:, :vocab], Scores(scores.temperature, scores.bias))
+    tokens = best(shifted + gumbel(row_bits(keys, counters(range(vocab), keys.device)), logits.dtype))
+    return tokens, shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
 
 
 def _shift(logits: Tensor, scores: Scores) -> Tensor:
