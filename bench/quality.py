@@ -189,9 +189,8 @@ def table(rows: Sequence[Row]) -> str:
         share = ["{:.1f} ± {:.1f} %".format(*(100 * part for part in each)) for each in (row.parses, row.passes)]
         some = "{:.1f} ± {:.1f} % of {}".format(*(100 * part for part in row.any_passes), row.few)
         speed = [f"{row.system.rate:.0f}", f"{row.system.rate / plain:.2f}x"]
-        lines.append(
-            [row.system.name, *speed, *share, some, f"{row.different:.2f}", "{:.2f} ± {:.2f}".format(*row.log_p)]
-        )
+        log_p = "-" if math.isnan(row.log_p[0]) else "{:.2f} ± {:.2f}".format(*row.log_p)  # GSM8K's are not scored
+        lines.append([row.system.name, *speed, *share, some, f"{row.different:.2f}", log_p])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
