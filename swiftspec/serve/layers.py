@@ -14,8 +14,8 @@ from swiftspec.errors import UserError, shown
 from swiftspec.serve.settings import ENV_PREFIX, Settings, UsageError, env_name, explain, flag_name
 
 NO_SETTINGS = (  # variables of the build, the tests and the kernels
-    "SWIFTSPEC_CUDA", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_SEED",
-    "SWIFTSPEC_TEST_EPOCHS",
+    "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES",
+    "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_CASES", "SWIFTSPEC_EMULATED_SEED", "SWIFTSPEC_TEST_EPOCHS",
 )  # fmt: skip
 
 

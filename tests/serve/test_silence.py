@@ -1,6 +1,7 @@
 """No setting is dropped without a word: for every mode it is used, refused, or named as doing nothing."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -140,3 +141,13 @@ def test_prompts_without_end(pair: tuple[Path, Path], capsys: pytest.CaptureFixt
     assert main(argv) == 2
     assert "--prompt-file /dev/zero cannot be read: it is larger than 64 MiB" in capsys.readouterr().err
     assert oneshot.MOST_TEXT == 64 << 20
+
+
+def test_variables_of_the_build_and_the_kernels_are_no_strays(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[2]
+    said = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
+    names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', said), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}
+    assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES"} < names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert not [line for line in strays() if any(f" {name} " in line for name in names)]

@@ -56,7 +56,7 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 def run_tests(
-    module: Path, files: Sequence[Path], which: str, cases: str, *more: str, seed: int = 1
+    module: Path, files: Sequence[Path], which: str, cases: str, *more: str, seed: int = 1, limit: float = 850
 ) -> subprocess.CompletedProcess[str]:
     """Files of tests/gpu on the emulated GPU of `module`, those tests that pytest's -k chooses, two at a time."""
     own = {"SWIFTSPEC_EMULATED": str(module), "SWIFTSPEC_EMULATED_CASES": cases, "OMP_NUM_THREADS": "1",
@@ -65,7 +65,7 @@ def run_tests(
     options = ("-o", "addopts=", "-m", "gpu", "-k", which, "-n", "2", "--dist", "worksteal", "--timeout", "400", "-rp")
     return subprocess.run(
         [sys.executable, "-m", "pytest", *plugins, *options, *more, *map(str, files)], cwd=ROOT, capture_output=True,
-        text=True, timeout=850, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        text=True, timeout=limit, check=False, env=os.environ | own | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
 
 

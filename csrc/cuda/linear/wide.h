@@ -50,8 +50,6 @@ SWIFTSPEC_HD Course course_of(const Tiling& t, int cluster, int clusters, int ct
   return {t, cta, clusters << kWideLog, (cluster << kWideLog) + warp, 0, t.first_tile(cta)};
 }
 
-SWIFTSPEC_HD int wide_turns(const Tiling& t) { return static_cast<int>(ceil_div(t.strips, 1 << kWideLog)); }
-
 // The shared memory of a CTA, in bytes: `joined` holds a turn's sums, in the order of partial_at.
 struct WideCarve {
   int32_t slabs, slab_count, ring, stages, barriers, slab_barriers, total;
@@ -73,8 +71,8 @@ SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& devi
   return c;
 }
 
-// How many parts a launch for so many rows has; 0 where such launches do not pay or find no room. Products of int4 are
-// bound by arithmetic from 64 rows on, those of bf16 read twice as much memory for as much of it.
+// How many parts a launch for so many rows has; 0 where it has few or finds no room. Products of int4 are bound by
+// arithmetic from 64 rows on, those of bf16, whose weights have four times the bytes, from 128 on.
 SWIFTSPEC_HD int wide_parts(const Tiling& t, int64_t rows, const Device& device) {
   if (rows <= kMaxRows) return 0;
   int parts = t.group == 0 && rows > kMostParts / 2 * kMaxRows ? kMostParts : kMostParts / 2;
