@@ -2,17 +2,16 @@
 
     python -m bench.wire [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json] [--plot out.svg]
 
-The workers of bench/workers.py, each behind a relay of its own (tests/support/relay.py); `generate` decodes through
-both. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link`, at the d that is
-best there, from rounds of the same prompts on one machine, the round trip of a Ping, and what surrounds the forwards,
-which bench/hop.py measures without relays on other prompts.
+The workers of bench/workers.py, each behind a relay of its own (tests/support/relay.py); this process decodes through
+both, as `generate` does. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link`,
+at the d that is best there, from rounds of the same prompts on one machine, the round trip of a Ping, and what
+surrounds the forwards, which bench/hop.py measures without relays on other prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -21,10 +20,13 @@ from typing import Any
 
 from bench import hop
 from bench.data.heldout import texts
-from bench.workers import LEAVES, NODES, PACES, ROOT, SERVE, SHAPE, started, workers
+from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
 from swiftspec.lab import apart, predict
 from swiftspec.lab.link import Link
 from swiftspec.lab.simulate import Acceptance, Times
+from swiftspec.serve.cli import parse
+from swiftspec.serve.elsewhere import open_anywhere
+from swiftspec.serve.terminal import Phases
 
 PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
 MODES = ("serial", "async")
@@ -33,19 +35,21 @@ AROUND = ("verify", "expand", "answer")
 
 def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
     """Tokens a second and tokens a round of a few answers, and of nothing but their rounds."""
+    flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
+    flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
+    flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
+    settings = parse(flags).settings
+    session = open_anywhere(settings, Phases(quiet=True))
     made = rounds = seconds = 0.0
-    for prompt in texts()[:PROMPTS]:
-        flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--json", "--raw"]
-        flags += [*SHAPE, "--temperature", "0", "--ignore-eos"]
-        flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
-        command = [*SERVE, "generate", *flags, "--max-tokens", str(tokens), "--prompt", prompt]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(done.stderr)
-        answer = json.loads(done.stdout)
-        made += answer["timings"]["predicted_n"]
-        seconds += 1e-3 * answer["timings"]["predicted_ms"]
-        rounds += answer["metrics"]["speculative_decoding"]["num_spec_steps"]
+    try:
+        for prompt in texts()[:PROMPTS]:
+            session.llm.generate(session.encode(prompt, settings), session.sampling(settings))
+            stats = session.llm.stats
+            made += stats.tokens
+            seconds += stats.decode_time
+            rounds += stats.rounds
+    finally:
+        session.close()
     return {"tokens_per_second": made / seconds, "tokens_per_round": made / rounds}
 
 

@@ -117,7 +117,7 @@ class SessionTeam(Team):
         return error
 
 
-class Sessions:
+class FollowedSessions:
     """A follower's sessions, as its leader's messages move them."""
 
     def __init__(self, make: Callable[[EngineConfig], Follower]) -> None:
@@ -211,7 +211,7 @@ class WorkerRank:
             return make(shape, pause)
 
         try:
-            obey(leader, orders, Sessions(made).read, Pulse())
+            obey(leader, orders, FollowedSessions(made).read, Pulse())
         finally:
             self.leave()
 

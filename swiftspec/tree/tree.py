@@ -101,10 +101,11 @@ class DraftTree:
         if root != 0:
             weights = np.where(self.below(root), weights, NEG_INF)
         if first > 0:
-            old = (np.arange(self.count) < first) & (weights > NEG_INF)
-            weights = np.where(old, 1.0, weights)
-        order = np.argsort(-weights, kind="stable")[:bs]
-        nodes = order[weights[order] > NEG_INF]
+            weights = np.where((np.arange(self.count) < first) & (weights > NEG_INF), 1.0, weights)
+        near = np.flatnonzero(weights > NEG_INF)
+        if len(near) > bs:  # sorting thousands would take milliseconds
+            near = near[weights[near] >= np.partition(weights[near], -bs)[-bs]]
+        nodes = near[np.argsort(-weights[near], kind="stable")[:bs]]
         place = {node: i for i, node in enumerate(nodes.tolist())}
         parents = [place[p] for p in self.parent[nodes[1:]].tolist()]
         return list(place), self.token[nodes].tolist(), [-1, *parents]

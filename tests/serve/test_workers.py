@@ -26,11 +26,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "SWIFTSPEC_TOKEN": "secret"
 
 
 class Worker:
-    """`swiftspec worker SIDE`, listening; `url` says where."""
+    """`swiftspec worker SIDE`, listening; `url` says where. `ranks`: several under torchrun."""
 
-    def __init__(self, side: str, *flags: str) -> None:
+    def __init__(self, side: str, *flags: str, ranks: int = 1) -> None:
+        run = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+        start = SERVE if ranks == 1 else (*run, *SERVE[1:])
         self.process = subprocess.Popen(
-            [*SERVE, "worker", side, "--listen", "127.0.0.1:0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            [*start, "worker", side, "--listen", "127.0.0.1:0", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
             env=ENVIRONMENT, preexec_fn=hear,
         )  # fmt: skip
         assert self.process.stderr is not None
@@ -131,6 +133,23 @@ def test_either_side_may_be_killed_while_it_decodes() -> None:
         assert running.returncode == 1 and time.monotonic() - began < 30
         lines = [line for line in err.decode().splitlines() if "error" in line]
         assert len(lines) == 1 and "--target-url" in lines[0] and "is gone" in lines[0]
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_ranks_names_the_one_that_is_gone() -> None:
+    worker = Worker("target", ranks=2)
+    try:
+        told = answer(("generate", "--target-url", worker.url, *PROMPT))
+        assert told["usage"]["completion_tokens"] == 48
+        pid = worker.process.pid
+        children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        (follower,) = [child for child in children if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes()]
+        os.kill(follower, signal.SIGKILL)
+        _, err = worker.process.communicate(timeout=60)
+    finally:
+        worker.process.kill()
+    lines = [line for line in err.splitlines() if line.startswith("swiftspec:")]
+    assert worker.process.returncode == 1 and len(lines) == 1 and "rank 0 leaves: rank 1 is gone" in lines[0]
 
 
 NONSENSE = [

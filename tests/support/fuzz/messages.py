@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.distributed.crew import Sessions as SessionsThere
+from swiftspec.distributed.crew import FollowedSessions
 from swiftspec.distributed.draft_service import DraftService, Recording
 from swiftspec.distributed.followers import LeadingDrafter, Team, follow
 from swiftspec.distributed.followers import obey as follow_calls
@@ -146,7 +146,7 @@ def obey_sessions(says: Sequence[Message]) -> str:
         return Follower(role, None, None, BOUNDS)
 
     channel: Any = FakeChannel(says)
-    return _served(lambda: follow_calls(channel, Orders(channel), SessionsThere(make).read, Pulse()))
+    return _served(lambda: follow_calls(channel, Orders(channel), FollowedSessions(make).read, Pulse()))
 
 
 def obey_draft(says: Sequence[Message]) -> str:
