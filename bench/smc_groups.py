@@ -20,6 +20,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.smc.decoding import Request
+from swiftspec.smc.population import SMC
 
 KINDS = ("smc", "match", "reject")
 PROMPT = 64  # tokens of each prompt
@@ -50,9 +51,17 @@ def build(kind: str, particles: int, steps: int, args: argparse.Namespace) -> LL
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
     if kind == "smc":
         shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
-        return LLM(args.target, args.draft, EngineConfig("smc", population=shape), **options)
-    config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
-    return LLM(args.target, args.draft, config, **options)
+        config = EngineConfig("smc", population=shape)
+    else:
+        config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
+    llm = LLM(args.target, args.draft, config, **options)
+    population = llm.roles.parts
+    assert isinstance(population, SMC)
+    if args.rounds is not None:
+        population.steps_known = [known for known in population.steps_known if known.name in (args.rounds, "eager")]
+    if args.lag is not None:
+        population.lag = args.lag
+    return llm
 
 
 def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at_once: int, total: Total) -> None:
@@ -118,3 +127,5 @@ def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> Non
     parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.grow, say")
     parser.add_argument("--draft", type=Path, default=draft)
     parser.add_argument("--device", default="cpu", help="of --groups")
+    parser.add_argument("--rounds", choices=("native", "graph", "eager"), help="of --groups: no other, but eager ones")
+    parser.add_argument("--lag", type=int, choices=(0, 1), help="of --groups: rounds that the host is behind")

@@ -118,7 +118,7 @@ class SMC:
         """`steps`: those that run rounds of both models, the fastest first."""
         self.target, self.draft, self.config = target, draft, config
         self.steps_known = steps
-        self._lag = lag
+        self.lag = lag
         if config.smc_groups > 1:
             for runner in (target, draft):
                 runner.cache.reset(config.smc_groups)
@@ -191,7 +191,7 @@ class SMC:
 
     def collect(self) -> None:
         """Takes in what is known by now: the last round's outcome, or that of the one `lag` rounds before."""
-        while len(self._told) > self._lag:
+        while len(self._told) > self.lag:
             self._take_in()
 
     def finish(self, group: Group) -> Answer:

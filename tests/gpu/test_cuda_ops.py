@@ -9,7 +9,7 @@ from torch import Tensor
 from swiftspec.backends import cpu as host
 from swiftspec.backends import cuda, reference
 from swiftspec.backends.cuda.tree import DeviceTree
-from swiftspec.backends.reference import Scores
+from swiftspec.backends.reference import Scores, noise
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
@@ -203,6 +203,31 @@ def test_draw_and_children(vocab: int, noisy: bool, biased: bool) -> None:
         one = cuda.children(logits[3:4], vocab, k, Scores(1.3, bias))
         again = cuda.children(logits, vocab, k, Scores(1.3, bias))
         assert all(torch.equal(a[0], b[3]) for a, b in zip(one, again, strict=True)), "a row depends on itself"
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("vocab", [1, 5, 33, 700] if EMULATED else [1, 5, 33, 4096, 5003, 128_256])
+def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> None:
+    """The draw is the one under the noise in memory, to the bit; a row depends on itself."""
+    logits = random(9, vocab + 5, seed=vocab, dtype=torch.float32) * 4
+    logits[:, vocab:] = 1e9
+    bias = random(vocab, seed=2, dtype=torch.float32) if biased else None
+    positions = torch.arange(9, device=DEVICE)
+    row_keys = [noise.row_key(vocab, 3, position) for position in range(9)]
+    keys = torch.tensor(row_keys, dtype=torch.uint32).view(torch.int32).to(DEVICE)
+    scores = Scores(1.3, bias, cuda.gumbel_rows(vocab, 3, positions, range(vocab)), positions)
+    tokens, values = cuda.draw_keyed(logits, vocab, keys, scores)
+    assert torch.equal(tokens, cuda.draw(logits, vocab, scores))
+    there = Scores(1.3, None if bias is None else bias.cpu())
+    torch.testing.assert_close(
+        values.cpu(), reference.log_probs(logits.cpu(), vocab, tokens.cpu(), there), rtol=1e-5, atol=2e-5
+    )
+    assert torch.equal(values, cuda.log_probs(logits, vocab, tokens, scores))
+    one = cuda.draw_keyed(logits[3:4], vocab, keys[3:4], scores)
+    assert torch.equal(one[0], tokens[3:4]) and torch.equal(one[1], values[3:4])
+    logits[0, vocab - 1], logits[1] = torch.nan, -torch.inf
+    tokens, values = cuda.draw_keyed(logits, vocab, keys, scores)
+    assert tokens[:2].tolist() == [-1, -1] and bool(values[0].isnan()) and bool((tokens[2:] >= 0).all())
 
 
 def test_candidates_at_the_edges() -> None:

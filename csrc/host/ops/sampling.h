@@ -154,6 +154,13 @@ inline void children(const ScoreArgs& a, int64_t k, int64_t* tokens, float* valu
   }
 }
 
+// Near those of scores_at, without noise: a quotient takes longer than all else that is done with a score.
+inline F near_at(const ScoreArgs& a, const float* logits, int64_t column, F inverse) {
+  const int64_t count = a.vocab - column;
+  const F x = load_some(logits + column, count);
+  return mul(a.bias == nullptr ? x : add(x, load_some(a.bias + column, count)), inverse);
+}
+
 // The scores of a row without noise, and the highest of each lane.
 struct Kept {
   float* scores;
@@ -184,10 +191,11 @@ inline void each_row(const ScoreArgs& a, const One& one) {
 }
 
 inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
+  const F inverse = all(1.0f / a.temperature);
   each_row(a, [&](int64_t row) {
     Kept kept{room_for_scores(a.vocab)};
     for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      kept.take(scores_at(a, a.logits + row * a.stride, nullptr, v), v, a.vocab);
+      kept.take(near_at(a, a.logits + row * a.stride, v, inverse), v, a.vocab);
     }
     out[row] = kept.log_prob(tokens[row], a.vocab);
   });
@@ -195,16 +203,18 @@ inline void log_probs(const ScoreArgs& a, const int64_t* tokens, float* out) {
 
 // Which of sixteen tokens may beat `best` with their noise g = -ln(-ln(1 - v)): g <= -ln v, so only those whose
 // v <= e^(score - best). That is held against a line through 2^n and 2^(n + 1), which lies above e^x; where a score is no
-// number, or infinite, the token may.
+// number, or infinite, the token may. `score`: near it.
 inline unsigned may_win(F score, float best, I bits) {
-  constexpr float kLog2e = 1.44269504f, kMantissa = 0x1p23f, kRoom = 1.0001f;  // for rounding
+  constexpr float kLog2e = 1.44269504f, kMantissa = 0x1p23f, kRoom = 1.0001f, kNear = 0x1p-21f;  // for rounding
   const F v = mul(unsigned_to_float(bits), all(0x1p-32f));
-  const F x = smallest(largest(sub(score, all(best)), all(-80.0f)), all(80.0f));
+  const F size = as_float(both(as_int(score), all_int(0x7fffffff)));
+  const F x = smallest(largest(fma(size, all(kNear), sub(score, all(best))), all(-80.0f)), all(80.0f));
   const F line = as_float(to_int(fma(x, all(kLog2e * kMantissa), all(127.0f * kMantissa))));
   return greater(mul(line, all(kRoom)), v) | not_at_most(score, all(std::numeric_limits<float>::max()));
 }
 
 inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens, float* log_probs) {
+  const F inverse = all(1.0f / a.temperature);
   each_row(a, [&](int64_t row) {
     const float* logits = a.logits + row * a.stride;
     const uint32_t key = keys[row];
@@ -212,11 +222,11 @@ inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens
     Kept kept{log_probs == nullptr ? nullptr : room_for_scores(a.vocab)};
     I at = counters(key, 0);
     for (int64_t v = 0; v < a.vocab; v += kLanes) {
-      const F part = scores_at(a, logits, nullptr, v);
+      const F part = near_at(a, logits, v, inverse);
       if (log_probs != nullptr) kept.take(part, v, a.vocab);
       const I bits = noise_bits(key, at);
       if ((may_win(part, highest.value, bits) & lanes_in(a.vocab - v)) != 0) {
-        highest.take(add(part, gumbel_lanes(bits)), v, a.vocab);
+        highest.take(add(scores_at(a, logits, nullptr, v), gumbel_lanes(bits)), v, a.vocab);
       }
       at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
     }
