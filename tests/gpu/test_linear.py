@@ -162,12 +162,12 @@ def test_many_rows_read_a_weight_once(k: int, n: int, group: int) -> None:
 
 @pytest.mark.skipif(not EMULATED, reason="a GPU has the size that it has; the large shapes above go round")
 def test_many_turns_of_few_clusters() -> None:
-    """More strips than run at a time, so that a CTA goes round."""
+    """More strips than run at a time, so that a CTA goes round, and more tiles than lie in shared memory together."""
     with emulated_gpu(8):
         for group in (128, 0):
             w = weight(2048, 304, group)
             packed = ops.pack(w, torch.bfloat16, DEVICE)
-            for rows in (8, 20):
+            for rows in (8, 20, 40):
                 x, zero = rows_of(rows, 2048), torch.zeros(rows, 304, dtype=torch.bfloat16)
                 want = exact(w)(x)
                 check(ops.linear_residual(x, packed, zero), want, want.bfloat16())
