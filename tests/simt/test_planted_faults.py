@@ -58,7 +58,7 @@ FAULTS = [
     Fault("a slab's place is filled before all warps have read it", AMPERE, WIDE, WIDE,
           "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);"),
     Fault("a slab's place is filled too early with clusters", HOPPER, WIDE, WIDE,
-          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);"),
+          "    __syncthreads();\n    if (loads_) fetch(slot_);", "    if (loads_) fetch(slot_);", MANY_TURNS),
     Fault("x is read before it is arranged", HOPPER, WIDE, WIDE,
           "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
     Fault("sums are added to while another block reads them", HOPPER, WIDE, WIDE,

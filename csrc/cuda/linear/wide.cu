@@ -44,14 +44,16 @@ __global__ void __launch_bounds__(kThreads) arrange_kernel(const __grid_constant
     if (lane == 0) scales[warp] = norm_scale(task, sum);
     __syncthreads();
   }
-  const int log = kInt4 ? t.group_log : 1, groups = t.tile_k / tiles::kBlock >> log, slab = tiles::slab_bytes(t, gridDim.x / kPartEights);
+  const int log = kInt4 ? t.group_log : 1, groups = t.tile_k / tiles::kBlock >> log;
+  const int slab = tiles::slab_bytes(t, static_cast<int>(gridDim.x) / kPartEights);
   for (int unit = static_cast<int>(blockIdx.y) * kWarps + warp; unit < t.tiles * groups; unit += gridDim.y * kWarps) {
     const int tile = unit / groups, group = unit % groups;
     uint8_t* to = wide.slabs + static_cast<int64_t>(tile) * slab + part * tiles::part_bytes(t);
     const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
-    stage_group<kInt4>(task, tiles::x_row(eight, lane), first, lane, scales + fragment::b_column(lane),
-                       reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartEights, j, lane), kPartEights * 32,
-                       reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows + tiles::x_row(j, lane));
+    auto* pieces = reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartEights, j, lane);
+    auto* sums = reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows + tiles::x_row(j, lane);
+    stage_group<kInt4>(task, tiles::x_row(eight, lane), first, lane, scales + fragment::b_column(lane), pieces,
+                       kPartEights * 32, sums);
   }
 }
 
