@@ -4,47 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
-from queue import Empty, SimpleQueue
+from queue import Empty, Full, Queue
 from threading import Thread
 
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.tree.replica import TreeDelta, joined
 
 Telling = tuple[TreeDelta, pb.Telemetry | None]
+HELD = 64  # deltas that have not gone out; beyond them the tree has to wait
+LOOK = 1.0  # seconds between two looks at whether anybody takes them
 
 
 class Grown:
-    """A thread grows. A message that is being sent holds it up no more than its bytes take to be made."""
+    """A thread grows, until `close` at the latest. A message that is being sent holds it up no more than its bytes take
+    to be made."""
 
     def __init__(self, grow: Callable[[], Iterable[Telling]]) -> None:
-        self._ready: SimpleQueue[Telling | Exception | None] = SimpleQueue()
+        self._ready: Queue[Telling | Exception | None] = Queue(HELD)
+        self._over = False
+        self._last: Exception | None = None  # what ended it
+        self._ended = False
         Thread(target=self._run, args=(grow,), name="growth", daemon=True).start()
 
     def take(self, *, join: bool) -> list[Telling]:
         """What has grown since it was asked last, waited for; nothing: there is no more. `join`: several deltas of a
         round as one. Raises what growing has raised."""
-        come, more = [self._ready.get()], True
-        while more and isinstance(come[-1], tuple):
+        told: list[Telling] = []
+        while not self._ended:
             try:
-                come.append(self._ready.get_nowait())
+                each = self._ready.get(block=not told)
             except Empty:
-                more = False
-        last = come[-1]
-        told = [each for each in come if isinstance(each, tuple)]
-        if not isinstance(last, tuple):
-            if told:
-                self._ready.put(last)  # the next one that is taken: nothing comes after it
-            elif last is not None:
-                raise last
+                break
+            if isinstance(each, tuple):
+                told.append(each)
+            else:
+                self._ended, self._last = True, each
+        if not told and self._last is not None:
+            raise self._last
         return _joined(told) if join else told
+
+    def close(self) -> None:
+        """Nobody takes any more."""
+        self._over = True
 
     def _run(self, grow: Callable[[], Iterable[Telling]]) -> None:
         try:
             for each in grow():
-                self._ready.put(each)
-            self._ready.put(None)
+                if not self._put(each):
+                    return
+            self._put(None)
         except Exception as error:
-            self._ready.put(error)
+            self._put(error)
+
+    def _put(self, what: Telling | Exception | None) -> bool:
+        while not self._over:
+            try:
+                self._ready.put(what, timeout=LOOK)
+                return True
+            except Full:
+                continue
+        return False
 
 
 def _joined(told: list[Telling]) -> list[Telling]:

@@ -10,7 +10,7 @@ import secrets
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -167,14 +167,14 @@ class DraftService(Service[Drafting | Feeding]):
     ) -> Iterator[Message]:
         """What the tree grows on an opening and on each result, and for as long as no other one is there. A thread
         grows it, which need not wait until a message is out; what has come by then goes as one."""
-        grown = Grown(lambda: self._grow(session, act, requests, context))
-        while True:
-            with refusing(context):
-                together = grown.take(join=session.work.free)
-            if not together:
-                return
-            for delta, telemetry in together:
-                yield pb.DraftAnswer(session=session.id, telemetry=telemetry, delta=delta_to(delta))
+        with closing(Grown(lambda: self._grow(session, act, requests, context))) as grown:
+            while True:
+                with refusing(context):
+                    together = grown.take(join=session.work.free)
+                if not together:
+                    return
+                for delta, telemetry in together:
+                    yield pb.DraftAnswer(session=session.id, telemetry=telemetry, delta=delta_to(delta))
 
     def _grow(
         self, session: Session[Any], act: Callable[[], bool], requests: Iterator[bytes], context: Any

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
-from swiftspec.distributed.grpc.grown import Grown, Telling
+from swiftspec.distributed.grpc.grown import HELD, Grown, Telling
 from swiftspec.tree.replica import TreeDelta
 
 
@@ -55,3 +55,19 @@ def test_what_growing_raises_comes_after_what_has_grown() -> None:
     assert [each.first for each, _ in grown.take(join=True)] == [1]
     with pytest.raises(ValueError, match="no more"):
         grown.take(join=True)
+
+
+def test_a_tree_whose_growth_nobody_takes_waits() -> None:
+    more = Event()
+
+    def grow() -> Iterator[Telling]:
+        for number in range(HELD + 2):
+            if number == HELD + 1:
+                more.set()
+            yield delta(0, 1 + 2 * number), None
+
+    grown = Grown(grow)
+    assert not more.wait(0.3)
+    assert len(taken(grown, join=False)) == HELD + 2 and more.is_set()
+    stuck = Grown(grow)
+    stuck.close()
