@@ -27,8 +27,7 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from bench.smc_groups import add_flags, compare
-from bench.svg import line as _line
-from bench.svg import text as _text
+from bench.svg import line_of, text_of
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
@@ -190,23 +189,23 @@ def plot(results: Sequence[Result], file: Path, title: str) -> None:
         return 80 + 600 * across, 400 - 330 * up
 
     out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="470" font-family="sans-serif" font-size="12">']
-    out += ['<rect width="720" height="470" fill="white"/>', _text(80, 22, title, "#333", size=14)]
+    out += ['<rect width="720" height="470" fill="white"/>', text_of(80, 22, title, "#333", size=14)]
     for power in range(first, last + 1):
         name = f"{2**power}x" if power >= 0 else f"1/{2**-power}x"
         x, bottom = at(2.0**power, low / 4)
-        out += [_line(x, bottom, x, 70, "#999" if power == 0 else "#e4e4e4"), _text(x, 420, name, "#333", "middle")]
+        out += [line_of(x, bottom, x, 70, "#999" if power == 0 else "#e4e4e4"), text_of(x, 420, name, "#333", "middle")]
     for quarter in range(low, high + 1):
         x, y = at(2.0**first, quarter / 4)
-        out += [_line(x, y, 680, y, "#999" if quarter == 0 else "#e4e4e4")]
-        out += [_text(72, y + 4, f"{quarter / 4:+.2f}" if quarter else "0", "#333", "end")]
-    out += [_text(380, 450, "tokens per second, times plain sampling; the numbers are N", "#333", "middle")]
-    out += [f'<g transform="translate(22 235) rotate(-90)">{_text(0, 0, Y_AXIS, "#333", "middle")}</g>']
+        out += [line_of(x, y, 680, y, "#999" if quarter == 0 else "#e4e4e4")]
+        out += [text_of(72, y + 4, f"{quarter / 4:+.2f}" if quarter else "0", "#333", "end")]
+    out += [text_of(380, 450, "tokens per second, times plain sampling; the numbers are N", "#333", "middle")]
+    out += [f'<g transform="translate(22 235) rotate(-90)">{text_of(0, 0, Y_AXIS, "#333", "middle")}</g>']
     for index, steps in enumerate(sorted({r.steps for r in rest})):
         mine = {r.particles: points[r.particles, steps] for r in rest if r.steps == steps}
         out += _curve(mine, at, COLOURS[index % len(COLOURS)], LABELS[index % len(LABELS)])
         x = 80 + 90 * index
-        out += [_line(x, 46, x + 22, 46, COLOURS[index % len(COLOURS)]), _text(x + 28, 50, f"K = {steps}", "#333")]
-    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+        out += [line_of(x, 46, x + 22, 46, COLOURS[index % len(COLOURS)]), text_of(x + 28, 50, f"K = {steps}", "#333")]
+    file.writetext_of("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
 def _curve(
@@ -220,8 +219,8 @@ def _curve(
     out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
     for particles, (speed, mean, error) in points.items():
         (x, y), (_, top), (_, bottom) = at(speed, mean), at(speed, mean + error), at(speed, mean - error)
-        out += [_line(x, top, x, bottom, colour), f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>']
-        out += [_text(x + label[0], y + label[1], str(particles), colour, label[2])]
+        out += [line_of(x, top, x, bottom, colour), f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>']
+        out += [text_of(x + label[0], y + label[1], str(particles), colour, label[2])]
     return out
 
 
@@ -274,7 +273,7 @@ def main() -> None:
             print(f"K={steps}: a round of N=8 takes {rounds[8, steps] / rounds[1, steps]:.2f} times one of N=1")
     print(f"\n{table(results)}")
     if args.json:
-        args.json.write_text(json.dumps([asdict(result) for result in results]))
+        args.json.writetext_of(json.dumps([asdict(result) for result in results]))
     if args.plot:
         requests = len(results[0].likelihood)
         title = f"mode smc on the embedded pair, temperature {args.temperature:g}, power {args.power:g}"

@@ -8,14 +8,16 @@ what a round costs beyond its forwards, as a share of these. Kinds and numbers t
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.svg import line_of, text_of
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
@@ -24,6 +26,7 @@ from swiftspec.smc.population import SMC
 
 KINDS = ("smc", "match", "reject")
 PROMPT = 64  # tokens of each prompt
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44")
 
 
 @dataclass
@@ -111,6 +114,37 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
             f" {max(total.rates):.1f})  {total.rate / first:5.2f}x  {total.tokens / total.rounds:.2f} tok/round"
             f"  own {100 * total.own:.1f} %"
         )
+    if args.plot is not None:
+        rates = {
+            f"{kind}, N = {n}, K = {k}": [totals[(kind, n, k), g].rate for g in args.groups] for kind, n, k in shapes
+        }
+        plot(args.groups, rates, args.plot)
+
+
+def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path) -> None:
+    """Tokens a second of all requests against how many there are at a time: an SVG."""
+    first, last = math.log2(min(groups)), math.log2(max(max(groups), 2 * min(groups)))
+    top = max(max(each) for each in rates.values())
+
+    def at(count: int, rate: float) -> tuple[float, float]:
+        return 80 + 600 * (math.log2(count) - first) / (last - first), 400 - 320 * rate / top
+
+    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="470" font-family="sans-serif" font-size="12">']
+    out += ['<rect width="720" height="470" fill="white"/>']
+    for quarter in range(5):
+        x, y = at(min(groups), quarter * top / 4)
+        out += [line_of(x, y, 680, y, "#e4e4e4"), text_of(72, y + 4, f"{quarter * top / 4:.1f}", "#333", "end")]
+    out += [text_of(at(count, 0)[0], 420, str(count), "#333", "middle") for count in groups]
+    out += [text_of(380, 450, "requests side by side; up: tokens a second of all of them", "#333", "middle")]
+    for index, (name, mine) in enumerate(rates.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        points = [at(*point) for point in zip(groups, mine, strict=True)]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        out += [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
+        out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
+        out += [line_of(80 + 200 * index, 30, 102 + 200 * index, 30, colour)]
+        out += [text_of(108 + 200 * index, 34, name, "#333")]
+    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
 def kinds(text: str) -> list[str]:

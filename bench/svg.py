@@ -8,12 +8,12 @@ from collections.abc import Sequence
 COLOURS = ("#1b6ca8", "#d1495b")
 
 
-def line(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
+def line_of(x0: float, y0: float, x1: float, y1: float, colour: str) -> str:
     """A line."""
     return f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}" stroke="{colour}"/>'
 
 
-def text(x: float, y: float, words: str, colour: str, anchor: str = "start", size: int = 12) -> str:
+def text_of(x: float, y: float, words: str, colour: str, anchor: str = "start", size: int = 12) -> str:
     """Words at a point."""
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" text-anchor="{anchor}" font-size="{size}">{words}</text>'
 
@@ -29,19 +29,20 @@ def scatter(points: Sequence[tuple[str, float, float, float]], title: str, axis:
         return 60 + 440 * (math.log2(x) - first) / (last - first), 400 - 340 * (share - low) / (high - low)
 
     out = ['<svg xmlns="http://www.w3.org/2000/svg" width="760" height="460" font-family="sans-serif" font-size="12">']
-    out += ['<rect width="760" height="460" fill="white"/>', text(60, 26, title, "#333", size=14)]
+    out += ['<rect width="760" height="460" fill="white"/>', text_of(60, 26, title, "#333", size=14)]
     for power in range(first, last + 1):
         (x, bottom), (_, top) = at(2.0**power, low), at(2.0**power, high)
-        out += [line(x, bottom, x, top, "#e4e4e4"), text(x, 418, f"{2.0**power:g}x", "#333", "middle")]
+        out += [line_of(x, bottom, x, top, "#e4e4e4"), text_of(x, 418, f"{2.0**power:g}x", "#333", "middle")]
     for step in range(round((high - low) * 20) + 1):
         share = low + step / 20
         (left, y), (right, _) = at(2.0**first, share), at(2.0**last, share)
-        out += [line(left, y, right, y, "#e4e4e4"), text(52, y + 4, f"{100 * share:.0f} %", "#333", "end")]
-    out.append(text(280, 444, axis, "#333", "middle"))
+        out += [line_of(left, y, right, y, "#e4e4e4"), text_of(52, y + 4, f"{100 * share:.0f} %", "#333", "end")]
+    out.append(text_of(280, 444, axis, "#333", "middle"))
     for number, (name, x, share, error) in enumerate(points, 1):
         (across, up), (_, top), (_, bottom) = at(x, share), at(x, share + error), at(x, share - error)
         colour = COLOURS[0] if "smc" not in name else COLOURS[1]
-        out += [line(across, top, across, bottom, colour)]
+        out += [line_of(across, top, across, bottom, colour)]
         out += [f'<circle cx="{across:.1f}" cy="{up:.1f}" r="3.5" fill="{colour}"/>']
-        out += [text(across + 6, up - 5, str(number), colour), text(520, 60 + 20 * number, f"{number}  {name}", colour)]
+        out += [text_of(across + 6, up - 5, str(number), colour)]
+        out += [text_of(520, 60 + 20 * number, f"{number}  {name}", colour)]
     return "\n".join([*out, "</svg>\n"])

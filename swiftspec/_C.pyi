@@ -416,6 +416,19 @@ def draw_cuda(
 ) -> None:
     """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
 
+def draw_keyed_cuda(
+    logits: Array,
+    vocab: int,
+    bias: Array | None,
+    temperature: float,
+    keys: Array | None,
+    tokens: Array,
+    values: Array,
+    stream: int,
+) -> None:
+    """The token of each row's highest score under the noise of its key, or without keys the one that is given, and
+    log_softmax(scores) there."""
+
 def embed_cuda(tokens: Array, table: Array, out: Array, stream: int) -> None:
     """out[row] = table[tokens[row]]."""
 

@@ -66,7 +66,8 @@ def test_too_little_memory_is_told_before_loading() -> None:
         check_memory([need(131072), need(131072)], GPU)
     assert str(error.value) == (
         "the models need 67.3 GB of GPU memory, 32.1 for weights, 34.4 for 131072 tokens of context and 0.8 to read"
-        " prompts, and RTX 4090 has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more GPUs"
+        " prompts, and RTX 4090 has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more"
+        " GPUs"
     )
 
 

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from bench import smc_groups
 from bench.smc import Result, distance, plot, table
 
 PLAIN = Result(0, 0, tokens=100, rounds=100, seconds=1.0, likelihood=[-1.0, -2.0, -1.5])
@@ -37,3 +38,13 @@ def test_the_figure_holds_every_point(tmp_path: Path) -> None:
     (x1, y1), (x8, y8) = points
     assert x8 < x1 and y8 < y1, "slower lies left, likelier above"
     assert all(80 <= x <= 680 and 70 <= y <= 400 for x, y in points)
+
+
+def test_the_figure_of_groups_holds_every_point(tmp_path: Path) -> None:
+    smc_groups.plot([1, 2, 8], {"smc": [10, 15, 20], "match": [5, 10, 30]}, tmp_path / "groups.svg")
+    points = [
+        (float(circle.attrib["cx"]), float(circle.attrib["cy"]))
+        for circle in ElementTree.parse(tmp_path / "groups.svg").iter("{http://www.w3.org/2000/svg}circle")
+    ]
+    assert [x for x, _ in points] == [80, 280, 680] * 2
+    assert points[5][1] == 80 and points[0][1] > points[1][1] > points[2][1]

@@ -54,7 +54,7 @@ def worker(pair: tuple[Path, Path], config: EngineConfig, *names: str, dtype: to
 def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
     """Prompts and limits of unlike lengths."""
     for i in range(count):
-        shaped = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
+        shaped: dict[str, Any] = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
         yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], SamplingParams(seed=i, **shaped), 2 + 9 * i % 31
 
 
