@@ -264,7 +264,7 @@ def test_that_there_is_no_more_to_come_is_heard_among_growth() -> None:
     tokens, end = np.arange(3), np.zeros(0, np.int64)
     come = [
         TreeDelta(1, 0, 1, 1, np.zeros(3, np.int64), tokens, np.full(3, -0.1)),
-        TreeDelta(1, 0, 1, 4, end, end, end * 1.0),
+        TreeDelta(1, 0, 1, 4, end, end, np.zeros(0)),
     ]
 
     class Told(FedLink):

@@ -23,7 +23,11 @@ ASKED = (
 
 @pytest.mark.parametrize(
     ("side", "plan"),
-    [("target", {"mode": "serial", "draft_steps": 3}), ("draft", {"mode": "async", "draft_steps": 3}), ("draft", {})],
+    [
+        pytest.param("target", {"mode": "serial", "draft_steps": 3}, marks=pytest.mark.slow),
+        pytest.param("draft", {"mode": "async", "draft_steps": 3}, marks=pytest.mark.slow),
+        ("draft", {}),
+    ],
 )
 def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
     target, draft = make_pair(tmp_path)
