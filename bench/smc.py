@@ -205,7 +205,7 @@ def plot(results: Sequence[Result], file: Path, title: str) -> None:
         out += _curve(mine, at, COLOURS[index % len(COLOURS)], LABELS[index % len(LABELS)])
         x = 80 + 90 * index
         out += [line_of(x, 46, x + 22, 46, COLOURS[index % len(COLOURS)]), text_of(x + 28, 50, f"K = {steps}", "#333")]
-    file.writetext_of("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+    file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 
 def _curve(
@@ -273,7 +273,7 @@ def main() -> None:
             print(f"K={steps}: a round of N=8 takes {rounds[8, steps] / rounds[1, steps]:.2f} times one of N=1")
     print(f"\n{table(results)}")
     if args.json:
-        args.json.writetext_of(json.dumps([asdict(result) for result in results]))
+        args.json.write_text(json.dumps([asdict(result) for result in results]))
     if args.plot:
         requests = len(results[0].likelihood)
         title = f"mode smc on the embedded pair, temperature {args.temperature:g}, power {args.power:g}"

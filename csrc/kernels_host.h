@@ -122,7 +122,7 @@ inline float log_probability(float score, float total) {
 void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 
 // Both in one pass: the token of `draw` under the noise of `gumbel_keyed`, made on the way, and unless `log_probs` is
-// null what log_probs gives there; at token 0 where there is none. The noise of the arguments plays no part.
+// null what log_probs gives there; NaN where there is none. The noise of the arguments plays no part.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs);
 
 }  // namespace swiftspec::host

@@ -42,14 +42,14 @@ BULK = {
                       "griddepcontrol.launch_dependents"),
     "wide_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
                     "griddepcontrol.launch_dependents"),
-    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "list_kernel", "embed_kernel",
-                     "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel"), (WAIT,)),
+    **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "keyed_kernel", "list_kernel",
+                     "embed_kernel", "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel"), (WAIT,)),
 }  # fmt: skip
 # Of GPUs without.
 PLAIN = dict.fromkeys(("linear_kernel", "wide_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
-CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "verify_kernel", "wide_kernel"),
+CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "keyed_kernel", "verify_kernel", "wide_kernel"),
                          ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 
 

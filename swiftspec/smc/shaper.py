@@ -61,7 +61,7 @@ class Shaper:
 
     def draw(self, logits: Tensor, keys: Tensor, power: float = 1.0) -> tuple[Tensor, Tensor]:
         """A token [n] of each row of raw logits, without filters, to that power, by the noise of its key [n]; -1 where
-        logits are no numbers. And its log-probability [n], there that of token 0."""
+        logits are no numbers. And its log-probability [n], NaN there."""
         return self._ops.draw_keyed(logits, self._vocab, keys, self._scores(power))
 
     def plain(self, logits: Tensor, keys: Tensor | None) -> Tensor:

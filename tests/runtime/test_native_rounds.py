@@ -27,6 +27,7 @@ SHAPES: list[dict[str, Any]] = [{}, {"temperature": 1.1, "logit_bias": {5: 2.0}}
 CONFIGS = {
     "smc": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3)),
     "power": EngineConfig("smc", population=PopulationConfig(4, 2, 0.6, 2.0, smc_groups=3)),
+    "many": EngineConfig("smc", population=PopulationConfig(19, 2, 0.95, smc_groups=3)),
     "match": EngineConfig("serial", draft_steps=3, max_num_seqs=3),
     "reject": EngineConfig("serial", draft_steps=2, max_num_seqs=3, verify="reject"),
 }

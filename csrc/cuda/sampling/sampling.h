@@ -207,8 +207,8 @@ SWIFTSPEC_HD void join_blocks(int k, Blocks block, int64_t* tokens, float* value
   }
 }
 
-// As join_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; of token 0 where none could
-// be, which is then -1.
+// As join_blocks, after scan_keyed: the token, if it is to be drawn, and its log-probability; -1 and NaN where none could
+// be.
 template <class Blocks>
 SWIFTSPEC_HD void join_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks block, int64_t* token,
                              float* log_prob) {
@@ -221,8 +221,7 @@ SWIFTSPEC_HD void join_keyed(const ScoreArgs& a, int64_t row, bool drawn, Blocks
   SWIFTSPEC_EACH_LANE(lane) {
     if (lane == 0) {
       if (drawn) *token = fabsf(best.value[0](lane)) < INFINITY ? best.index[0](lane) : -1;
-      const int64_t at = *token < 0 ? 0 : *token;
-      *log_prob = score(a, row, at) - (all.top + logf(all.total));
+      *log_prob = *token < 0 ? NAN : score(a, row, *token) - (all.top + logf(all.total));
     }
   }
 }

@@ -231,6 +231,7 @@ inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens
       at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
     }
     tokens[row] = highest.token();
-    if (log_probs != nullptr) log_probs[row] = kept.log_prob(std::max<int64_t>(tokens[row], 0), a.vocab);
+    if (log_probs == nullptr) return;
+    log_probs[row] = tokens[row] < 0 ? std::numeric_limits<float>::quiet_NaN() : kept.log_prob(tokens[row], a.vocab);
   });
 }

@@ -230,7 +230,7 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
     """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
-    there, of token 0 where it is -1: in one pass, and without noise that cannot win."""
+    there, NaN where it is -1: in one pass, and without noise that cannot win."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])

@@ -49,7 +49,7 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
     """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
-    there, of token 0 where it is -1: one launch, without the noise in memory."""
+    there, NaN where it is -1: one launch, without the noise in memory."""
     if not _taken(logits, 1):
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

@@ -59,10 +59,11 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
 
 
 def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
-    """The token [n] of `draw` under the noise of `keys` [n] (`row_keys`), and log_softmax there; where -1, at 0."""
+    """The token [n] of `draw` under the noise of `keys` [n] (`row_keys`), and log_softmax there; NaN where -1."""
     shifted = _shift(logits[:, :vocab], Scores(scores.temperature, scores.bias))
     tokens = best(shifted + gumbel(row_bits(keys, counters(range(vocab), keys.device)), logits.dtype))
-    return tokens, shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
+    values = shifted.log_softmax(-1).gather(1, tokens.clamp_min(0)[:, None]).squeeze(1)
+    return tokens, values.masked_fill(tokens < 0, math.nan)
 
 
 def _shift(logits: Tensor, scores: Scores) -> Tensor:
