@@ -2,13 +2,15 @@
 
 Every number G of requests at a time decodes the same requests, as many as the most of them twice, all equally long; the
 next one joins as soon as one ends. Speed is that of decoding: the time in which prompts are read is left out. `own` is
-what a round costs beyond its forwards, as a share of these. Kinds and numbers take turns.
+what a round costs beyond its forwards, as a share of these. `plain` is what no batch without a draft can exceed: the
+target's forwards alone, over one row of each request. Kinds and numbers take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +22,15 @@ import torch
 from bench.svg import line_of, text_of
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
+from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.smc.decoding import Request
 from swiftspec.smc.population import SMC
 
 KINDS = ("smc", "match", "reject")
 PROMPT = 64  # tokens of each prompt
-COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44")
+WINDOW = 16  # slots of a forward's mask
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777")
 
 
 @dataclass
@@ -44,8 +48,9 @@ class Total:
         return self.tokens / self.seconds
 
     @property
-    def own(self) -> float:
-        return self.seconds / self.forwards - 1
+    def own(self) -> str:
+        """As a share, in words. Of a round that is one graph nobody knows what its forwards take."""
+        return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
 def build(kind: str, particles: int, steps: int, args: argparse.Namespace) -> LLM:
@@ -94,6 +99,28 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     total.rounds += sum(request.stats.rounds for request in requests)
 
 
+def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
+    """Tokens a second of the target's forwards over a row of each of so many requests, behind prompts that others have
+    left in the cache. Median of a few."""
+    population = llm.roles.parts
+    assert isinstance(population, SMC)
+    target = population.target
+    device, cache = target.model.device, target.cache
+    mask = torch.zeros(at_once, WINDOW, dtype=torch.bool, device=device)
+    mask[:, 0] = True
+    rows = torch.arange(at_once, device=device)
+    after = torch.full_like(rows, PROMPT)
+    ends = torch.full((len(cache.prefix_len),), PROMPT + WINDOW, device=device)
+    batch, seconds = Batch(rows, after, after, mask, rows, ends), []
+    for _ in range(forwards):
+        began = time.perf_counter()
+        logits = target.model.forward(batch, cache)
+        assert logits is not None
+        logits[0, 0].item()  # a GPU has ended, too
+        seconds.append(time.perf_counter() - began)
+    return at_once / statistics.median(seconds)
+
+
 def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
     """A line for each kind, N, K and G."""
     shapes = [("smc", n, k) for k in args.steps for n in args.particles if "smc" in args.kinds]
@@ -103,22 +130,28 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
     totals = {(shape, count): Total() for shape in shapes for count in args.groups}
     for llm in systems.values():
         llm.generate(asked[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
+    alone: dict[int, list[float]] = {count: [] for count in args.groups}
     for _ in range(args.seeds):
         for (shape, count), total in totals.items():
             run(systems[shape], asked, args, count, total)
+        for count, found in alone.items():
+            found.append(plain(systems[shapes[0]], count))
+    rate_alone = {count: statistics.mean(found) for count, found in alone.items()}
+    for count, rate in rate_alone.items():
+        print(f"plain   {'':11} G={count:<3} {rate:7.1f} tok/s  {rate / rate_alone[min(args.groups)]:5.2f}x")
     for (shape, count), total in totals.items():
         first = totals[shape, min(args.groups)].rate
         kind, particles, steps = shape
         print(
             f"{kind:<7} N={particles:<3} K={steps:<3} G={count:<3} {total.rate:7.1f} tok/s ({min(total.rates):.1f} to"
             f" {max(total.rates):.1f})  {total.rate / first:5.2f}x  {total.tokens / total.rounds:.2f} tok/round"
-            f"  own {100 * total.own:.1f} %"
+            f"  own {total.own}"
         )
     if args.plot is not None:
         rates = {
             f"{kind}, N = {n}, K = {k}": [totals[(kind, n, k), g].rate for g in args.groups] for kind, n, k in shapes
         }
-        plot(args.groups, rates, args.plot)
+        plot(args.groups, {**rates, "plain": [rate_alone[g] for g in args.groups]}, args.plot)
 
 
 def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path) -> None:
@@ -129,8 +162,9 @@ def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path
     def at(count: int, rate: float) -> tuple[float, float]:
         return 80 + 600 * (math.log2(count) - first) / (last - first), 400 - 320 * rate / top
 
-    out = ['<svg xmlns="http://www.w3.org/2000/svg" width="720" height="470" font-family="sans-serif" font-size="12">']
-    out += ['<rect width="720" height="470" fill="white"/>']
+    size = f'width="720" height="{470 + 20 * len(rates)}"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">']
+    out += [f'<rect {size} fill="white"/>']
     for quarter in range(5):
         x, y = at(min(groups), quarter * top / 4)
         out += [line_of(x, y, 680, y, "#e4e4e4"), text_of(72, y + 4, f"{quarter * top / 4:.1f}", "#333", "end")]
@@ -142,8 +176,8 @@ def plot(groups: Sequence[int], rates: Mapping[str, Sequence[float]], file: Path
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         out += [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>']
         out += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points]
-        out += [line_of(80 + 200 * index, 30, 102 + 200 * index, 30, colour)]
-        out += [text_of(108 + 200 * index, 34, name, "#333")]
+        out += [line_of(80, 470 + 20 * index, 102, 470 + 20 * index, colour)]
+        out += [text_of(108, 474 + 20 * index, name, "#333")]
     file.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
 
 

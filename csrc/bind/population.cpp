@@ -88,7 +88,7 @@ void check_group(const Population& population, int64_t group, int64_t sequences)
   const Particles& p = population.particles();
   check(p.base[group] >= 1 && p.width(group) <= p.slots, "the tree's region is full");
   check_inside(p.sequences + group, 1, sequences, "a sequence that the caches lack");
-  check(p.rounds[group] >= 0 && p.rounds[group] < p.rounds_known, "more rounds than tokens");
+  check(p.rounds[group] >= 0 && p.rounds[group] < p.rounds_known - 1, "more rounds than tokens");
   int64_t furthest = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const host::Particle row = p.row(group, i);
@@ -139,6 +139,7 @@ std::pair<double, double> round(Population& population, const SpanArgs& spans, c
 void compact(Population& population, int64_t group, int64_t promoted, const host::Nodes& keep) {
   const Particles& p = population.particles();
   check(group >= 0 && group < p.groups && promoted >= 0, "a group that is not there");
+  check(p.base[group] <= p.slots, "more slots than the region has");
   for (size_t i = 0; i < keep.size(); ++i) {
     check(keep[i] < p.base[group] && (i == 0 ? keep[0] >= 0 : keep[i] > keep[i - 1]), "slots in use, ascending");
   }

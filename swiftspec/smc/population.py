@@ -173,6 +173,7 @@ class SMC:
     def launch(self) -> bool:
         """Starts a round of all groups that need one. False where none does, or for none one fits (`Group.full`)."""
         going = [group for group in self.groups if not group.over and self._has_slots(group)]
+        going = [group for group in going if not group.over]  # to have slots, mail was read, of all groups
         if not going:
             return False
         going.sort(key=lambda group: group.sequence)

@@ -131,9 +131,10 @@ class SMCRound:
         return self._told
 
     def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
-        """How the logits of the first groups are shaped, where there are no filters: so many neighbours, their
-        temperature and bias."""
+        """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
+        their temperature and bias."""
         spans = self._spans(groups)
+        assert not any(span.shaper.filtered or span.shaper.penalised for span in spans)
         return [(span.groups.stop - span.groups.start, span.shaper.temperature, span.shaper.bias) for span in spans]
 
     @property

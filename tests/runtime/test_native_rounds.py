@@ -118,13 +118,16 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
 
 
-def test_what_native_rounds_do_not_take_goes_eagerly_for_all(bf16: tuple[Path, Path], monkeypatch: Any) -> None:
+@pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
+def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
+    more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And natively again once that has left; the texts are those of eager rounds."""
     calls, native = [0], NativeRounds.round
     monkeypatch.setattr(NativeRounds, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1])
     prompts = [[5, 6, 7], [8, 9], [10]]
     warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True)
-    sampling = [replace(warm, seed=1), replace(warm, seed=2, top_k=5, max_tokens=4), replace(warm, seed=3)]
+    sampling = [replace(warm, seed=1), replace(warm, seed=2, max_tokens=4, **more), replace(warm, seed=3)]
     for config in (CONFIGS["smc"], CONFIGS["reject"]):
         engines = [LLM(*bf16, config, max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
         only(population_of(engines[1]), "eager")

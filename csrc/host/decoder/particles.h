@@ -27,7 +27,7 @@ struct Verdict {
 struct Particles {
   int64_t groups, count, steps;
   int64_t slots, text;      // of the tree's region in each group; tokens that a row has room for
-  int64_t rounds_known;     // of which `resampling` has the number
+  int64_t rounds_known;     // of which `resampling` has the number; the last one is for the pick
   int64_t streams;          // keys of each purpose, at least N
   int64_t vocab;
   uint8_t* mask;            // [G, N, slots]

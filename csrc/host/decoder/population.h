@@ -1,5 +1,6 @@
 // A round of particles, or of exact chains, as one call: K forwards of the draft, one of the target, what stays of the
-// draft tokens, weights and resampling. As swiftspec/smc/round.py has it, of requests without filters.
+// draft tokens, weights and resampling. As swiftspec/smc/round.py has it, of requests without filters
+// and penalties.
 #pragma once
 
 #include <cstdint>

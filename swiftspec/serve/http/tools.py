@@ -156,7 +156,7 @@ class Calls:
         if self._format.leading and name not in self._names:
             return None
         # Mistral's templates take ids of nine characters only, and nobody minds.
-        number = secrets.token_hex(5)[:9] if self._format is MISTRAL else f"call_{secrets.token_hex(12)}"
+        number = secrets.token_hex(5)[:9] if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
         return Call(number, name, given)
 
 
