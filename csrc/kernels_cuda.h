@@ -50,7 +50,7 @@ struct LinearArgs {
 void linear(const LinearArgs& args, Stream stream);
 
 // The same of up to `wide_rows` rows at once, which read the weights once; no channel. `scratch` has `wide_scratch` bytes
-// in any state, and begins at a multiple of 16. cuda/linear/wide.h says how. `wide_rows`: 0 where `linear` is to be asked.
+// in any state, and begins at a multiple of 128. cuda/linear/wide.h says how. `wide_rows`: 0 where `linear` is to be asked.
 int64_t wide_rows(const Weights& weights, int64_t rows);
 int64_t wide_scratch(const Weights& weights, int64_t rows);
 void linear_wide(const LinearArgs& args, void* scratch, Stream stream);
@@ -178,13 +178,6 @@ struct GatherArgs {
   int64_t count;         // the same on all ranks
 };
 void gather(const GatherArgs& args, Stream stream);
-
-// The same of up to `wide_rows` rows at once, which read the weights once; no channel. `scratch` has `wide_scratch` bytes
-// in any state, and begins at a multiple of 16. cuda/linear/wide.h says how. `wide_rows`: 0 where `linear` is to be asked.
-int64_t wide_rows(const Weights& weights, int64_t rows);
-int64_t wide_scratch(const Weights& weights, int64_t rows);
-void linear_wide(const LinearArgs& args, void* scratch, Stream stream);
-void prepare_wide(const Device& device);
 
 // All ranks of a group in one cooperative launch, for tests.
 void gather_virtual(const GatherArgs* ranks, int count, Stream stream);

@@ -12,7 +12,7 @@ torch, numpy, safetensors, setuptools, pytest, hypothesis, cmake, ninja, pybind1
 and none of the front end's packages. docs/gpu.md says what to make of each result.
 
 Writes into DIR, after every step, <gpu>-step.json (steps and decodes), <gpu>-kernels.json (operators),
-<gpu>-constants.json and <gpu>-logs.tar.gz, then prints what was reached beside the targets.
+<gpu>-constants.json, <gpu>-many-rows.json and <gpu>-logs.tar.gz, then prints what was reached beside the targets.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ EVERYWHERE = {
 BULK = {
     "linear_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
                       "griddepcontrol.launch_dependents"),
-    "wide_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "mbarrier.try_wait",
-                    "griddepcontrol.launch_dependents"),
+    "wide_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
+                    "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
     **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "keyed_kernel", "list_kernel",
                      "embed_kernel", "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel"), (WAIT,)),
 }  # fmt: skip
@@ -60,8 +60,11 @@ def required(arch: int) -> dict[str, tuple[str, ...]]:
     return {name: tuple(text for table in tables for text in table.get(name, ())) for name in names}
 
 
-# What a kernel that waits must not do before; bulk copies may fetch weights, which no kernel writes.
-TOUCHES = re.compile(r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*")
+# What a kernel that waits must not do before. Bulk copies may fetch weights, which no kernel writes; before those of
+# anything else there is a fence.
+TOUCHES = re.compile(
+    r"\b(?:ld|st|atom|red)\.(?!param|shared|const|local)[\w.:]+|\bcp\.async\.c[ag][\w.]*|\bfence\.proxy\.async\.global"
+)
 # Instructions that are counted, by the beginning of their names.
 COUNTED = ("HMMA", "UBLKCP", "UBLKPF", "LDL", "STL", "ACQBULK", "PREEXIT", "CALL")
 LOCAL = ("LDL", "STL")

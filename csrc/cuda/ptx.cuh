@@ -104,6 +104,11 @@ __device__ inline uint64_t evict_last() {
   return policy;
 }
 
+// Before bulk copies of what an earlier kernel has written with stores.
+__device__ inline void fence_bulk_loads() {
+  if constexpr (kBulk) asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Copies `bytes` (a multiple of 16, like both addresses) to shared memory. The first kLoaders lanes of a warp call it.
 __device__ inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* barrier, uint64_t policy,
                                  int lane) {

@@ -228,6 +228,7 @@ def test_keyed_draws_and_their_log_probabilities(vocab: int, biased: bool) -> No
     logits[0, vocab - 1], logits[1] = torch.nan, -torch.inf
     tokens, values = cuda.draw_keyed(logits, vocab, keys, scores)
     assert tokens[:2].tolist() == [-1, -1] and bool(values[0].isnan()) and bool((tokens[2:] >= 0).all())
+    assert bool(cuda.log_probs(logits[:1], vocab, torch.zeros(1, dtype=torch.int64, device=DEVICE), scores).isnan())
 
 
 def test_candidates_at_the_edges() -> None:

@@ -53,6 +53,9 @@ def test_faults_are_seen() -> None:
     too_early = " ".join(("ld.param.b64 %rd1, [p];", "ld.global.b32 %r1, [%rd1];", ptx))
     early = sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=too_early)}))
     assert early == ["linear: linear_kernel<1>: ld.global.b32 before griddepcontrol.wait"]
+    ahead = " ".join(("fence.proxy.async.global;", ptx))
+    early = sass_gate.broken_rules(Report("1", {"linear: linear_kernel<1>": Kernel(40, ptx=ahead)}))
+    assert early == ["linear: linear_kernel<1>: fence.proxy.async.global before griddepcontrol.wait"]
     written = {"nvcc": "1", "kernels": {"linear: linear_kernel<1>": {"registers": 41, "HMMA": 3}}}
     assert sass_gate.changed_figures(good, written) == ["linear: linear_kernel<1>: registers 41 -> 40"]
     assert sass_gate.changed_figures(good, written | {"nvcc": "2"}) == []

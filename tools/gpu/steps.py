@@ -40,7 +40,7 @@ def plan(output: Path, gpu: str) -> list[Step]:
     bench += ("--constants", str(constants))
     kept, many = output / f"{gpu}-kernels.json", SCRATCH / "many-rows.json"
     rows = (python, "-m", "bench.gpu.kernels", "--only", "Llama-3-70B TP1", "--rows", "32,64,128,256")
-    rows += ("--budget", SECONDS, "--json", str(many))
+    rows += ("--budget", SECONDS, "--json", str(many), "--constants", str(constants))
     verify = (python, "-m", "bench.verify", "--gpu", "--batch")
     measure = (python, "-m", "bench.gpu.constants", "--json", str(constants))
     return [

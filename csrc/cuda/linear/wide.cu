@@ -79,6 +79,7 @@ class Slabs {
   }
   __device__ void start() {
     if (!loads_) return;
+    ptx::fence_bulk_loads();
     policy_ = ptx::evict_last();  // every cluster reads them
     for (int slot = 0; slot < wide_.carve.slab_count; ++slot) fetch(slot);
   }
@@ -257,6 +258,7 @@ WideTask task_of(const LinearArgs& a, int parts, void* scratch) {
 
 void prepare_wide(const Device& device) {
   for (const bool int4 : {false, true}) {
+    allow_shared("linear", int4 ? arrange_kernel<true> : arrange_kernel<false>, 0);
     for (const int parts : {2, 4}) allow_shared("linear", kernel_for(int4, parts), device.shared);
   }
 }

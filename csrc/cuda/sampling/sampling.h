@@ -47,7 +47,11 @@ SWIFTSPEC_HD void take(LogSum& sum, const warp::Regs<kAhead, float>& x) {
   float top = sum.top;
   SWIFTSPEC_UNROLL
   for (int i = 0; i < kAhead; ++i) top = fmaxf(top, x.r[i]);
-  if (top == -INFINITY) return;
+  if (top == -INFINITY) {  // or all of them are NaN, which must not be lost
+    SWIFTSPEC_UNROLL
+    for (int i = 0; i < kAhead; ++i) sum.total = x.r[i] != x.r[i] ? x.r[i] : sum.total;
+    return;
+  }
   float total = sum.total * expf(sum.top - top);
   SWIFTSPEC_UNROLL
   for (int i = 0; i < kAhead; ++i) total += expf(x.r[i] - top);

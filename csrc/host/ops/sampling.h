@@ -177,8 +177,13 @@ struct Kept {
     store(lanes, best);
     const float top = *std::max_element(lanes, lanes + kLanes);
     F total = zeros();
-    for (int64_t v = 0; v < vocab; v += kLanes) total = add(total, exponential(sub(load(scores + v), all(top))));
-    return scores[token] - top - std::log(sum(total));
+    unsigned unknown = 0;  // NaN: neither `largest` nor `exponential` keeps it
+    for (int64_t v = 0; v < vocab; v += kLanes) {
+      const F score = load(scores + v);
+      unknown |= not_at_most(score, score);
+      total = add(total, exponential(sub(score, all(top))));
+    }
+    return unknown != 0 ? std::numeric_limits<float>::quiet_NaN() : scores[token] - top - std::log(sum(total));
   }
 };
 

@@ -122,6 +122,7 @@ inline void barrier_init(uint64_t* barrier) {
   std::memcpy(barrier, &state, sizeof state);
 }
 inline void fence_barrier_init() {}
+inline void fence_bulk_loads() {}
 inline uint64_t evict_first() { return 0; }
 inline uint64_t evict_last() { return 0; }
 
