@@ -92,7 +92,8 @@ class Player:
                     self.stopped.append(ask)
                     break
             ended = True
-            told = [Choice(self.tokens(text), *rest) for text, *rest in self.choices if ask.choices is not None]
+            choices = () if ask.choices is None else self.choices
+            told = [Choice(self.tokens(text), why, weight) for text, why, weight in choices]
             yield Done(1, TIMINGS, METRICS, self.more, told)
         finally:
             if not ended:
