@@ -170,7 +170,7 @@ class DraftService(Service[Drafting | Feeding]):
         with closing(Grown(lambda: self._grow(session, act, requests, context))) as grown:
             while True:
                 with refusing(context):
-                    together = grown.take(join=session.work.free)
+                    together = grown.take(join=lambda: session.work.free)
                 if not together:
                     return
                 for delta, telemetry in together:
