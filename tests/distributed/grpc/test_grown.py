@@ -8,8 +8,14 @@ from threading import Event, Timer
 import numpy as np
 import pytest
 
+from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.convert import Identity, delta_to
+from swiftspec.distributed.grpc.draft_stream import DraftStream
 from swiftspec.distributed.grpc.grown import HELD, Grown, Telling
+from swiftspec.distributed.standing import Bounds
+from swiftspec.messages import Opening, VerifyResult
+from swiftspec.params import SamplingParams
 from swiftspec.tree.replica import TreeDelta
 
 
@@ -96,3 +102,29 @@ def test_a_tree_whose_growth_nobody_takes_waits() -> None:
     assert len(taken(grown, join=False)) == HELD + 2 and more.is_set()
     stuck = Grown(grow)
     stuck.close()
+
+
+def test_what_growth_has_cost_is_booked_to_the_message_that_asked_for_it() -> None:
+    class Link:
+        peer = "--draft-url"
+
+        def __init__(self) -> None:
+            self.told = [(0, 1, COST), (0, 3, None), (1, 5, COST)]
+
+        def stream(self) -> Link:
+            return self
+
+        def send(self, message: pb.DraftRequest) -> None: ...
+
+        def recv(self, timeout: float) -> pb.DraftAnswer:
+            round_, first, cost = self.told.pop(0)
+            return pb.DraftAnswer(delta=delta_to(delta(round_, first)), telemetry=cost)
+
+    stream = DraftStream(Link(), EngineConfig(mode="async"), Bounds(64, 100, 16), 1.0)  # type: ignore[arg-type]
+    stream.attach(Identity(b"", b""))
+    stream.open(Opening(1, (5, 17), SamplingParams(), 2), 0)
+    stream.tell(VerifyResult(1, 0, 1, (0,), (9,)), 0)
+    for _ in range(3):
+        stream.recv(None)
+    opening, result = stream.hops.take()
+    assert (opening.round, result.round) == (-1, 0) and opening.asked < result.asked
