@@ -35,15 +35,17 @@ MakeFollower = Callable[[EngineConfig, Pause], Follower]  # the roles of a sessi
 
 
 class Crew:
-    """The followers of a worker's rank 0. Every call of a session is one of its turn at the model, so only what begins
-    and ends sessions comes from other threads, and waits for the next call.
+    """The followers of a worker's rank 0. They hear of a session in its first turn at the model, and of its end in the
+    next turn of another one: until then its caches stay with them, which are no more than the worker has room for.
+    Sessions begin and end in any thread; all else is for whoever has the turn at the model.
 
-    `lost`: is called, once, with why the group cannot go on.
+    `broken`: why the group cannot go on.
     """
 
-    def __init__(self, followers: Sequence[Channel], lost: Callable[[str], None] = lambda why: None) -> None:
-        self.followers, self.lost = followers, lost
+    def __init__(self, followers: Sequence[Channel]) -> None:
+        self.followers = followers
         self.broken: str | None = None
+        self._lost: Callable[[str], None] = lambda why: None
         self._count = 0
         self._here: SessionTeam | None = None  # whose calls the followers take
         self._ended: list[SessionTeam] = []
@@ -72,11 +74,17 @@ class Crew:
         self._send(Call.SESSION_TURN, [team.number])
         self._here = team
 
-    def look(self) -> None:
+    def when_lost(self, lost: Callable[[str], None]) -> None:
+        """`lost` hears why the group cannot go on, at once where it has come to that already."""
+        self._lost = lost
+        if self.broken is not None:
+            lost(self.broken)
+
+    def look(self, patience: float = SIGN) -> None:
         """Whether the followers are all there; they say nothing, so one that is heard of is gone."""
         for follower in self.followers:
             try:
-                follower.recv(SIGN)
+                follower.recv(patience)
             except TimeoutError:
                 continue
             except ConnectionError as error:
@@ -86,7 +94,7 @@ class Crew:
         """Nobody knows any more how far the others have come."""
         if self.broken is None:
             self.broken = why
-            self.lost(why)
+            self._lost(why)
 
     def _send(self, call: Call, words: Words) -> None:
         for follower in self.followers:

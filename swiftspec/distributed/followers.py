@@ -25,6 +25,7 @@ from swiftspec.runtime.fallback import FAILURES
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.prefixes import told
+from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.answer import Answer
 from swiftspec.smc.population import SMC, Group
@@ -88,6 +89,7 @@ class LeadingVerifier:
 
     def open(self, opening: Opening) -> int:
         opening = told(replace(opening, steps=self._verifier.choose(opening).name), self._verifier.runner, guided=True)
+        _read_grammar(opening, self._verifier.runner)
         return self._team.call(Call.VERIFIER_OPEN, opening, partial(self._verifier.open, opening))
 
     def submit(self, proposal: Proposal) -> LeadingPending:
@@ -136,6 +138,7 @@ class LeadingDrafter:
 
     def open(self, opening: Opening) -> None:
         opening = told(replace(opening, steps=self.drafter.choose(opening).name), self.drafter.runner)
+        _read_grammar(opening, self.drafter.runner)
         self._team.call(Call.DRAFTER_OPEN, opening, partial(self.drafter.open, opening))
 
     def propose(self) -> Proposal:
@@ -203,6 +206,13 @@ class LeadingPopulation:
 
     def leave(self, group: Group) -> None:
         self._team.end(Call.POPULATION_CLOSE, partial(self.population.leave, group), group.sequence)
+
+
+def _read_grammar(opening: Opening, runner: Runner) -> None:
+    """Raises UserError on a grammar that is none, while the followers have not heard of the request: they would fail in
+    the middle of it."""
+    if opening.sampling.grammar is not None and runner.rules is not None:
+        runner.rules(opening.sampling.grammar)
 
 
 def follow(

@@ -34,12 +34,17 @@ class Standing:
     prefix_len: int = 0
     root: int = 0
     drawn: bool = False
+    longer: int = 0  # tokens by which a guided request's unconditional text is longer
 
     def open(self, opening: Opening) -> None:
         """Another request, from its verified tokens on."""
         self.is_open = False
         _check_tokens(opening.tokens, self.bounds, "an opening")
         _check_sampling(opening.sampling, self.bounds)
+        self.longer = 0
+        if opening.sampling.guided:
+            self.longer = max(len(opening.sampling.negative_prompt_ids) - opening.prompt_len, 0)
+        _check_length(len(opening.tokens) + self.longer, self.bounds, "an opening's unconditional text")
         self.request, self.prefix_len = opening.request, len(opening.tokens) - 1
         self.root, self.is_open = opening.tokens[-1], True
         self.drawn = self.rejects and not opening.sampling.greedy
@@ -62,6 +67,8 @@ class Standing:
         _check_tokens(proposal.tokens, self.bounds, "a proposal")
         if len(proposal.tokens) > self.bounds.nodes:
             raise ValueError(f"a proposal of {len(proposal.tokens)} nodes is above the {self.bounds.nodes} of a round")
+        if self.prefix_len + self.longer >= self.bounds.context:
+            raise ValueError(f"a proposal at {self.prefix_len + self.longer}, where the context is full")
         if proposal.tokens[0] != self.root:
             raise ValueError(f"a proposal from token {proposal.tokens[0]}, where the text ends with {self.root}")
         if len({*zip(proposal.parents, proposal.tokens)}) < len(proposal.tokens):
@@ -96,11 +103,16 @@ def in_range(value: int, least: int, most: int, what: str) -> int:
     return value
 
 
+def _check_length(length: int, bounds: Bounds, what: str) -> None:
+    if length > bounds.context + bounds.nodes:
+        raise ValueError(f"{what} of {length} tokens is longer than the context")
+
+
 def _check_tokens(tokens: Iterable[int], bounds: Bounds, what: str, most: int | None = 0) -> None:
     """`most`: how many there may be; 0: as the context has, None: any."""
     tokens = tuple(tokens)
-    if most is not None and len(tokens) > (most or bounds.context + bounds.nodes):
-        raise ValueError(f"{what} of {len(tokens)} tokens is longer than the context")
+    if most is not None:
+        _check_length(len(tokens), bounds, what)
     if tokens and not 0 <= min(tokens) <= max(tokens) < bounds.vocab:
         raise ValueError(f"{what} names a token outside 0..{bounds.vocab - 1}")
 

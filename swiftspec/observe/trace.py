@@ -152,6 +152,7 @@ class TreeTrace:
 
     def _opening(self, opening: Opening) -> None:
         self._log.begin(opening)
+        self._hops()  # of requests that nobody has recorded
         self._plain = opening.sampling.verify_batch == 1
         self.times.clear()
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +23,7 @@ from swiftspec.serve.workers import security_of
 
 if TYPE_CHECKING:
     from swiftspec.assemble.workers import WorkerModel
+    from swiftspec.distributed.grpc.endpoint import Endpoint, Security
     from swiftspec.distributed.world import World
 
 PORTS = {"target": 7070, "draft": 7071}  # on the loopback, where --listen names no other
@@ -63,29 +65,41 @@ def run(side: Literal["draft", "target"], settings: Settings, join: Join) -> int
     phases = Phases()
     try:
         model, codec = _load(side, settings, world, phases)
-        from swiftspec.assemble.workers import service_of
-        from swiftspec.distributed.grpc.server import Server
-
-        own = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
-        service = service_of(model, model.path.name, codec.digest, own)
-        server = Server(service, endpoint, security, settings.max_sessions)
-        phases.ready()
+        try:
+            _serve(model, codec.digest, endpoint, security, settings, phases)
+        finally:
+            if model.rank is not None:
+                model.rank.leave()
     finally:
         phases.close()
-    print(f"swiftspec: {side} worker listening on {Endpoint(endpoint.host, server.port)}", file=sys.stderr, flush=True)
+    return 0
+
+
+def _serve(
+    model: WorkerModel, tokenizer: bytes, endpoint: Endpoint, security: Security, settings: Settings, phases: Phases
+) -> None:
+    """Listens until a signal has come. Raises UserError where nothing can listen there, and RankLost."""
+    from swiftspec.assemble.workers import service_of
+    from swiftspec.distributed.grpc.endpoint import Endpoint
+    from swiftspec.distributed.grpc.server import Server
+
+    own = tuple(model.path / name for name in TOKENIZER_FILES if (model.path / name).is_file())
+    service = service_of(model, model.path.name, tokenizer, own)
+    server = Server(service, endpoint, security, settings.max_sessions)
+    phases.ready()
+    listens = Endpoint(endpoint.host, server.port)
+    print(f"swiftspec: {model.side} worker listening on {listens}", file=sys.stderr, flush=True)
     crew = None if model.rank is None else model.rank.crew
     with Asked() as asked:
-        if crew is not None:
-            crew.lost = lambda why: asked.signals.put(0)
-        server.run(asked.signals)
-        if crew is not None:  # a launcher that has lost one of us asks the others to leave
-            crew.look()
+        if crew is None:
+            server.run(asked.signals)
+        else:
+            crew.when_lost(lambda why: asked.signals.put(0))
+            server.run(asked.signals, partial(crew.look, 0.0))
+            service.between(crew.look)  # a launcher that has lost one of us asks the others to leave
         server.stop(settings.drain_timeout if crew is None or crew.broken is None else 0.0)
-    if model.rank is not None:
-        model.rank.leave()
     if crew is not None and crew.broken is not None:
         raise RankLost(crew.broken)
-    return 0
 
 
 class Asked:

@@ -85,3 +85,20 @@ def test_an_opening_that_the_models_cannot_take(bad: Opening) -> None:
         here.open(bad)
     with pytest.raises(ValueError, match="no request is open"):
         here.check(PROPOSAL)
+
+
+def test_a_text_has_an_end() -> None:
+    here = Standing(BOUNDS)
+    here.open(Opening(1, (3,) * 12, SamplingParams(), 3))
+    here.check(Proposal(1, 0, 11, (3, 5), (-1, 0)))
+    here.open(Opening(1, (3,) * 13, SamplingParams(), 3))
+    with pytest.raises(ValueError, match="context is full"):
+        here.check(Proposal(1, 0, 12, (3, 5), (-1, 0)))
+    guided = SamplingParams(guidance_scale=2.0, negative_prompt_ids=(7,) * 11)
+    here.open(Opening(1, (3,) * 4, guided, 3))  # 12 of the unconditional text
+    here.check(Proposal(1, 0, 3, (3, 5), (-1, 0)))
+    here.open(Opening(1, (3,) * 5, guided, 3))
+    with pytest.raises(ValueError, match="context is full"):
+        here.check(Proposal(1, 0, 4, (3, 5), (-1, 0)))
+    with pytest.raises(ValueError, match="unconditional text of 17 tokens"):
+        here.open(Opening(1, (3,) * 9, guided, 3))

@@ -17,6 +17,10 @@ from swiftspec.lab.measure import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
+from swiftspec.messages import Opening
+from swiftspec.observe.hops import Hop, Hops
+from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.trace import TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
@@ -97,6 +101,14 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
     assert len(trace.rounds) == sum(answer["rounds"] for answer in answers)
     plain = pool.run(2, "decode", plan=plan, **job)[0]
     assert [a["tokens"] for a in plain] == [a["tokens"] for a in answers]
+
+
+def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
+    hops = Hops()
+    hops.add(Hop("draft", 7, 1, 2, 255, 3, 4, 5, 6))
+    trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, hops=hops.take)
+    trace.acts["opening"](Opening(2, tuple(PROMPT), GREEDY, len(PROMPT)))
+    assert hops.take() == []
 
 
 def test_without_a_trace_nobody_looks(pair: tuple[Path, Path]) -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from swiftspec.observe.hops import Hop, Offset
+from swiftspec.engine import Stats
+from swiftspec.observe.hops import Hop, Hops, Offset
 from swiftspec.params import SamplingParams
 from swiftspec.serve.spans import RequestSpans
 from tests.support.tiny import make_pair
@@ -52,3 +54,18 @@ def test_a_clock_is_known_up_to_half_the_round_trip() -> None:
     offset = Offset.of(asked=1000, clock=5600, came=1200)
     assert (offset.ahead, offset.error, offset.here(5600)) == (4500, 100, 1100)
     assert Hop("draft", 0, 1, 2, 255, 3, 4, 5, 6).line()["span"] == "00000000000000ff"
+
+
+def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftspec.serve.collector.PATIENCE", 0.1)
+    for address, kept in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
+        hops = Hops()
+        with RequestSpans(address, "m", hops, Stats, None if kept is None else lambda address, kept=kept: kept):
+            for number in range(3000):
+                hops.add(Hop("target", number, 1, 2, 255, 3, 0, 0, 0))
+        if kept is not None:
+            assert len(kept.get_finished_spans()) == 3001
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("swiftspec: spans do not reach --otlp-endpoint")

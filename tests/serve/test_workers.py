@@ -6,17 +6,22 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import grpc
 import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
+from swiftspec.serve.settings import Settings
+from swiftspec.serve.worker import run
 from swiftspec.serve.workers import security_of
 from tests.support.served import ROOT, Served, hear
 
@@ -150,6 +155,18 @@ def test_a_worker_of_two_ranks_names_the_one_that_is_gone() -> None:
         worker.process.kill()
     lines = [line for line in err.splitlines() if line.startswith("swiftspec:")]
     assert worker.process.returncode == 1 and len(lines) == 1 and "rank 0 leaves: rank 1 is gone" in lines[0]
+
+
+def test_a_worker_that_cannot_listen_sends_its_other_ranks_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    rank = SimpleNamespace(leave=lambda: left.append("home"))
+    model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
+    service = SimpleNamespace(name="none", handlers=lambda: grpc.method_handlers_generic_handler("none", {}))
+    monkeypatch.setattr("swiftspec.serve.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
+    monkeypatch.setattr("swiftspec.assemble.workers.service_of", lambda *args: service)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="nothing can listen there"):
+        run("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
+    assert left == ["home"]
 
 
 NONSENSE = [

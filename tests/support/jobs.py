@@ -20,15 +20,19 @@ from swiftspec.control import policy
 from swiftspec.control.record import Decision, Measured
 from swiftspec.distributed import patient
 from swiftspec.distributed.groups.shm import SharedParallel
+from swiftspec.distributed.grpc import swiftspec_pb2 as pb
+from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to
+from swiftspec.distributed.grpc.link import Link
+from swiftspec.distributed.grpc.status import Refused
 from swiftspec.distributed.world import join_world
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.messages import Likelihood
+from swiftspec.messages import Likelihood, Opening, Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.roles import make_runner
-from tests.support.workers import Started, on_workers
+from tests.support.workers import OPEN, Started, on_workers
 
 Json = dict[str, Any]
 
@@ -99,6 +103,43 @@ def decode_on_group(
                         text.extend(chunk.token_ids if chunk is not None else ())
                 found.append([*texts, [llm.stats.drafter_lost for llm in (one, two)], one.stats.accepted])
             return found
+    finally:
+        worker.stop()
+
+
+def refuse_on_group(side: Side, model: str) -> list[str] | None:
+    """What rank 0 of a worker on all ranks says to openings that it must not begin; each is followed by a good one."""
+    worker = Started(side, Path(model), world=join_world())
+    assert worker.world is not None
+    if worker.world.rank > 0:
+        worker.load().follow()
+        return None
+    worker.start()
+    asks, answers = (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
+    link = Link(f"127.0.0.1:{worker.port}", "--url", worker.service.name, answers, OPEN)
+    about, said = link.ping(10), list[str]()
+    text, most, own = (5, 17, 3), about.max_model_len, Identity(about.model, about.tokenizer)
+    openings = [
+        Opening(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
+        Opening(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
+        Opening(1, (*text, *(5,) * 24), SamplingParams(guidance_scale=2.0, negative_prompt_ids=(5,) * (most - 1)), 3),
+        Opening(1, text, SamplingParams(temperature=0), 3),
+    ]
+    try:
+        for opening in openings:
+            stream, at = link.stream(), len(opening.tokens) - 1
+            stream.send(asks(opening=opening_to(opening, EngineConfig("serial", draft_steps=2), own)))
+            try:
+                opened = stream.recv(20)
+                if side == "target":
+                    proposal = proposal_to(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
+                    stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
+                    opened = stream.recv(20)
+                said.append("" if opened.session else "no session")
+            except Refused as error:
+                said.append(str(error))
+            stream.close()
+        return said
     finally:
         worker.stop()
 

@@ -27,7 +27,8 @@ class DraftStream:
 
     def __init__(self, link: Link[pb.DraftAnswer], shape: EngineConfig, bounds: Bounds, answer_timeout: float) -> None:
         """`shape`: of the rounds; a worker refuses one that it has no room for."""
-        self.busy, self.hops, self._sent_at = 0.0, Hops(), 0
+        self.busy, self.hops = 0.0, Hops()
+        self._sent_at: dict[int, int] = {}  # by the round that a message ends; -1: the opening
         self.standing = Standing(bounds, shape.verify == "reject")
         self.shape = shape
         self.round = 0
@@ -57,6 +58,7 @@ class DraftStream:
         except ValueError as error:
             raise DrafterLost(f"the draft cannot be told of this request: {error}") from None
         self.round, self._stream = 0, self._link.stream()
+        self._sent_at.clear()
         self._send(pb.DraftRequest(session=self._session, draft_steps=steps, opening=message))
 
     def tell(self, result: VerifyResult, steps: int) -> None:
@@ -87,8 +89,15 @@ class DraftStream:
             raise DrafterLost(str(error)) from None
         self._session = answer.session
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
-        self.hops.add(hop_of("draft", self.round - 1, self._sent_at, answer.telemetry))
+        if answer.HasField("telemetry"):  # else another one has told what it cost
+            self._note(answer)
         return answer
+
+    def _note(self, answer: pb.DraftAnswer) -> None:
+        """Books an exchange to the message that it answers, which need not be the last one."""
+        ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
+        asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
+        self.hops.add(hop_of("draft", ended, asked, answer.telemetry))
 
     def nonsense(self, why: object) -> DrafterLost:
         """Gives the request up. The error to raise."""
@@ -111,7 +120,7 @@ class DraftStream:
     def _send(self, message: pb.DraftRequest) -> None:
         if self._stream is None:
             raise DrafterLost(self.gone or "the draft has no request open")
-        self._sent_at = time.time_ns()
+        self._sent_at[self.round - 1] = time.time_ns()
         self._stream.send(message)
 
     def _hang_up(self) -> None:

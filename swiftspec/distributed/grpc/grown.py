@@ -26,9 +26,10 @@ class Grown:
         self._ended = False
         Thread(target=self._run, args=(grow,), name="growth", daemon=True).start()
 
-    def take(self, *, join: bool) -> list[Telling]:
-        """What has grown since it was asked last, waited for; nothing: there is no more. `join`: several deltas of a
-        round as one. Raises what growing has raised."""
+    def take(self, *, join: Callable[[], bool]) -> list[Telling]:
+        """What has grown since it was asked last, waited for; nothing: there is no more. `join`: whether several deltas
+        of a round go as one, asked once there are some: only then is the request open that says so. Raises what
+        growing has raised."""
         told: list[Telling] = []
         while not self._ended:
             try:
@@ -41,7 +42,7 @@ class Grown:
                 self._ended, self._last = True, each
         if not told and self._last is not None:
             raise self._last
-        return _joined(told) if join else told
+        return _joined(told) if told and join() else told
 
     def close(self) -> None:
         """Nobody takes any more."""
@@ -69,7 +70,7 @@ class Grown:
 def _joined(told: list[Telling]) -> list[Telling]:
     """Those of a round as one, which has cost what they have cost. That there is no more to come is told apart."""
     found: list[Telling] = []
-    for _, same in groupby(told, lambda each: (each[0].round, len(each[0]) == 0)):
+    for _, same in groupby(told, lambda each: (each[0].request, each[0].round, len(each[0]) == 0)):
         some = [*same]
         costs = [cost for _, cost in some if cost is not None]
         for cost in costs[1:]:

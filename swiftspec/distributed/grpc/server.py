@@ -45,14 +45,16 @@ class Server:
         for name in ("", service.name):
             self._health.set(name, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[attr-defined]
 
-    def run(self, over: SimpleQueue[int]) -> None:
-        """Serves until something is put there. Sessions that rest too long end meanwhile."""
+    def run(self, over: SimpleQueue[int], look: Callable[[], None] = lambda: None) -> None:
+        """Serves until something is put there. Sessions that rest too long end meanwhile, and now and then there is a
+        `look` while nobody is at work on the model."""
         while True:
             try:
                 over.get(timeout=LOOK)
                 return
             except Empty:
                 self._service.sessions.sweep()
+                self._service.between(look)
 
     def stop(self, grace: float = 0.0) -> None:
         """Takes no more calls, and waits so many seconds for those under way: a request of a client's is one."""

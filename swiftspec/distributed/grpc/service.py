@@ -80,6 +80,14 @@ class Service(Generic[W]):
         """What a gRPC server takes."""
         return grpc.method_handlers_generic_handler(self.name, self._methods())
 
+    def between(self, act: Callable[[], None]) -> None:
+        """Does that in a turn of its own, unless somebody is at work on the model."""
+        if self._turns.offered():
+            try:
+                act()
+            finally:
+                self._turns.end()
+
     def _methods(self) -> dict[str, Any]:
         once, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         behaviours = {self.once: self._once, "EndSession": self._end, "Ping": self._ping}
@@ -170,7 +178,7 @@ class DraftService(Service[Drafting | Feeding]):
         with closing(Grown(lambda: self._grow(session, act, requests, context))) as grown:
             while True:
                 with refusing(context):
-                    together = grown.take(join=session.work.free)
+                    together = grown.take(join=lambda: session.work.free)
                 if not together:
                     return
                 for delta, telemetry in together:

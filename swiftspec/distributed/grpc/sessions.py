@@ -37,9 +37,19 @@ class Turns:
             self._waiting.append(turn)
         turn.acquire()
 
+    def offered(self) -> bool:
+        """Whether nobody has the turn: then the caller has it, until `end`."""
+        with self._lock:
+            taken, self._taken = self._taken, True
+            return not taken
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The turn is the next one's."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().release()  # it stays taken

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http import frames, tracing
+from swiftspec.serve import collector
+from swiftspec.serve.http import frames
 from swiftspec.serve.http.address import names_of
 from swiftspec.serve.keeping.child import Program
 from swiftspec.serve.settings import Settings, UsageError, flag_name
@@ -27,7 +28,7 @@ def check(settings: Settings) -> None:
     """Raises UserError where a server cannot be what the settings say, as far as that shows at once."""
     defaults_of(settings)
     if settings.otlp_endpoint is not None:
-        tracing.check(settings.otlp_endpoint)
+        collector.check(settings.otlp_endpoint)
     if not settings.api_key and names_of(settings.host) is None:
         warn(f"--host {settings.host} without --api-key: everybody who reaches this machine may ask")
 

@@ -5,60 +5,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from swiftspec import __version__
-from swiftspec.errors import UserError, shown
+from swiftspec.serve import collector
 from swiftspec.serve.http.watch import Seen, Visit
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-PATIENCE = 2.0  # seconds for the collector to take what it is sent
-ENDPOINT = "/v1/traces"
 CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 ASKED = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
-
-
-def check(endpoint: str) -> str:
-    """The whole address that spans are sent to, of a collector's. Raises UserError on one that is none, and where the
-    extra is not installed."""
-    address = urlsplit(endpoint)
-    if address.scheme not in ("http", "https") or not address.netloc:
-        raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {shown(endpoint)}")
-    for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-        if not _installed(name):
-            raise UserError("--otlp-endpoint needs OpenTelemetry: pip install 'swiftspec[otel]'")
-    return endpoint if address.path.endswith(ENDPOINT) else endpoint.rstrip("/") + ENDPOINT
-
-
-def provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
-    """What makes spans and sends them there, in a thread of its own. Raises UserError, see `check`. `exporter` makes
-    what sends them to an address: OTLP over HTTP."""
-    address = check(endpoint)
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
-    made = TracerProvider(resource=resource, shutdown_on_exit=False)
-    sends = OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address)
-    made.add_span_processor(BatchSpanProcessor(sends))
-    return made
 
 
 class Tracing:
     """Sends spans to a collector, in a thread of its own. `record` is for `watch.Watched`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
-        """Raises UserError, see `check`. `exporter`: see `provider`."""
-        self._provider = provider(endpoint, exporter)
+        """Raises UserError, as `collector.check` does. `exporter`: as of `collector.sends_to`."""
+        sends, self._provider = collector.sends_to(endpoint, exporter), collector.provider()
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self._provider.add_span_processor(BatchSpanProcessor(sends))
         self._name, self._propagator = model_name, TraceContextTextMapPropagator()
         self._tracer = self._provider.get_tracer("swiftspec", __version__)
 
@@ -121,10 +90,3 @@ def _seen(seen: Seen) -> dict[str, Any]:
         for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
         if name in spec
     }
-
-
-def _installed(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:  # not even its parent
-        return False

@@ -93,6 +93,15 @@ def test_with_d_given_the_rounds_are_those_of_a_draft_here(
     assert rounds[0] == rounds[1]
 
 
+def test_a_request_with_a_d_of_its_own_after_one_without(
+    pair: tuple[Path, Path], target: Started, draft: Started
+) -> None:
+    with on_workers(target.named(), draft.named()) as running:
+        answers = [running.generate(PROMPT, replace(GREEDY, draft_steps=steps)) for steps in (None, 3)]
+    assert [answer.stats.drafter_lost for answer in answers] == [None, None]
+    assert all(answer.token_ids == plain(pair[0], "greedy") for answer in answers)
+
+
 def test_without_a_draft_and_with_guidance_and_scores(pair: tuple[Path, Path], target: Started) -> None:
     asked = replace(SAMPLED, guidance_scale=1.5, logprobs=2, max_tokens=8, repetition_penalty=1.0)
     scored = replace(GREEDY, logprobs=3, prompt_logprobs=1, max_tokens=8)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swiftspec.distributed.crew import Crew
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
@@ -39,3 +40,23 @@ def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, pla
     for (one, two, lost, accepted), params in zip(found, ASKED, strict=True):
         assert one == two == plain.generate(PROMPT, params).token_ids
         assert lost == [None, None] and accepted > 3
+
+
+def test_what_a_client_asks_amiss_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path)
+    grammar, full, guided, good = pool.run(2, "refuse_on_group", side="target", model=str(target))[0]
+    assert "a grammar needs" in grammar and "context is full" in full and "unconditional text" in guided and not good
+    grammar, full, guided, good = pool.run(2, "refuse_on_group", side="draft", model=str(draft))[0]
+    assert "a grammar needs" in grammar and "unconditional text" in guided and full == good == ""
+
+
+def test_a_follower_that_is_gone_is_told_whenever_somebody_asks() -> None:
+    class Gone:
+        def recv(self, timeout: float) -> None:
+            raise ConnectionError("rank 1 is gone")
+
+    crew, said = Crew([Gone()]), list[str]()  # type: ignore[list-item]
+    crew.look(0.0)
+    crew.when_lost(said.append)
+    crew.look(0.0)
+    assert said == ["rank 1 is gone"]

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -225,6 +226,12 @@ def test_a_worker_says_what_it_is(target: Started) -> None:
         Link(f"127.0.0.1:{target.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security()).ping(10)
 
 
+def test_a_worker_that_rests_looks_after_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftspec.distributed.grpc.server.LOOK", 0.01)
+    over: SimpleQueue[int] = SimpleQueue()
+    target.server.run(over, lambda: over.put(0))  # ends by what it has seen
+
+
 def test_messages_carry_every_field() -> None:
     names = [field.name for field in fields(SamplingParams)]
     assert [field.name for field in pb.Sampling.DESCRIPTOR.fields] == names
@@ -274,6 +281,7 @@ def test_turns_go_round_in_order() -> None:
             order.append(number)
 
     with turns:
+        assert not turns.offered()
         for number in range(5):
             threads.append(threading.Thread(target=work, args=(number,)))
             threads[-1].start()
@@ -282,3 +290,6 @@ def test_turns_go_round_in_order() -> None:
     for thread in threads:
         thread.join(10)
     assert order == [0, 1, 2, 3, 4]
+    assert turns.offered() and not turns.offered()
+    turns.end()
+    assert turns.offered()

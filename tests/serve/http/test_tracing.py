@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.serve.http import tracing
+from swiftspec.serve import collector
 from swiftspec.serve.http.engine import Ask, Refused
 from swiftspec.serve.http.tracing import Tracing
 from swiftspec.serve.http.watch import VISIT, Visit, Watched
@@ -113,18 +113,18 @@ def test_a_refusal_is_an_error() -> None:
 @pytest.mark.parametrize("endpoint", ["", "collector:4318", "grpc://collector:4317", "http://"])
 def test_an_address_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="--otlp-endpoint must be like"):
-        tracing.check(endpoint)
+        collector.check(endpoint)
 
 
 def test_addresses() -> None:
     for given in ("https://a/x", "https://a/x/", "https://a/x/v1/traces"):
-        assert tracing.check(given) == "https://a/x/v1/traces"
+        assert collector.check(given) == "https://a/x/v1/traces"
 
 
 def test_without_the_extra_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(tracing, "find_spec", missing)
+    monkeypatch.setattr(collector, "find_spec", missing)
     with pytest.raises(UserError, match=r"pip install 'swiftspec\[otel\]'"):
         Tracing("http://collector:4318", "m")

@@ -1,0 +1,77 @@
+"""OpenTelemetry's collector: where it is, and what makes spans and sends them there. An extra: without --otlp-endpoint
+nothing of it is imported."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from swiftspec import __version__
+from swiftspec.errors import UserError, shown
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+PATIENCE = 2.0  # seconds for the collector to take what it is sent
+ENDPOINT = "/v1/traces"
+SAID = 200  # characters of what OpenTelemetry logs
+
+
+def check(endpoint: str) -> str:
+    """The whole address that spans are sent to, of a collector's. Raises UserError on one that is none, and where the
+    extra is not installed."""
+    address = urlsplit(endpoint)
+    if address.scheme not in ("http", "https") or not address.netloc:
+        raise UserError(f"--otlp-endpoint must be like http://localhost:4318, not {shown(endpoint)}")
+    for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+        if not _installed(name):
+            raise UserError("--otlp-endpoint needs OpenTelemetry: pip install 'swiftspec[otel]'")
+    return endpoint if address.path.endswith(ENDPOINT) else endpoint.rstrip("/") + ENDPOINT
+
+
+def sends_to(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> SpanExporter:
+    """What sends spans there. Raises UserError, see `check`. `exporter` makes what sends them to an address: OTLP over
+    HTTP."""
+    address = check(endpoint)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    log = logging.getLogger("opentelemetry")
+    if not any(isinstance(handler, InALine) for handler in log.handlers):
+        log.addHandler(InALine())
+        log.propagate = False
+    return OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address)
+
+
+def provider() -> TracerProvider:
+    """What makes spans."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+    resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
+    return TracerProvider(resource=resource, shutdown_on_exit=False)
+
+
+class InALine(logging.Handler):
+    """What goes wrong on the way to the collector, in a line: the first time, as it goes wrong again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._said:
+            self._said = True
+            what = " ".join(record.getMessage().split())[:SAID]
+            print(f"swiftspec: spans do not reach --otlp-endpoint: {what}", file=sys.stderr, flush=True)
+
+
+def _installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # not even its parent
+        return False
