@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
-from swiftspec.serve import answer
+from swiftspec.serve import answer, collector
 from swiftspec.serve.banner import show_banner
 from swiftspec.serve.elsewhere import open_anywhere
 from swiftspec.serve.plan import mismatch
@@ -49,6 +49,7 @@ def run(settings: Settings, world: World | None = None) -> int:
         session = open_anywhere(settings, phases, world, warm_up=True)
     finally:
         phases.close()
+    collector.hears_nothing(settings)
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
     try:
         if not settings.raw and not session.codec.has_template:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
+    from swiftspec.serve.settings import Settings
+
 PATIENCE = 2.0  # seconds for the collector to take what it is sent
 ENDPOINT = "/v1/traces"
 SAID = 200  # characters of what OpenTelemetry logs
@@ -54,6 +56,13 @@ def provider() -> TracerProvider:
 
     resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
     return TracerProvider(resource=resource, shutdown_on_exit=False)
+
+
+def hears_nothing(settings: Settings) -> None:
+    """Says so where a collector is named for an answer that has no spans."""
+    if settings.otlp_endpoint is not None:
+        what = "servers have spans, and single answers on workers; here there are none"
+        print(f"swiftspec: --otlp-endpoint: {what}", file=sys.stderr, flush=True)
 
 
 class InALine(logging.Handler):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from swiftspec import files
 from swiftspec.errors import UserError
-from swiftspec.serve import answer
+from swiftspec.serve import answer, collector
 from swiftspec.serve.cli import Command
 from swiftspec.serve.elsewhere import open_anywhere
 from swiftspec.serve.session import Session
@@ -80,6 +80,7 @@ def _spans(command: Command, session: Session) -> AbstractContextManager[object]
     """What tells a collector of the request, where one is named and workers decode it."""
     endpoint, hops = command.settings.otlp_endpoint, session.llm.roles.hops
     if endpoint is None or hops is None:
+        collector.hears_nothing(command.settings)
         return nullcontext()
     from swiftspec.serve.spans import RequestSpans
 

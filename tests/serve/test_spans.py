@@ -12,6 +12,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from swiftspec.engine import Stats
 from swiftspec.observe.hops import Hop, Hops, Offset
 from swiftspec.params import SamplingParams
+from swiftspec.serve.collector import hears_nothing
+from swiftspec.serve.settings import Settings
 from swiftspec.serve.spans import RequestSpans
 from tests.support.tiny import make_pair
 from tests.support.workers import on_workers, started
@@ -69,3 +71,10 @@ def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
             assert len(kept.get_finished_spans()) == 3001
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("swiftspec: spans do not reach --otlp-endpoint")
+
+
+def test_a_collector_that_hears_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    hears_nothing(Settings())
+    hears_nothing(Settings(otlp_endpoint="http://collector:4318"))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("swiftspec: --otlp-endpoint: ")

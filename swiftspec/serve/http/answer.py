@@ -132,6 +132,8 @@ class Answer:
             raise Broken("the engine ended the answer without a word", "engine_error")
         told = [] if self.done is None else self.done.choices
         self.choices = [self._other(choice) for choice in told] or [self]
+        if not told and self.job.ask.choices is not None:
+            self.weight = 1.0  # the texts all began with this one, in which a stop string has ended it
 
     def _other(self, choice: Choice) -> Answer:
         """The answer that one of the texts makes, read from its beginning."""

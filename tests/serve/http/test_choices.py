@@ -54,6 +54,12 @@ def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_c
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
 
 
+def test_a_stop_string_in_what_all_texts_share_leaves_one_choice(player: Player, client: httpx.Client) -> None:
+    player.prepare(about=POPULATION, text="return a", more={"exact": False})
+    (choice,) = client.post(TEXT, json={**ASK, "n": 3, "stop": "turn"}).json()["choices"]
+    assert (choice["text"], choice["weight"]) == ("re", 1.0)
+
+
 def test_a_stop_string_cuts_each_text(player: Player, client: httpx.Client) -> None:
     choices = client.post(TEXT, json={**ASK, "n": 3, "stop": [" + ", "ass"]}).json()["choices"]
     assert [choice["text"] for choice in choices] == ["return a", "return a - b", "p"]
