@@ -308,6 +308,7 @@ def test_keys() -> None:
         typed("\x04")
 
 
+@pytest.mark.slow
 def test_in_a_real_terminal(tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     flags = ["--model", str(target), "--draft-model", str(draft), "--threads", "1", "--ignore-eos"]

@@ -43,6 +43,7 @@ def test_help_is_fast() -> None:
     assert min(taken) < 0.5
 
 
+@pytest.mark.slow
 def test_ctrl_c_prints_what_came_and_leaves_with_130(pair: list[str]) -> None:
     environment = {**os.environ, "SWIFTSPEC_IGNORE_EOS": "1", "PYTHONUNBUFFERED": "1"}
     process = start([*pair, "--prompt", "a", "--verify-batch", "1"], env=environment)
@@ -56,6 +57,7 @@ def test_ctrl_c_prints_what_came_and_leaves_with_130(pair: list[str]) -> None:
     assert int(err.splitlines()[-1].split()[1]) < CONTEXT - 5  # so many tokens came
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early(pair: list[str]) -> None:
     process = start([*pair, "--prompt", "a", "--ignore-eos"])
     assert process.stdout is not None
