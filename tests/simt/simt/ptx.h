@@ -157,7 +157,7 @@ inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
 
 inline void prefetch(const uint8_t* from, uint32_t bytes, int) {
   const volatile uint8_t* first = from;
-  if (bytes == 0 || bytes % 128 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
     simt::Machine::get().fault("cp.async.bulk.prefetch: nothing, or misaligned");
   }
   static_cast<void>(first[0]), static_cast<void>(first[bytes - 1]);
