@@ -126,10 +126,14 @@ def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host
     return made / seconds, made / rounds, waited / rounds
 
 
+def numbers(text: str) -> list[float]:
+    """Of a list with commas."""
+    return [float(part) for part in text.split(",")]
+
+
 def main() -> None:
     """Counts and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.counted", description=__doc__)
-    numbers = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--delays", type=numbers, default=[0.2, 2, 20])
     parser.add_argument("--leaves", type=numbers, default=[16, 32])
     parser.add_argument("--expansion", type=float, default=3.4)
