@@ -126,8 +126,6 @@ class EngineConfig:
             object.__setattr__(self, "proposal", "sample" if self.verify == "reject" else "coupled")
         remote = self.target_remote or self.draft_remote
         require(self.mode != "smc" or not remote, "mode smc runs both models in one place: take a mode with a tree")
-        alone = self.mode != "smc" or self.population.smc_groups == 1 or self.target_tp == 1
-        require(alone, "several groups of particles run on one rank: take smc_groups 1, or one rank")
         usual = {"ar": 0, "async": 0 if remote else 1}.get(self.mode, self.target_tp)
         if self.draft_tp == -1:
             object.__setattr__(self, "draft_tp", usual)
@@ -154,8 +152,8 @@ class EngineConfig:
 
     def _make_chains(self) -> None:
         """A chain is a tree with one leaf, all of which is verified; the same for every request."""
-        here = self.mode == "serial" and self.target_tp == 1 and not (self.target_remote or self.draft_remote)
-        require(here, "max_num_seqs above 1 is for mode serial on one rank; mode smc has smc_groups")
+        here = self.mode == "serial" and not (self.target_remote or self.draft_remote)
+        require(here, "max_num_seqs above 1 is for mode serial without workers; mode smc has smc_groups")
         require(not self.decides, "max_num_seqs above 1 has rounds of one shape: leave self_switch and adapt_* out")
         fits = self.proposal == ("sample" if self.verify == "reject" else "coupled")
         require(fits, f"with max_num_seqs above 1 verify {self.verify} says what is proposed: leave proposal out")

@@ -119,6 +119,30 @@ def test_a_population_on_one_group_is_that_of_one_rank(pool: Pool, pairs: Pairs,
     assert any(len(tokens) > 10 for tokens, _, _ in told)
 
 
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [
+        (2, {"mode": "smc", "population": {"particles": 3, "smc_draft_tokens": 2, "power": 1.5, "smc_groups": 3}}),
+        slow(3, {"mode": "serial", "draft_steps": 3, "max_num_seqs": 3}),
+        slow(2, {"mode": "serial", "draft_steps": 3, "max_num_seqs": 3, "verify": "reject"}),
+    ],
+)
+def test_several_requests_on_one_group_are_those_of_one_rank(pool: Pool, pairs: Pairs, size: int, plan: Any) -> None:
+    """They join and leave while others go on: some at a stop token, one is cancelled, and one has another's place."""
+    warm = {"temperature": 0.8, "stop_token_ids": [3, 7], "logit_bias": {"3": -1.0}}
+    cut = {"max_tokens": 60, "cut": 4, "stop_token_ids": [], "ignore_eos": True}
+    shapes: list[Any] = [{"max_tokens": 40}, {"max_tokens": 9}, cut, {"top_k": 9}, {"top_p": 0.9}]
+    requests = [
+        (PROMPT[: 3 + seed], {"max_tokens": 30, **warm, **shape, "seed": seed}) for seed, shape in enumerate(shapes)
+    ]
+    alone, group = (
+        decode(pool, pairs["llama"], plan | {"target_tp": ranks}, requests=requests, together=True)
+        for ranks in (1, size)
+    )
+    assert group == alone
+    assert group[2]["reason"] == "abort" and any(len(answer["tokens"]) > 10 for answer in group)
+
+
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 @pytest.mark.parametrize(("x", "y"), [(1, 1), slow(2, 1), slow(1, 2), slow(2, 2)])
 def test_native_operators_in_bfloat16(pool: Pool, tmp_path: Path, x: int, y: int) -> None:

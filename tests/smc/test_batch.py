@@ -161,5 +161,3 @@ def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
         UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
     ):
         region(PopulationConfig(8, 64, smc_groups=40), 512)
-    with pytest.raises(UserError, match="several groups of particles run on one rank: take smc_groups 1, or one rank"):
-        EngineConfig("smc", target_tp=2, population=PopulationConfig(smc_groups=2))

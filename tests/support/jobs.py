@@ -25,6 +25,7 @@ from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to
 from swiftspec.distributed.grpc.link import Link
 from swiftspec.distributed.grpc.status import Refused
 from swiftspec.distributed.world import join_world
+from swiftspec.engine import Chunk
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.messages import Likelihood, Opening, Proposal
@@ -53,9 +54,11 @@ def decode(
     draft_fails_at: int | None = None,
     engines: int = 1,
     by_dice: float | None = None,
+    together: bool = False,
     **options: Any,
 ) -> list[Json] | None:
-    """Decodes the requests one after another, with so many engines in a row: rank 0 returns the answers of the last."""
+    """Decodes the requests one after another, or as one batch, with so many engines in a row: rank 0 returns the
+    answers of the last."""
     world = join_world()
     if "population" in plan:
         plan = plan | {"population": PopulationConfig(**plan["population"])}
@@ -76,6 +79,8 @@ def decode(
         return [{"refused": str(error)}]
     try:
         with switched_by_dice(by_dice), _unhurried():
+            if together:
+                return batch(llm, requests)
             return [answer(llm, prompt, dict(values)) for prompt, values in requests]
     finally:
         llm.close()
@@ -226,6 +231,23 @@ def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
         "steps": llm.config.draft_steps,
         "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,
     }
+
+
+def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
+    """As `answer`, of all requests side by side; one with `cut` is cancelled after so many chunks."""
+    cuts = [values.pop("cut", None) for _, values in requests]
+    chunks: list[list[Chunk]] = [[] for _ in requests]
+
+    def cancelled(index: int) -> bool:
+        return cuts[index] is not None and len(chunks[index]) >= cuts[index]
+
+    prompts, sampling = [prompt for prompt, _ in requests], [sampling_from(values) for _, values in requests]
+    for index, chunk in llm.stream_batch(prompts, sampling, cancelled):
+        chunks[index].append(chunk)
+    return [
+        {"tokens": [token for chunk in each for token in chunk.token_ids], "reason": each[-1].finish_reason}
+        for each in chunks
+    ]
 
 
 @contextmanager
