@@ -46,6 +46,10 @@ STATUS: tuple[tuple[type[BaseException], Code], ...] = (  # the first that fits
     (RuntimeError, Code.ABORTED),  # torch reports a failed device or a full memory so
     (MemoryError, Code.ABORTED),
 )
+DISTRUST = {  # what gRPC says of a certificate that it does not take, and what is said of it here
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: name it, or who has signed it, with --tls-ca",
+    "Hostname Verification Check failed": "its certificate is for another host: use a name or address that it names",
+}
 LOST = (Code.UNAVAILABLE, Code.CANCELLED, Code.INTERNAL, Code.UNKNOWN)  # what a broken connection looks like
 
 
@@ -62,6 +66,8 @@ def error_of(error: Any, peer: str) -> Exception:
         return SessionGone(f"{peer}: {details}")
     if code == Code.DEADLINE_EXCEEDED:
         return TimeoutError(f"{peer} did not answer in time")
+    if (why := next((said for sign, said in DISTRUST.items() if sign in details), None)) is not None:
+        return Refused(f"{peer}: {why}")
     if code in LOST:
         return WorkerLost(f"{peer} is gone: {details}")
     if code == Code.UNIMPLEMENTED:

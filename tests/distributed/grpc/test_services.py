@@ -200,22 +200,28 @@ def test_strangers_are_kept_out(target: Started) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
 def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
     made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
-    command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    guarded = Security("secret", cert.read_bytes(), key.read_bytes())
+    for name in ("own", "other"):
+        files = ["-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.pem")]
+        command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", *files]
+        subprocess.run(command, check=True, capture_output=True)
+    cert, other = tmp_path / "own.pem", tmp_path / "other.pem"
+    guarded = Security("secret", cert.read_bytes(), (tmp_path / "own.key").read_bytes())
     guarded.check_worker(Endpoint("0.0.0.0", 7070))
     with started("target", target.model, security=guarded) as worker:
 
-        def ping(security: Security) -> pb.PingAnswer:
-            return Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+        def ping(security: Security, host: str = "127.0.0.1") -> pb.PingAnswer:
+            return Link(f"{host}:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
 
         assert ping(Security("secret", ca=cert.read_bytes())).vocab_size == 64
         with pytest.raises(WorkerLost):
             ping(Security("secret"))  # in plain text
         with pytest.raises(Refused, match="token"):
             ping(Security("other", ca=cert.read_bytes()))
+        with pytest.raises(Refused, match=r"not trusted.*--tls-ca"):
+            ping(Security("secret", ca=other.read_bytes()))
+        with pytest.raises(Refused, match="for another host"):
+            ping(Security("secret", ca=cert.read_bytes()), "localhost")
 
 
 def test_a_worker_says_what_it_is(target: Started) -> None:
