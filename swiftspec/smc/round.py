@@ -186,21 +186,20 @@ class SMCRound:
         return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks)
 
     def _draft_tokens(self, here: Here, keys: Iterator[Tensor | None]) -> Chains:
-        """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
+        """K forwards of the draft, the first over the two tokens of each row that it has no KV of: the last one of the
+        round before, which its own forward would not pay for, and the bonus (`PopulationConfig.deferred_bonus`)."""
         p, n = here.particles, here.particles.count
         tail, last, pending = self._tail(here)
-        both, at, seen = (
-            p.tail_tokens.transpose(1, 2),
-            p.tail_positions.transpose(1, 2),
-            torch.stack((last, pending), 1),
-        )
-        logits = self._forward(self._draft, here, both, at, tail.transpose(1, 2), seen)
-        logits = logits.view(p.groups, 2, n, -1)[:, 1].flatten(0, 1)
+        count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
+        m = 2 if deferred else 1
+        unread, at, slots = (each[..., -m:].transpose(1, 2) for each in (p.tail_tokens, p.tail_positions, tail))
+        logits = self._forward(self._draft, here, unread, at, slots, torch.stack((last, pending)[-m:], 1))
+        logits = logits.view(p.groups, m, n, -1)[:, -1].flatten(0, 1)
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
         shaped: list[list[Tensor]] = [[] for _ in here.spans]
         drawn_by = list[Tensor | None]()
         counts = [p.counts(self._vocab)] if any(span.shaper.penalised for span in here.spans) else []
-        for step in range(self._config.smc_draft_tokens):
+        for step in range(count):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
                 logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
@@ -221,6 +220,9 @@ class SMCRound:
             views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
             if counts:
                 counts.append(counts[-1].scatter_add(-1, tokens[-1][..., None], torch.ones_like(counts[-1][..., :1])))
+        if not deferred:
+            at = p.tail_positions[..., 1] + count
+            self._forward(self._draft, here, tokens[-1], at, here.slots[..., count - 1], views[-1])
         log = torch.stack(log_q, -1).to(torch.float64)
         return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
