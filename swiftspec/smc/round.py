@@ -192,7 +192,8 @@ class SMCRound:
         tail, last, pending = self._tail(here)
         count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
         m = 2 if deferred else 1
-        unread, at, slots = (each[..., -m:].transpose(1, 2) for each in (p.tail_tokens, p.tail_positions, tail))
+        tails = p.tail_tokens, p.tail_positions, tail
+        unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
         logits = self._forward(self._draft, here, unread, at, slots, torch.stack((last, pending)[-m:], 1))
         logits = logits.view(p.groups, m, n, -1)[:, -1].flatten(0, 1)
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()

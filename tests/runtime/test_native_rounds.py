@@ -119,6 +119,16 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
 
 
+def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tuple[Path, Path]) -> None:
+    sampling = [SamplingParams(0.9, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(3)]
+    texts: list[list[list[int]]] = []
+    for kind in ("native", "eager"):
+        engine = LLM(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
+        only(population_of(engine), kind)
+        texts.append([answer.token_ids for answer in engine.generate_batch([[5, 6, 7], [8, 9], [10]], sampling)])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
 def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
     more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
