@@ -74,6 +74,7 @@ class SMCRound:
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, which penalties count
         self._shapers: list[Shaper | None] = [None] * groups
+        self._shaped: dict[int, list[tuple[int, float, Tensor | None]]] = {}  # `shaped`, of these shapers
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
         books = [self._prefix, self._sequences, self._stops]
@@ -90,6 +91,7 @@ class SMCRound:
         # the same one again where there is one: the tensors that graphs have captured stay
         shaper = alike[0] if alike else Shaper(sampling, self._vocab, self._stops.device, self._target.ops)
         self._shapers[group] = shaper
+        self._shaped.clear()
         self.streams.seed(group, sampling.seed)
         self._stops[group] = False
         known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
@@ -105,6 +107,7 @@ class SMCRound:
         for tensor in (*self.tensors, self._prompts):
             tensor.copy_(tensor.index_select(0, places))
         self._shapers = [self._shapers[place] for place in order]
+        self._shaped.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         """Follows `KVCache.promote` on both caches."""
@@ -133,9 +136,11 @@ class SMCRound:
     def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
         """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
         their temperature and bias."""
-        spans = self._spans(groups)
-        assert not any(span.shaper.filtered or span.shaper.penalised for span in spans)
-        return [(span.groups.stop - span.groups.start, span.shaper.temperature, span.shaper.bias) for span in spans]
+        if groups not in self._shaped:
+            shapers = [(span.groups.stop - span.groups.start, span.shaper) for span in self._spans(groups)]
+            assert not any(shaper.filtered or shaper.penalised for _, shaper in shapers)
+            self._shaped[groups] = [(count, shaper.temperature, shaper.bias) for count, shaper in shapers]
+        return self._shaped[groups]
 
     @property
     def key(self) -> Hashable:
@@ -186,12 +191,11 @@ class SMCRound:
         return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks)
 
     def _draft_tokens(self, here: Here, keys: Iterator[Tensor | None]) -> Chains:
-        """K forwards of the draft, the first over the two tokens of each row that it has no KV of: the last one of the
-        round before, which its own forward would not pay for, and the bonus (`PopulationConfig.deferred_bonus`)."""
+        """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
         p, n = here.particles, here.particles.count
         tail, last, pending = self._tail(here)
         count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
-        m = 2 if deferred else 1
+        m = 2 if deferred else 1  # without the last draft token, read at the end of the round that drew it
         tails = p.tail_tokens, p.tail_positions, tail
         unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
         logits = self._forward(self._draft, here, unread, at, slots, torch.stack((last, pending)[-m:], 1))

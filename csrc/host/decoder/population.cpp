@@ -220,7 +220,8 @@ void Population::tell(int64_t group, int64_t width, int64_t* head) const {
   head[0] = broken ? -1 : p.common(group);
   head[1] = finished;
   head[2] = std::accumulate(verdict_.kept.begin(), verdict_.kept.end(), int64_t{0});
-  std::copy_n(p.row(group, 0).tokens, p.text, head + 3);
+  const Particle first = p.row(group, 0);
+  std::copy_n(first.tokens, *first.length, head + 3);
   p.columns(group, width, head + 3 + p.text);
 }
 
