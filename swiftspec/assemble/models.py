@@ -215,7 +215,8 @@ class Models:
         config = plan.grouped
         assert config is not None
         steps = kinds.for_population(target, draft, tools, draft_tools, config)
-        return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag)
+        keep = self.kept_memory > 0
+        return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag, keep=keep)
 
     def _runner(
         self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None

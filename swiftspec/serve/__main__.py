@@ -38,7 +38,8 @@ def guarded(run: Callable[[bool], int], grace: float = GRACE, *, kept: bool = Fa
     there are several. `kept`: a keeper has started this process, and starts it again where it has lost another rank."""
     rank = own_rank()
     first = rank == 0
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a store whose keeper left is told in a line of ours
+    for name, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("GRPC_VERBOSITY", "NONE")):
+        os.environ.setdefault(name, level)  # what they would say of a peer that left is told in a line of ours
     numbers = SIGNALS if first else (signal.SIGINT,)
     with taken(first) as streams, Ending(grace, numbers) as ending:
         try:

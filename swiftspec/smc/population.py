@@ -28,6 +28,7 @@ from swiftspec.runtime.steps.rounds import Mail, Rounds
 from swiftspec.smc.answer import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
+from swiftspec.smc.texts import Texts
 from swiftspec.tree.mask import WIDTHS
 
 REGION = 32768  # tree slots at most, of all groups
@@ -74,7 +75,9 @@ class Group:
 
     sequence: int  # of the cache, its own until it leaves
     steps: Rounds  # that run it, and all that those before them run
+    prompt: Sequence[int]
     kept: int  # tokens of the prompt that were kept from earlier ones
+    settled: int  # tokens of prompt and answer that are known to be in the cache's prefix
     last: int  # rounds that it can have at most
     due: int  # tree slots in use from which compaction is worth its while
     used: int = 1  # tree slots handed out
@@ -113,9 +116,9 @@ class SMC:
 
     def __init__(
         self, target: Runner, draft: Runner, steps: Sequence[Rounds], config: PopulationConfig, *, longest: int,
-        lag: int = 0,
+        lag: int = 0, keep: bool = True,
     ) -> None:  # fmt: skip
-        """`steps`: those that run rounds of both models, the fastest first."""
+        """`steps`: those that run rounds of both models, the fastest first. `keep`: what was read is not read again."""
         self.target, self.draft, self.config = target, draft, config
         self.steps_known = steps
         self.lag = lag
@@ -125,7 +128,8 @@ class SMC:
         self.round = SMCRound(target, draft, config, longest)
         self.particles = self.round.particles
         self._slots = self.particles.mask.shape[-1]  # of each group's tree region
-        self.groups: list[Group] = []  # in the order of their admission
+        self._texts = Texts([target.cache, draft.cache], keep)
+        self.groups: list[Group] = []  # as they were admitted
         self._order = [*range(config.smc_groups)]  # which sequence's group has which position among the particles
         self._told: deque[tuple[list[Told], Mail]] = deque()
 
@@ -161,13 +165,13 @@ class SMC:
         """Reads the prompt once on both models and fans out; the other groups stay where they are. Texts end at a token
         of `stops` or after `limit`. There must be room, and `check_sampling` have let the request pass."""
         assert self.has_room
-        sequence = min({*self._order} - {group.sequence for group in self.groups})
         steps = self.choose(opening)
-        kept = min(self._read_prompt(runner, opening, sequence) for runner in (self.target, self.draft))
+        sequence, kept = self._read_prompt(opening)
         self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
         # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
         last = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
-        group = Group(sequence, steps, kept, last, due=2 * self.config.slots)
+        prefix = len(opening.tokens) - 1
+        group = Group(sequence, steps, opening.tokens, kept, prefix, last, due=2 * self.config.slots)
         self.groups.append(group)
         return group
 
@@ -186,7 +190,7 @@ class SMC:
         count = steps.groups(len(going), self.config.smc_groups)
         if count > len(going):
             self.particles.idle(slice(len(going), count))
-        width = self._width(steps, max(group.used for group in going))
+        width = min(steps.window(max(group.used for group in going)), self._slots)
         told = [Told(group, group.used, group.compactions) for group in going]
         self._told.append((told, steps.round(self.round, width, count)))
         return True
@@ -206,11 +210,11 @@ class SMC:
         return group.answer
 
     def leave(self, group: Group) -> None:
-        """Ends a request, wherever it stands, and frees its place. Its prompt stays in the cache; of the answer nobody
-        holds the keys and values any more."""
+        """Ends a request, wherever it stands, and frees its place. What has settled stays in the cache."""
         if group in self.groups:
             self._take_in_all_of(group)  # what it has left in its sequence may have to be wiped
             self.groups.remove(group)
+            self._texts.hold(group.sequence, [*group.prompt, *group.tokens][: group.settled])
             self.particles.drop(self._order.index(group.sequence))
 
     def _pick(self, group: Group) -> Answer:
@@ -234,13 +238,16 @@ class SMC:
             uniform=float(uniform[at]),
         )
 
-    def _read_prompt(self, runner: Runner, opening: Opening, sequence: int) -> int:
-        """Into a sequence of the cache. Returns how many tokens were kept from earlier requests."""
-        if self.config.smc_groups == 1:
-            return runner.open(opening.tokens, most=opening.kept)
-        runner.cache.prefix_len[sequence] = 0
-        runner.prefill(opening.tokens[:-1], [sequence])
-        return 0
+    def _read_prompt(self, opening: Opening) -> tuple[int, int]:
+        """Into a free sequence of both caches. Returns it, and how many tokens were kept from earlier requests."""
+        tokens = opening.tokens
+        if self.places == 1:
+            return 0, min(runner.open(tokens, most=opening.kept) for runner in (self.target, self.draft))
+        sequence, kept = self._texts.begin(tokens, [group.sequence for group in self.groups])
+        for runner in (self.target, self.draft):
+            runner.prefill(tokens[kept:-1], [sequence])
+        self._texts.hold(sequence, tokens[:-1])
+        return sequence, kept
 
     def _put_first(self, sequences: list[int]) -> None:
         """Has the groups of these sequences at the first positions, where a round runs over them, in that order."""
@@ -248,10 +255,6 @@ class SMC:
             order = [*sequences, *(sequence for sequence in range(len(self._order)) if sequence not in sequences)]
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
-
-    def _width(self, steps: Rounds, slots: int) -> int:
-        """Of the window that covers so many tree slots."""
-        return min(steps.window(slots), self._slots)
 
     def _has_slots(self, group: Group) -> bool:
         """Whether another round of a group fits, after a compaction where that is due."""
@@ -266,7 +269,7 @@ class SMC:
 
     def _take_in_all_of(self, group: Group) -> None:
         """What its rounds have left. Waits for the device."""
-        while any(group is about.group for told, _ in self._told for about in told):
+        while any(about.group is group for told, _ in self._told for about in told):
             self._take_in()
 
     def _take_in(self) -> None:
@@ -307,6 +310,8 @@ class SMC:
         for runner in (self.target, self.draft):
             runner.cache.promote(group.sequence, path, keep)
         group.steps.compact(self.round, self._order.index(group.sequence), path, keep)
+        # the path is in the text of those that go on, and so is what all share
+        group.settled = min(group.settled + len(path), len(group.prompt) + len(group.tokens))
         group.used, group.columns = len(keep), None
         group.compactions += 1
         group.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))

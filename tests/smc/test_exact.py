@@ -112,9 +112,9 @@ def test_chains_come_and_go_beside_each_other() -> None:
 
 def test_what_chains_are_not_for_is_refused(pair: tuple[Path, Path]) -> None:
     configs: Sequence[tuple[dict[str, Any], str]] = [
-        ({"mode": "ar"}, "is for mode serial on one rank"),
+        ({"mode": "ar"}, "is for mode serial without workers"),
         ({"mode": "smc"}, "mode smc has smc_groups"),
-        ({"mode": "serial", "target_tp": 2}, "is for mode serial on one rank"),
+        ({"mode": "serial", "target_remote": True}, "is for mode serial without workers"),
         ({"mode": "serial", "proposal": "top"}, "leave proposal out"),
         ({"mode": "serial", "self_switch": True}, "rounds of one shape"),
         ({"mode": "serial", "draft_steps": 64}, "a chain has 1..63 draft_steps, not 64"),
