@@ -4,6 +4,10 @@ Every number G of requests at a time decodes the same requests, as many as the m
 next one joins as soon as one ends. Speed is that of decoding: the time in which prompts are read is left out. `own` is
 what a round costs beyond its forwards, as a share of these. `plain` is what no batch without a draft can exceed: the
 target's forwards alone, over one row of each request. Kinds and numbers take turns.
+
+`--ablate` gives particles all that makes their rounds fast, and then leaves out one thing at a time: the deferred bonus
+(without it the draft reads a round's last token at once, in a forward of its own), the late host (it reads a round
+before it begins the next) and the round in one call (native, or a graph; without it operator by operator).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,11 @@ from swiftspec.smc.decoding import Request
 from swiftspec.smc.population import SMC
 
 KINDS = ("smc", "match", "reject")
+ABLATED = ("deferred bonus", "late host", "round in one call")
+Shape = tuple[str, int, int, str]  # kind, N, K and what is left out
 PROMPT = 64  # tokens of each prompt
 WINDOW = 16  # slots of a forward's mask
-COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777")
+COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#777777", "#b07d12", "#6a4c93")
 
 
 @dataclass
@@ -53,22 +59,25 @@ class Total:
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
-def build(kind: str, particles: int, steps: int, args: argparse.Namespace) -> LLM:
-    """An engine with room for the most requests that are asked for."""
+def build(kind: str, particles: int, steps: int, without: str, args: argparse.Namespace) -> LLM:
+    """An engine with room for the most requests that are asked for. `without`: one of ABLATED, or nothing."""
     most = max(2, *args.groups)  # a chain alone would be a tree
     options: dict[str, Any] = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": 1536, "device": args.device}
     if kind == "smc":
         shape = PopulationConfig(particles, steps, args.ess_threshold, args.power, smc_groups=most)
+        shape = replace(shape, deferred_bonus=without != "deferred bonus")
         config = EngineConfig("smc", population=shape)
     else:
         config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
     llm = LLM(args.target, args.draft, config, **options)
     population = llm.roles.parts
     assert isinstance(population, SMC)
-    if args.rounds is not None:
-        population.steps_known = [known for known in population.steps_known if known.name in (args.rounds, "eager")]
-    if args.lag is not None:
-        population.lag = args.lag
+    rounds = "eager" if without == "round in one call" else args.rounds
+    if rounds is not None:
+        population.steps_known = [known for known in population.steps_known if known.name in (rounds, "eager")]
+    lag = int(without != "late host") if args.ablate else args.lag
+    if lag is not None:
+        population.lag = lag
     return llm
 
 
@@ -79,23 +88,26 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
         for i in range(len(prompts))
     ]
     requests = [llm.engine.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
-    waiting, here = iter(requests), 0
+    waiting, here, decoding = iter(requests), 0, llm.roles.decoding
+    spent = 0.0  # in forwards, while no prompt was read
 
     def arriving() -> Request | None:
-        nonlocal here
+        nonlocal here, spent
         request = None if here == at_once else next(waiting, None)
         here += request is not None
+        spent += 0.0 if request is None else sum(decoding.busy)
         return request
 
-    began, busy = time.perf_counter(), sum(llm.roles.decoding.busy)
+    began, busy = time.perf_counter(), sum(decoding.busy)
     for _, chunk in llm.engine.together(arriving, lambda request: False):
         here -= chunk.finish_reason is not None
+    spent += sum(decoding.busy) - busy - sum(sum(request.spent) for request in requests)
     reading = sum(request.stats.prompt_time for request in requests)
     seconds = time.perf_counter() - began - reading
     tokens = sum(request.stats.tokens for request in requests)
     total.rates.append(tokens / seconds)
     total.tokens, total.seconds = total.tokens + tokens, total.seconds + seconds
-    total.forwards += sum(llm.roles.decoding.busy) - busy - reading
+    total.forwards += spent
     total.rounds += sum(request.stats.rounds for request in requests)
 
 
@@ -122,9 +134,11 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
 
 
 def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
-    """A line for each kind, N, K and G."""
-    shapes = [("smc", n, k) for k in args.steps for n in args.particles if "smc" in args.kinds]
-    shapes += [(kind, 1, k) for kind in args.kinds for k in args.steps if kind != "smc"]
+    """A line for each kind, N, K, what is left out, and G."""
+    left_out = ["", *ABLATED] if args.ablate else [""]
+    particles = args.particles if "smc" in args.kinds else []
+    shapes: list[Shape] = [("smc", n, k, without) for k in args.steps for n in particles for without in left_out]
+    shapes += [(kind, 1, k, "") for kind in args.kinds for k in args.steps if kind != "smc"]
     systems = {shape: build(*shape, args) for shape in shapes}
     asked = [prompts[i % len(prompts)][:PROMPT] for i in range(2 * max(args.groups))]
     totals = {(shape, count): Total() for shape in shapes for count in args.groups}
@@ -141,15 +155,18 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
         print(f"plain   {'':11} G={count:<3} {rate:7.1f} tok/s  {rate / rate_alone[min(args.groups)]:5.2f}x")
     for (shape, count), total in totals.items():
         first = totals[shape, min(args.groups)].rate
-        kind, particles, steps = shape
+        kind, particles, steps, without = shape
         print(
             f"{kind:<7} N={particles:<3} K={steps:<3} G={count:<3} {total.rate:7.1f} tok/s ({min(total.rates):.1f} to"
             f" {max(total.rates):.1f})  {total.rate / first:5.2f}x  {total.tokens / total.rounds:.2f} tok/round"
-            f"  own {total.own}"
+            f"  own {total.own}{without and f'  without the {without}'}"
         )
     if args.plot is not None:
         rates = {
-            f"{kind}, N = {n}, K = {k}": [totals[(kind, n, k), g].rate for g in args.groups] for kind, n, k in shapes
+            f"{kind}, N = {n}, K = {k}{without and f', without the {without}'}": [
+                totals[(kind, n, k, without), g].rate for g in args.groups
+            ]
+            for kind, n, k, without in shapes
         }
         plot(args.groups, {**rates, "plain": [rate_alone[g] for g in args.groups]}, args.plot)
 
@@ -197,3 +214,4 @@ def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> Non
     parser.add_argument("--device", default="cpu", help="of --groups")
     parser.add_argument("--rounds", choices=("native", "graph", "eager"), help="of --groups: no other, but eager ones")
     parser.add_argument("--lag", type=int, choices=(0, 1), help="of --groups: rounds that the host is behind")
+    parser.add_argument("--ablate", action="store_true", help="of --groups: particles without one thing at a time")

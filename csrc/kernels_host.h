@@ -125,4 +125,8 @@ void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 // null what log_probs gives there; NaN where there is none. The noise of the arguments plays no part.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs);
 
+// A token of max(0, p - q), p and q the softmax of one row of scores each, by the noise of this key; -1 where nothing is
+// left, or a score is NaN. Noise and tau of the arguments play no part.
+int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
+
 }  // namespace swiftspec::host

@@ -49,6 +49,7 @@ class PopulationConfig:
         most=MOST_REQUESTS, shapes=POPULATION,
     )  # fmt: skip
     chains: str | None = None  # how chains of one particle are verified, match or reject, in place of weights
+    deferred_bonus: bool = True  # False, to measure its worth: a forward of its own reads a round's last draft token
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -69,7 +69,8 @@ Law law_of(const std::string& name) {
 
 std::unique_ptr<Population> make_population(host::Decoder& draft, const Cache& draft_cache, host::Decoder& target,
                                             const Cache& target_cache, const std::vector<Array>& tensors,
-                                            int64_t steps, const std::string& law, double power, double threshold) {
+                                            int64_t steps, const std::string& law, double power, double threshold,
+                                            bool deferred_bonus) {
   check(draft_cache.sequences == target_cache.sequences, "the two caches have as many sequences");
   Particles p = particles_of(tensors);
   p.steps = size_arg("steps", steps, 1);
@@ -80,7 +81,7 @@ std::unique_ptr<Population> make_population(host::Decoder& draft, const Cache& d
     check(p.vocab <= stack.vocab && p.vocab <= stack.head->n, "a model is smaller than the vocabulary");
   }
   return std::make_unique<Population>(side_of(draft, draft_cache), side_of(target, target_cache), p, law_of(law), power,
-                                      threshold);
+                                      threshold, deferred_bonus);
 }
 
 // Whether a round of this group stays within its tensors and both caches.
@@ -155,7 +156,7 @@ void bind_population(py::module_& m) {
                          "stay where they are; see host/decoder/population.h.")
       .def(py::init(&make_population), py::arg("draft"), py::arg("draft_cache"), py::arg("target"),
            py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("law"), py::arg("power"),
-           py::arg("threshold"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
            py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
            "`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive.")
       .def("round", &round, py::arg("spans"), py::arg("head"), py::arg("told"),

@@ -19,6 +19,7 @@ from swiftspec.setting import meant, require
 from swiftspec.smc.decoding import Arriving, IsCancelled, ParticleDecoding, Request
 
 Piece = TypeVar("Piece")
+SHORT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_len, or no guidance"
 
 
 class Beside(Protocol):
@@ -138,13 +139,17 @@ class OneAtATime(Engine):
             self._beside.rest()
         try:
             while True:
-                with self._turn(chunks), _short_of_memory():
+                with self._turn(chunks):
                     self._open = chunks, threading.get_ident()
                     self._pause.cancelled = cancelled
                     try:
                         chunk = next(chunks, None)
                     except Cancelled:
                         return
+                    except (MemoryError, RuntimeError) as error:
+                        if isinstance(error, RuntimeError) and "memory" not in str(error):
+                            raise
+                        raise UserError(SHORT_OF_MEMORY) from None
                 if chunk is None:
                     return
                 yield chunk
@@ -190,14 +195,3 @@ def each_with(
         same, f"there are {len(sampling)} sampling parameters for {len(prompts)} prompts: give one, or one for each"
     )
     return [*zip(prompts, sampling, strict=True)]
-
-
-@contextmanager
-def _short_of_memory() -> Iterator[None]:
-    """Says in one line that a request found no memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "memory" not in str(error):
-            raise
-        raise UserError("not enough memory for this request: take a smaller max_model_len, or no guidance") from None

@@ -82,7 +82,7 @@ class Group:
     due: int  # tree slots in use from which compaction is worth its while
     used: int = 1  # tree slots handed out
     rounds: int = 0
-    tokens: Sequence[int] = ()  # that all particles share, as far as is known
+    tokens: list[int] = field(default_factory=list)  # that all particles share, as far as is known
     done: bool = False  # every particle has finished
     columns: NDArray | None = None  # what its slots were in the last round that is known of; None since a compaction
     full: bool = False  # the cache has no room for another round
@@ -127,6 +127,7 @@ class SMC:
                 runner.cache.reset(config.smc_groups)
         self.round = SMCRound(target, draft, config, longest)
         self.particles = self.round.particles
+        self._slots = self.particles.mask.shape[-1]  # of each group's tree region
         self._texts = Texts([target.cache, draft.cache], keep)
         self.groups: list[Group] = []  # as they were admitted
         self._order = [*range(config.smc_groups)]  # which sequence's group has which position among the particles
@@ -189,7 +190,7 @@ class SMC:
         count = steps.groups(len(going), self.config.smc_groups)
         if count > len(going):
             self.particles.idle(slice(len(going), count))
-        width = self._width(steps, max(group.used for group in going))
+        width = min(steps.window(max(group.used for group in going)), self._slots)
         told = [Told(group, group.used, group.compactions) for group in going]
         self._told.append((told, steps.round(self.round, width, count)))
         return True
@@ -219,8 +220,8 @@ class SMC:
     def _pick(self, group: Group) -> Answer:
         at, p, rounds = self._order.index(group.sequence), self.particles, max(group.rounds, 1)
         uniform = self.round.streams.pick()
-        row = int(p.pick(uniform)[at])
-        texts = zip(p.tokens[at].tolist(), p.length[at].tolist(), strict=True)
+        row, lengths = int(p.pick(uniform)[at]), p.length[at].tolist()
+        texts = zip(p.tokens[at, :, : max(lengths)].tolist(), lengths, strict=True)
         found = zip(texts, p.stopped[at].tolist(), p.log_weights[at].softmax(-1).tolist(), strict=True)
         particles = tuple(Particle(tuple(text[:length]), *rest) for (text, length), *rest in found)
         return Answer(
@@ -250,18 +251,14 @@ class SMC:
 
     def _put_first(self, sequences: list[int]) -> None:
         """Has the groups of these sequences at the first positions, where a round runs over them, in that order."""
-        order = [*sequences, *(sequence for sequence in range(len(self._order)) if sequence not in sequences)]
-        if order != self._order:
+        if self._order[: len(sequences)] != sequences:
+            order = [*sequences, *(sequence for sequence in range(len(self._order)) if sequence not in sequences)]
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
 
-    def _width(self, steps: Rounds, slots: int) -> int:
-        """Of the window that covers so many tree slots."""
-        return min(steps.window(slots), self.particles.mask.shape[-1])
-
     def _has_slots(self, group: Group) -> bool:
         """Whether another round of a group fits, after a compaction where that is due."""
-        most = self.particles.mask.shape[-1] - self.config.slots
+        most = self._slots - self.config.slots
         if group.used >= group.due:
             self._compact(group)
         if group.used > most:
@@ -285,7 +282,7 @@ class SMC:
                 group.broken = True
                 self._wipe(group)
             elif not group.done:  # a round too many may have begun before that was known
-                group.tokens = [*group.tokens, *head[3 + len(group.tokens) : 3 + common].tolist()]
+                group.tokens += head[3 + len(group.tokens) : 3 + common].tolist()
                 group.done = finished == self.config.particles
                 group.accepted.append(accepted)
                 if about.compactions == group.compactions:

@@ -74,6 +74,7 @@ class SMCRound:
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, which penalties count
         self._shapers: list[Shaper | None] = [None] * groups
+        self._shaped: dict[int, list[tuple[int, float, Tensor | None]]] = {}  # `shaped`, of these shapers
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
         self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
         books = [self._prefix, self._sequences, self._stops]
@@ -90,6 +91,7 @@ class SMCRound:
         # the same one again where there is one: the tensors that graphs have captured stay
         shaper = alike[0] if alike else Shaper(sampling, self._vocab, self._stops.device, self._target.ops)
         self._shapers[group] = shaper
+        self._shaped.clear()
         self.streams.seed(group, sampling.seed)
         self._stops[group] = False
         known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
@@ -105,6 +107,7 @@ class SMCRound:
         for tensor in (*self.tensors, self._prompts):
             tensor.copy_(tensor.index_select(0, places))
         self._shapers = [self._shapers[place] for place in order]
+        self._shaped.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
         """Follows `KVCache.promote` on both caches."""
@@ -133,9 +136,11 @@ class SMCRound:
     def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
         """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
         their temperature and bias."""
-        spans = self._spans(groups)
-        assert not any(span.shaper.filtered or span.shaper.penalised for span in spans)
-        return [(span.groups.stop - span.groups.start, span.shaper.temperature, span.shaper.bias) for span in spans]
+        if groups not in self._shaped:
+            shapers = [(span.groups.stop - span.groups.start, span.shaper) for span in self._spans(groups)]
+            assert not any(shaper.filtered or shaper.penalised for _, shaper in shapers)
+            self._shaped[groups] = [(count, shaper.temperature, shaper.bias) for count, shaper in shapers]
+        return self._shaped[groups]
 
     @property
     def key(self) -> Hashable:
@@ -189,18 +194,17 @@ class SMCRound:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
         p, n = here.particles, here.particles.count
         tail, last, pending = self._tail(here)
-        both, at, seen = (
-            p.tail_tokens.transpose(1, 2),
-            p.tail_positions.transpose(1, 2),
-            torch.stack((last, pending), 1),
-        )
-        logits = self._forward(self._draft, here, both, at, tail.transpose(1, 2), seen)
-        logits = logits.view(p.groups, 2, n, -1)[:, 1].flatten(0, 1)
+        count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
+        m = 2 if deferred else 1  # without the last draft token, read at the end of the round that drew it
+        tails = p.tail_tokens, p.tail_positions, tail
+        unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
+        logits = self._forward(self._draft, here, unread, at, slots, torch.stack((last, pending)[-m:], 1))
+        logits = logits.view(p.groups, m, n, -1)[:, -1].flatten(0, 1)
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
         shaped: list[list[Tensor]] = [[] for _ in here.spans]
         drawn_by = list[Tensor | None]()
         counts = [p.counts(self._vocab)] if any(span.shaper.penalised for span in here.spans) else []
-        for step in range(self._config.smc_draft_tokens):
+        for step in range(count):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
                 logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
@@ -221,6 +225,9 @@ class SMCRound:
             views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
             if counts:
                 counts.append(counts[-1].scatter_add(-1, tokens[-1][..., None], torch.ones_like(counts[-1][..., :1])))
+        if not deferred:
+            at = p.tail_positions[..., 1] + count
+            self._forward(self._draft, here, tokens[-1], at, here.slots[..., count - 1], views[-1])
         log = torch.stack(log_q, -1).to(torch.float64)
         return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 

@@ -27,6 +27,7 @@ SHAPES: list[dict[str, Any]] = [{}, {"temperature": 1.1, "logit_bias": {5: 2.0}}
 CONFIGS = {
     "smc": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3)),
     "power": EngineConfig("smc", population=PopulationConfig(4, 2, 0.6, 2.0, smc_groups=3)),
+    "at once": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3, deferred_bonus=False)),
     "many": EngineConfig("smc", population=PopulationConfig(19, 2, 0.95, smc_groups=3)),
     "match": EngineConfig("serial", draft_steps=3, max_num_seqs=3),
     "reject": EngineConfig("serial", draft_steps=2, max_num_seqs=3, verify="reject"),
@@ -118,6 +119,16 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
 
 
+def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tuple[Path, Path]) -> None:
+    sampling = [SamplingParams(0.9, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(3)]
+    texts: list[list[list[int]]] = []
+    for kind in ("native", "eager"):
+        engine = LLM(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
+        only(population_of(engine), kind)
+        texts.append([answer.token_ids for answer in engine.generate_batch([[5, 6, 7], [8, 9], [10]], sampling)])
+    assert texts[0] == texts[1]
+
+
 @pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
 def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
     more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
@@ -137,17 +148,18 @@ def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
         assert 0 < calls[0] - before < max(answer.stats.rounds for answer in found)
 
 
-def test_hooks_are_told_of_every_forward(bf16: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize(("name", "drafts"), [("smc", [0, 6, 3, 3]), ("at once", [0, 3, 3, 3, 3])])
+def test_hooks_are_told_of_every_forward(name: str, drafts: list[int], bf16: tuple[Path, Path]) -> None:
     told = dict[str, list[tuple[list[int], bool]]]()
     for kind in ("native", "eager"):
-        smc, rows = worker(bf16, CONFIGS["smc"], kind), {"target": [0], "draft": [0]}
+        smc, rows = worker(bf16, CONFIGS[name], kind), {"target": [0], "draft": [0]}
         smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
         for runner, mine in ((smc.target, rows["target"]), (smc.draft, rows["draft"])):
             runner.hooks.append(lambda began, count, mine=mine: mine.append(count))
         busy = smc.busy
         smc.launch()
         told[kind] = [(mine, now > then) for mine, now, then in zip(rows.values(), smc.busy, busy, strict=True)]
-    assert told["native"] == told["eager"] == [([0, 12], True), ([0, 6, 3, 3], True)]
+    assert told["native"] == told["eager"] == [([0, 12], True), (drafts, True)]
 
 
 def test_a_round_that_does_not_fit_is_refused(bf16: tuple[Path, Path]) -> None:

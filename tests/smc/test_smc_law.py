@@ -111,6 +111,16 @@ def test_the_population_follows_the_global_power_target(power: float, temperatur
         assert apart > 0.1 and distance(normalised(found.unbiased()), local) > apart / 2
 
 
+@pytest.mark.parametrize("plan", [PopulationConfig(8, 2, 0.85, 2.0), PopulationConfig(8, 2, 0.85, 2.0, 1)], ids=str)
+def test_a_draft_that_reads_its_last_token_at_once_has_the_same_law(plan: PopulationConfig) -> None:
+    """Population by population, wherever resampling and rejections have left the rows."""
+    sampling = SamplingParams(temperature=0.7)
+    deferred, at_once = (sample(replace(plan, deferred_bonus=yes), sampling, 20, limit=8) for yes in (True, False))
+    for law, same in zip(deferred.laws, at_once.laws, strict=True):
+        assert law == pytest.approx(same)
+    assert 0 < deferred.resampled < 1
+
+
 @pytest.mark.slow
 def test_five_tokens_and_longer_texts() -> None:
     runs, sampling = 60, SamplingParams(temperature=1.0)

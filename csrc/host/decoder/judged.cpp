@@ -81,46 +81,20 @@ void Population::reject(const Span& span, int64_t group) {
   }
 }
 
-// Of one row of logits; all NaN where one of them is.
-void Population::softmax(const Span& span, const float* logits, std::vector<float>& out) const {
-  const auto temperature = static_cast<float>(span.temperature);
-  float top = -std::numeric_limits<float>::infinity();
-  double total = 0.0;
-  out.resize(static_cast<size_t>(particles_.vocab));
-  for (size_t v = 0; v < out.size(); ++v) {
-    out[v] = (span.bias == nullptr ? logits[v] : logits[v] + span.bias[v]) / temperature;
-    top = std::max(top, out[v]);
-  }
-  for (float& x : out) total += x = std::exp(x - top);
-  for (float& x : out) x = static_cast<float>(x / total);
-}
-
 // The token after `kept` that stay: of norm(max(0, p - q)), after all of them of p, and of p too where rounding leaves
-// nothing else; -1 where p is none.
+// nothing else or q is none; -1 where p is none.
 int64_t Population::residual(const Span& span, int64_t group, int64_t row, int64_t kept) {
   const Particles& p = particles_;
-  softmax(span, scored(group) + (kept * p.count + row) * target_.decoder.stack().head->n, p_);
-  if (std::isnan(p_[0])) return -1;
-  q_.assign(p_.size(), 0.0f);
-  if (kept < p.steps) {
-    const std::vector<float>& logits = drafted_[static_cast<size_t>(kept)];
-    softmax(span, logits.data() + (group * p.count + row) * draft_.decoder.stack().head->n, q_);
-  }
-  noise_.resize(p_.size());
+  const int64_t stride = draft_.decoder.stack().head->n;
+  const float* logits = scored(group) + (kept * p.count + row) * target_.decoder.stack().head->n;
+  const ScoreArgs target = scores(span, logits, 1, true);
   const uint32_t key = p.key(group, Particles::kExtra, row, p.steps);
-  gumbel_keyed(&key, 1, 0, p.vocab, noise_.data());
-  if (std::isnan(q_[0])) q_.assign(q_.size(), 0.0f);  // a draft whose logits are no numbers has drawn nothing
-  float best = -std::numeric_limits<float>::infinity();
   int64_t token = -1;
-  const auto offer = [&](size_t v, float left) {
-    if (!(left > 0.0f)) return;
-    const float score = std::log(left) + noise_[v];
-    if (score > best) best = score, token = static_cast<int64_t>(v);
-  };
-  for (size_t v = 0; v < p_.size(); ++v) offer(v, p_[v] - q_[v]);
-  if (token < 0) {
-    for (size_t v = 0; v < p_.size(); ++v) offer(v, p_[v]);
+  if (kept < p.steps) {
+    const float* drafted = drafted_[static_cast<size_t>(kept)].data() + (group * p.count + row) * stride;
+    token = draw_residual(target, scores(span, drafted, 1, false), key);
   }
+  if (token < 0) draw_keyed(target, &key, &token, nullptr);
   return token;
 }
 

@@ -92,7 +92,7 @@ void Particles::copy(int64_t group, int64_t from, int64_t to) const {
   const Particle a = row(group, from), b = row(group, to);
   std::copy_n(a.mask, base[group], b.mask);
   std::copy_n(a.finished, 2, b.finished);
-  std::copy_n(a.length, kHead + text, b.length);
+  std::copy_n(a.length, kHead + *a.length, b.length);
 }
 
 int64_t Particles::common(int64_t group) const {

@@ -11,8 +11,9 @@
 namespace swiftspec::host {
 
 Population::Population(const Side& draft, const Side& target, const Particles& particles, Law law, double power,
-                       double threshold)
-    : draft_(draft), target_(target), particles_(particles), law_(law), power_(power), threshold_(threshold) {
+                       double threshold, bool deferred_bonus)
+    : draft_(draft), target_(target), particles_(particles), law_(law), power_(power), threshold_(threshold),
+      deferred_(deferred_bonus) {
   drafted_.resize(static_cast<size_t>(law == Law::reject ? particles.steps : 1));
 }
 
@@ -90,23 +91,23 @@ void Population::forward(bool target, int64_t logits_from, std::vector<float>& l
   const Side& side = this->side(target);
   const auto rows = static_cast<int64_t>(tokens_.size());
   logits.resize(static_cast<size_t>((rows - logits_from) * side.decoder.stack().head->n));
+  float* wanted = logits_from < rows ? logits.data() : nullptr;
   const auto began = std::chrono::steady_clock::now();
   side.decoder.forward({tokens_.data(), positions_.data(), slots_.data(), rows, parts_, side.capacity,
-                        side.layer_stride, logits_from, logits.data()});
+                        side.layer_stride, logits_from, wanted});
   told(target, rows, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
 }
 
 // ---- the draft
 
-void Population::draft(const std::vector<Span>& spans, int64_t groups, const Told& told) {
+// Rows of the tokens that the draft has no KV of: pending ones after all last ones, since only they have logits.
+void Population::read_tails(int64_t groups) {
   const Particles& p = particles_;
-  const int64_t n = p.count;
-  drafts_.resize(static_cast<size_t>(groups * n * p.steps));
-  log_q_.resize(drafts_.size());
   open(2);
-  for (const bool pending : {false, true}) {  // a group's pending tokens come after all last ones: only they have logits
+  for (const bool pending : {false, true}) {
+    if (!pending && !deferred_) continue;
     for (int64_t group = 0; group < groups; ++group) {
-      for (int64_t i = 0; i < n; ++i) {
+      for (int64_t i = 0; i < p.count; ++i) {
         const Particle row = p.row(group, i);
         const int64_t slot = p.pending_slot(group, i), last = *row.finished != 0 ? slot : row.tail_slots[0];
         uint8_t* sees = add(group, row.tail_tokens[pending], row.tail_positions[pending], pending ? slot : last, i);
@@ -117,21 +118,32 @@ void Population::draft(const std::vector<Span>& spans, int64_t groups, const Tol
       close(group, false);
     }
   }
+}
+
+void Population::draft(const std::vector<Span>& spans, int64_t groups, const Told& told) {
+  const Particles& p = particles_;
+  const int64_t n = p.count;
+  drafts_.resize(static_cast<size_t>(groups * n * p.steps));
+  log_q_.resize(drafts_.size());
+  read_tails(groups);
   for (int64_t step = 0; step < p.steps; ++step) {
     std::vector<float>& logits = drafted_[law_ == Law::reject ? static_cast<size_t>(step) : 0];
-    forward(false, step == 0 ? groups * n : 0, logits, told);
+    forward(false, step == 0 && deferred_ ? groups * n : 0, logits, told);
     draw_drafts(spans, step, logits.data());
+    const bool reads = step + 1 < p.steps || !deferred_;  // what was drawn
     open(1);
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t i = 0; i < n; ++i) {
         const int64_t slot = p.slot(group, i, step);
         view(group, i)[slot] = 1;
-        if (step + 1 == p.steps) continue;
+        if (!reads) continue;
         add(group, drafts(group)[i * p.steps + step], p.row(group, i).tail_positions[1] + step + 1, slot, i);
       }
-      if (step + 1 < p.steps) close(group, false);
+      if (reads) close(group, false);
     }
   }
+  std::vector<float> none;
+  if (!deferred_) forward(false, groups * n, none, told);
 }
 
 void Population::draw_drafts(const std::vector<Span>& spans, int64_t step, const float* logits) {
@@ -208,7 +220,8 @@ void Population::tell(int64_t group, int64_t width, int64_t* head) const {
   head[0] = broken ? -1 : p.common(group);
   head[1] = finished;
   head[2] = std::accumulate(verdict_.kept.begin(), verdict_.kept.end(), int64_t{0});
-  std::copy_n(p.row(group, 0).tokens, p.text, head + 3);
+  const Particle first = p.row(group, 0);
+  std::copy_n(first.tokens, *first.length, head + 3);
   p.columns(group, width, head + 3 + p.text);
 }
 

@@ -38,8 +38,9 @@ using Told = std::function<void(bool target, int64_t rows, double seconds)>;
 // Its buffers grow to the largest round.
 class Population {
  public:
+  // `deferred_bonus`: a round's last draft token is read with the token after it; else at once, by a forward of its own.
   Population(const Side& draft, const Side& target, const Particles& particles, Law law, double power,
-             double threshold);
+             double threshold, bool deferred_bonus);
 
   // A round of the groups of these spans, which lie first. `head` [groups, 3 + text + width]: tokens of the common
   // prefix, or -1 where logits or weights are no numbers; finished rows; draft tokens that stay; row 0's tokens; the
@@ -56,6 +57,7 @@ class Population {
   uint8_t* add(int64_t group, int64_t token, int64_t position, int64_t slot, int64_t row);
   void close(int64_t group, bool target);
   void forward(bool target, int64_t logits_from, std::vector<float>& logits, const Told& told);
+  void read_tails(int64_t groups);
   void draft(const std::vector<Span>& spans, int64_t groups, const Told& told);
   void draw_drafts(const std::vector<Span>& spans, int64_t step, const float* logits);
   void draw_rows(const ScoreArgs& args, const Span& span, float* log_probs);
@@ -64,7 +66,6 @@ class Population {
   void match(const Span& span, int64_t group);
   void reject(const Span& span, int64_t group);
   void log_probs_of_drafts(const Span& span, int64_t group);
-  void softmax(const Span& span, const float* logits, std::vector<float>& out) const;
   int64_t residual(const Span& span, int64_t group, int64_t row, int64_t kept);
   void tell(int64_t group, int64_t width, int64_t* head) const;
   ScoreArgs scores(const Span& span, const float* logits, int64_t rows, bool target, double power = 1.0) const;
@@ -76,6 +77,7 @@ class Population {
   Particles particles_;
   Law law_;
   double power_, threshold_;
+  bool deferred_;
   // rows of the forward that is being made
   Nodes tokens_, positions_, slots_;
   std::vector<uint8_t> mask_;
@@ -86,7 +88,7 @@ class Population {
   std::vector<uint32_t> keys_;
   std::vector<float> values_, log_q_;        // log_q_ [A, N, K]
   std::vector<std::vector<float>> drafted_;  // the draft's logits, by step; all in the first where nobody asks again
-  std::vector<float> scored_, p_, q_, noise_;
+  std::vector<float> scored_;
   Verdict verdict_;
 };
 

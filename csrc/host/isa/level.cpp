@@ -135,4 +135,8 @@ void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, fl
   known(in_use().kernels.draw_keyed)(args, keys, tokens, log_probs);
 }
 
+int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
+  return known(in_use().kernels.draw_residual)(p, q, key);
+}
+
 }  // namespace swiftspec::host

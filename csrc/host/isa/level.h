@@ -39,6 +39,7 @@ struct Kernels {
   void (*children)(const ScoreArgs&, int64_t k, int64_t* tokens, float* values, float* totals);
   void (*log_probs)(const ScoreArgs&, const int64_t* tokens, float* out);
   void (*draw_keyed)(const ScoreArgs&, const uint32_t* keys, int64_t* tokens, float* log_probs);
+  int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
 };
 
 // Each is defined in the file of its level.

@@ -37,7 +37,8 @@ Kernels avx2_kernels() {
           avx2::draw,
           avx2::children,
           avx2::log_probs,
-          avx2::draw_keyed};
+          avx2::draw_keyed,
+          avx2::draw_residual};
 }
 
 }  // namespace swiftspec::host

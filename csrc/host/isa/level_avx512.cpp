@@ -37,7 +37,8 @@ Kernels avx512_kernels() {
           avx512::draw,
           avx512::children,
           avx512::log_probs,
-          avx512::draw_keyed};
+          avx512::draw_keyed,
+          avx512::draw_residual};
 }
 
 }  // namespace swiftspec::host

@@ -65,8 +65,8 @@ struct Highest {
   float value = -kInfinite;
   int64_t at = -1;
 
-  void take(F part, int64_t v, int64_t vocab) {
-    unsigned better = not_at_most(part, all(value)) & lanes_in(vocab - v);
+  void take(F part, int64_t v, int64_t vocab, unsigned among = 0xffff) {
+    unsigned better = not_at_most(part, all(value)) & lanes_in(vocab - v) & among;
     if (better == 0) return;
     float lanes[kLanes];
     store(lanes, part);
@@ -173,9 +173,7 @@ struct Kept {
   }
 
   float log_prob(int64_t token, int64_t vocab) const {
-    float lanes[kLanes];
-    store(lanes, best);
-    const float top = *std::max_element(lanes, lanes + kLanes);
+    const float top = highest(best);
     F total = zeros();
     unsigned unknown = 0;  // NaN: neither `largest` nor `exponential` keeps it
     for (int64_t v = 0; v < vocab; v += kLanes) {
@@ -184,6 +182,22 @@ struct Kept {
       total = add(total, exponential(sub(score, all(top))));
     }
     return unknown != 0 ? std::numeric_limits<float>::quiet_NaN() : scores[token] - top - std::log(sum(total));
+  }
+
+  // Makes them their softmax. False where one of them is NaN.
+  bool normalise(int64_t vocab) {
+    const F top = all(highest(best));
+    F total = zeros();
+    unsigned unknown = 0;
+    for (int64_t v = 0; v < vocab; v += kLanes) {
+      const F score = load(scores + v), weight = exponential(sub(score, top));
+      unknown |= not_at_most(score, score);
+      total = add(total, weight);
+      store(scores + v, weight);
+    }
+    const F inverse = all(1.0f / sum(total));
+    for (int64_t v = 0; v < vocab; v += kLanes) store(scores + v, mul(load(scores + v), inverse));
+    return unknown == 0;
   }
 };
 
@@ -239,4 +253,27 @@ inline void draw_keyed(const ScoreArgs& a, const uint32_t* keys, int64_t* tokens
     if (log_probs == nullptr) return;
     log_probs[row] = tokens[row] < 0 ? std::numeric_limits<float>::quiet_NaN() : kept.log_prob(tokens[row], a.vocab);
   });
+}
+
+inline int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key) {
+  constexpr float kLeast = 1e-37f;  // what is below it is none: `exponential` ends there, and `logarithm`
+  const int64_t room = (p.vocab + kLanes - 1) / kLanes * kLanes;
+  Kept of_p{room_for_scores(2 * room)}, of_q{of_p.scores + room};
+  for (int64_t v = 0; v < p.vocab; v += kLanes) {
+    of_p.take(scores_at(p, p.logits, nullptr, v), v, p.vocab);
+    of_q.take(scores_at(q, q.logits, nullptr, v), v, p.vocab);
+  }
+  if (!of_p.normalise(p.vocab) || !of_q.normalise(p.vocab)) return -1;
+  Highest best;
+  I at = counters(key, 0);
+  for (int64_t v = 0; v < p.vocab; v += kLanes) {
+    const F left = sub(load(of_p.scores + v), load(of_q.scores + v));
+    const unsigned there = greater(left, all(kLeast)) & lanes_in(p.vocab - v);
+    const I bits = noise_bits(key, at);
+    at = add(at, all_int(noise::kGolden * static_cast<uint32_t>(kLanes)));
+    if (there == 0) continue;
+    const F score = logarithm(largest(left, all(kLeast)));
+    if ((may_win(score, best.value, bits) & there) != 0) best.take(add(score, gumbel_lanes(bits)), v, p.vocab, there);
+  }
+  return best.token();
 }

@@ -59,7 +59,7 @@ class HostDecoder:
         caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
         return _C.Population(
             draft._native, caches[0], self._native, caches[1], [*tensors], config.smc_draft_tokens,
-            config.chains or "weigh", config.power, config.ess_threshold,
+            config.chains or "weigh", config.power, config.ess_threshold, config.deferred_bonus,
         )  # fmt: skip
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:

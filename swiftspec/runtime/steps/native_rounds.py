@@ -58,7 +58,9 @@ class NativeRounds:
 
     def __init__(self, target: Runner, draft: Runner, models: tuple[Both, Any], config: PopulationConfig) -> None:
         self._runners, self._models, self._config = (target, draft), models, config
-        self._bound: tuple[Work | None, Tensor | None, Tensor | None] = (None, None, None)  # what `_native` was made of
+        self._work: Work | None = None  # what `_native` was made of, and the two caches' keys
+        self._target: Tensor | None = None
+        self._draft: Tensor | None = None
 
     def takes(self, wanted: Features) -> bool:
         return wanted <= self.TAKES
@@ -85,11 +87,10 @@ class NativeRounds:
         self._native_of(work).compact(group, len(path), keep)
 
     def _native_of(self, work: Work) -> NativePopulation:
-        target, draft = (runner.cache for runner in self._runners)
-        bound = work, target.k, draft.k
-        if any(now is not then for now, then in zip(bound, self._bound, strict=True)):
+        target, draft = self._runners[0].cache, self._runners[1].cache
+        if self._work is not work or self._target is not target.k or self._draft is not draft.k:
             self._native = self._models[0].population(target, self._models[1], draft, work.tensors, self._config)
-            self._bound = bound
+            self._work, self._target, self._draft = work, target.k, draft.k
         return self._native
 
     def _tell(self, of_target: bool, rows: int, seconds: float) -> None:
