@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, needs_kernels]
 
 
 def weights_of(groups: int, count: int) -> tuple[Tensor, Tensor]:
-    """Of groups, and a number of each. One is flat, one has all weight in one particle, one's weights are no numbers."""
+    """Of groups, and a number of each; one is flat, one has its weight in one particle, one's are no numbers."""
     dice = torch.Generator().manual_seed(count)
     weights = 2 * torch.randn(groups, count, dtype=torch.float64, generator=dice)
     weights[0] = 0
@@ -26,7 +26,8 @@ def weights_of(groups: int, count: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("count", "slots", "width", "words"),
-    most([(4, 24, 24, 11), (33, 30, 13, 9), (1, 8, 8, 8), (16, 1024, 512, 300), (300, 64, 40, 20), (1024, 16, 16, 9)], 4, 2),
+    most([(4, 24, 24, 11), (33, 30, 13, 9), (1, 8, 8, 8), (16, 1024, 512, 300), (300, 64, 40, 20), (1024, 16, 16, 9)],
+         4, 2),
 )  # fmt: skip
 @pytest.mark.parametrize("threshold", [0.5, ALWAYS])
 def test_as_the_reference_and_the_host(count: int, slots: int, width: int, words: int, threshold: float) -> None:

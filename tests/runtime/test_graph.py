@@ -157,11 +157,15 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"top_k": 9, "top_p": 0.9}, PENALISED))], ids=str
+    "more",
+    [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"top_k": 9, "top_p": 0.9}, PENALISED))],
+    ids=str,
 )
-def test_the_rounds_of_a_group_of_ranks_are_those_of_one(checkpoint: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    """Two ranks whose logits a kernel gathers capture whole rounds, in which nobody looks at a value; where messages are
-    too long for it they go operator by operator. The second request replays what the first has captured."""
+def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
+    checkpoint: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Two ranks whose logits a kernel gathers capture whole rounds, in which nobody looks at a value; where messages
+    are too long for it they go operator by operator. The second request replays what the first has captured."""
     make_checkpoint(tmp_path, layers=1, seed=5)
     longest = 9 * 64 * 4  # bytes of the target's logits in a round
 

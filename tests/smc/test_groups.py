@@ -101,8 +101,8 @@ class Capturing:
 
 @pytest.mark.parametrize(("slots", "lag"), [(64, 0), (64, 1), (400, 1)])
 def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> None:
-    """A graph runs over a power of two of groups or all: over those without a request, and those that have come to their
-    end since the last round. Here one has no more room while three go on, who were admitted later."""
+    """A graph runs over a power of two of groups or all: over those without a request, and those that have come to
+    their end since the last round. Here one has no more room while three go on, who were admitted later."""
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
     asked = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
     requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]

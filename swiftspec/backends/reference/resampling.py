@@ -1,4 +1,4 @@
-"""What a round of particles ends with, in plain torch: groups are weighed, and resampled where their weights are uneven.
+"""What a round of particles ends with, in plain torch: groups are weighed, and resampled where weights are uneven.
 
 It stands beside the other operators of this folder, apart from them: only particles ask for it. Letters: G groups of N
 particles, W tree slots that a round looks at. Source: SMC-SD engine v0.1 section 3.4.
