@@ -123,7 +123,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
         return logits
 
     work: Callable[[], object] = forward
-    if device.type == "cuda":  # as an engine decodes there
+    if population.steps_known[0].name == "graph":
         _, work = CudaCapture(Lock())(forward)
     for _ in range(forwards):
         began = time.perf_counter()
