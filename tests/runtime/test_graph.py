@@ -177,7 +177,7 @@ def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
             runners.append(make_runner(model, unfused, context=64, tree_slots=256))
         capture = None if group is None else Blind()
         plan = PopulationConfig(3, 2, 0.8, 1.5)
-        worker = make_population(*runners, plan, longest=40, captures=(capture, capture))
+        worker = make_population(runners[0], runners[1], plan, longest=40, captures=(capture, capture))
         found = []
         for seed in (1, 2):
             sampling = SamplingParams(temperature=0.8, seed=seed, **more)

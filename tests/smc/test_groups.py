@@ -108,8 +108,8 @@ def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> N
     requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]
     found: list[dict[int, Answer]] = []
     for capture in (None, Rerun()):
-        runners = [make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS]
-        worker = make_population(*runners, plan, longest=24, lag=lag, captures=(capture, capture))
+        target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
+        worker = make_population(target, draft, plan, longest=24, lag=lag, captures=(capture, capture))
         found.append(together(worker, requests))
         assert (worker.steps_known[0].name == "graph") == (capture is not None)
         assert capture is None or capture.captures > 2

@@ -62,7 +62,7 @@ def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def law_holds(operator: Resample, count: int, parts: int, device: str) -> None:
     """By enumeration, all in one call: weights in whole parts, under as many numbers as decide differently. Over these
-    a particle has just its share of the copies; who is copied keeps his row; the mean of the weights is booked."""
+    a particle has just its share of the copies; one that is copied keeps its row; the mean of the weights is booked."""
     shares = torch.tensor([*shares_of(count, parts)], dtype=torch.float64)
     log_weights = (shares.log() - 3).repeat_interleave(parts, 0)
     uniform = ((torch.arange(parts, dtype=torch.float64) + 0.5) / parts).repeat(len(shares))

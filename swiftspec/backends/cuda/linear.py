@@ -25,7 +25,7 @@ from swiftspec.model.weights import Weight
 
 MAX_ROWS = 32  # of one launch that sums over ranks
 WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
-PIECES = 64  # launches of a message: a longer one is a library's, whose lines are wider; an estimate, not measured
+PIECES = 64  # launches of a message at most, longer ones go through a library; an estimate, not measured
 TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
 
 

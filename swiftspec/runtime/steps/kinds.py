@@ -86,7 +86,8 @@ def for_population(
     fused = tools.fused, draft_tools.fused
     if alone and fused[0] is not None and fused[1] is not None and config.smc_exact == 0:
         found.append(NativeRounds(target, draft, (fused[0], fused[1]), config))
-    if groups <= max(tools.ops.CAPTURES, 1) and tools.graphs is not None and draft_tools.graphs is not None:
+    sequences = min(tools.ops.CAPTURES, draft_tools.ops.CAPTURES)
+    if groups <= max(sequences, 1) and tools.graphs is not None and draft_tools.graphs is not None:
         rows = min(groups * config.slots, PREFILL_CHUNK)  # of a forward, whose whole logits a group's ranks gather
         if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
             found.append(GraphRounds(tools.graphs))
