@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
+from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
-from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.backends.cuda.linear import Communicator, inbox
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.llm import LLM
@@ -96,9 +97,10 @@ def random_model(group: Any = None, seed: int = 1) -> Transformer:
     return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, share=share, group=group)
 
 
-def group_of_one(gather: Any = None) -> PeerParallel:
-    """A rank that sums and gathers with itself, by the kernels of a group; `gather`: what is too long for these."""
-    lines = lines_of(256)
+def group_of_one(gather: Any = None, rows: int = 32) -> PeerParallel:
+    """A rank that sums so many rows at most and gathers, with itself, by the kernels of a group; `gather`: what is too
+    long for these."""
+    lines = _C.cuda_lines(256, rows)
     box, trouble = inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
     own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
     library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=lambda x: x, all_gather=gather)

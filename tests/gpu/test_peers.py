@@ -21,7 +21,7 @@ from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.gpu.test_graph import new_capture, random_model
 from tests.gpu.test_linear import weight
-from tests.gpu.test_smc_graph import answer, population
+from tests.gpu.test_smc_graph import LIMIT, SEEDS, answer, population
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,11 +85,11 @@ def decode_particles(rank: int, size: int, file: str) -> None:
     ends: tuple[Any, Any, Any] = (nothing, SimpleNamespace(name="both", rank=rank, size=size, all_reduce=None), peers)
     group = PeerParallel(*ends)
     models = [random_model(group, seed) for seed in (1, 2)]
-    workers = [population(models, 4, capture) for capture in (None, new_capture())]
+    workers = [population(models, *((2, 1) if EMULATED else (4, 3)), capture) for capture in (None, new_capture())]
     assert [worker.steps_known[0].name for worker in workers] == ["eager", "graph"]
-    for seed in (1,) if EMULATED else (1, 2):
+    for seed in SEEDS:
         sampling = SamplingParams(temperature=1.5, seed=seed)
-        eager, graphed = (answer(worker, sampling, range(7), 8) for worker in workers)
+        eager, graphed = (answer(worker, sampling, range(7), LIMIT) for worker in workers)
         assert graphed == eager
         print([particle.tokens for particle in graphed.particles])
 
