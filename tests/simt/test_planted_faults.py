@@ -16,9 +16,11 @@ from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
 from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
 LINEAR, WIDE, ARRANGE = "linear/linear.cu", "linear/wide.cu", "linear/arrange.cu"
-ATTENTION = "attention/attention.cu"
-TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention"}
-FILES = {LINEAR: "test_linear", WIDE: "test_linear", ARRANGE: "test_linear", ATTENTION: "test_cuda_ops"}
+ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
+TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention",
+         RESAMPLE: "reference", GATHER: "pieces"}  # fmt: skip
+FILES = {LINEAR: "test_linear", WIDE: "test_linear", ARRANGE: "test_linear", ATTENTION: "test_cuda_ops",
+         RESAMPLE: "test_resampling", GATHER: "test_sums"}  # fmt: skip
 SEEDS = (1, 2, 3)
 HANGS = "60"  # seconds: several times what one of these tests takes
 
@@ -44,6 +46,12 @@ class Fault:
 MANY_TURNS = ("test_linear", "test_many_turns")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 FAULTS = [
+    Fault("weights are zeroed before all blocks have read them", HOPPER, RESAMPLE, RESAMPLE,
+          "  ptx::cluster_sync();  // all of its blocks have read the weights\n"),
+    Fault("shares are read before all are there", AMPERE, RESAMPLE, RESAMPLE,
+          "exp(found.weights[i] - less);\n  __syncthreads();", "exp(found.weights[i] - less);"),
+    Fault("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h", "put_words(out + r * stride,",
+          "put_words(out + r * count,"),
     Fault("a tile's place is filled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
           "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
