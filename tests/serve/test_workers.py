@@ -128,9 +128,9 @@ def stop_and_continue(found: dict[str, Worker]) -> None:
     """A drafter costs speed; a target is waited for, or ends the answer in a line and in time."""
     sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
     security = Security(token="secret")
-    named = [Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft")]
+    there, helps = (Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft"))
     target, draft = found["target"].process, found["draft"].process
-    with on_workers(*named) as running:
+    with on_workers(there, helps) as running:
         plain = running.generate(prompt, replace(sampling, verify_batch=1)).token_ids
         stream = running.stream(prompt, sampling)
         text = [*next(stream).token_ids]
