@@ -4,7 +4,8 @@
 
 The workers of bench/workers.py, over loopback; the loop runs in this process. Modes serial (a proposal for a result)
 and async (growth as it comes). Bytes are those of the messages, before gRPC's framing. For comparison: a bare gRPC
-stream with messages of the same sizes after the same rests (`bare_ms`), so that the rest of `p50_ms` is ours; and the
+stream with messages of the same sizes after the same rests (`bare_ms`), and what the worker does around its forwards,
+which a model of this process has to do too (`around_ms`). What these two leave of `p50_ms` is the hop's own. And the
 round trip of a Ping, again and again and after a rest as long as a verification. `--awake` keeps the CPUs from being
 halted between messages, as bench/bare.py says.
 """
@@ -45,13 +46,14 @@ MODES = ("serial", "async")
 
 @dataclass
 class Hops:
-    """Of one side. Seconds of each answer beside the model's, and the model's; between an answer and the next message;
-    of an expansion, as the worker has them; and bytes there and back."""
+    """Of one side. Seconds of each answer beside the model's, the model's, and the worker's around it; between an
+    answer and the next message; of an expansion, as the worker has them; and bytes there and back."""
 
     asked: float = 0.0  # when the last message was sent
     heard: float = 0.0  # and the last answer came
     beside: list[float] = field(default_factory=list)
     model: list[float] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     expansion: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -76,6 +78,7 @@ def measured(hops: dict[str, Hops]) -> Iterator[None]:
         answer, hop = recv(self, timeout), of(self)
         hop.heard = time.perf_counter()
         hop.model.append(1e-9 * answer.telemetry.model)
+        hop.around.append(1e-9 * answer.telemetry.wall - hop.model[-1])
         hop.beside.append(hop.heard - hop.asked - hop.model[-1])
         hop.come.append(answer.ByteSize())
         if (expansions := getattr(answer, "delta", None) and answer.delta.expansions) and answer.telemetry.wall:
@@ -106,7 +109,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops
                 running.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
             count += running.stats.rounds
             for side in PACES:
-                for name in ("beside", "model", "between", "expansion", "sent", "come"):
+                for name in ("beside", "model", "around", "between", "expansion", "sent", "come"):
                     getattr(found[side], name).extend(getattr(hops[side], name)[2:])
         running.close()
     return found, count
@@ -142,8 +145,9 @@ def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any
     tenths = statistics.quantiles(hops.beside, n=10)
     middle = statistics.median
     wire = bare.Exchange(int(middle(hops.sent)), int(middle(hops.come)), middle(hops.model), middle(hops.between))
-    times = {"p50_ms": 1e3 * middle(hops.beside), "p90_ms": 1e3 * tenths[-1], "bare_ms": 1e3 * bare.beside(url, wire)}
-    return {**about, **times}
+    times = {"p50": middle(hops.beside), "p90": tenths[-1], "around": middle(hops.around)}
+    times["bare"] = bare.beside(url, wire)
+    return {**about, **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}}
 
 
 def main() -> None:
