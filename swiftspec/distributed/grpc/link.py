@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeVar
@@ -65,8 +64,7 @@ class Link(Generic[A]):
 
     def stream(self) -> Stream[A]:
         """Another stream of rounds."""
-        method = partial(self._channel.stream_stream, f"/{self._service}/Stream")
-        return Stream(method, self._metadata, self._answers, self.peer)
+        return Stream(self._channel.stream_stream(f"/{self._service}/Stream"), self._metadata, self._answers, self.peer)
 
     def end(self, session: bytes) -> None:
         """Has the worker forget a session. One that does not answer will do so by itself."""
@@ -104,15 +102,14 @@ class Link(Generic[A]):
 
 
 class Stream(Generic[A]):
-    """Messages there and back, in order, for one request. What comes is taken in at once, so that one may wait for it
-    for as long as one likes."""
+    """Messages there and back, in order, for one request. A thread takes in what comes, so that one may wait for it for
+    as long as one likes."""
 
-    def __init__(self, method: Callable[..., Any], metadata: Any, answers: type[A], peer: str) -> None:
-        """`method`: the channel's, which takes what makes a message of bytes."""
+    def __init__(self, method: Any, metadata: Any, answers: type[A], peer: str) -> None:
         self._answers, self._peer = answers, peer
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._in: SimpleQueue[bytes | Exception] = SimpleQueue()
-        self._call = method(response_deserializer=self._take)(iter(self._out.get, None), metadata=metadata)
+        self._call = method(iter(self._out.get, None), metadata=metadata)
         self._error: Exception | None = None
         Thread(target=self._read, name="answers", daemon=True).start()
 
@@ -147,17 +144,12 @@ class Stream(Generic[A]):
         self._out.put(None)
         self._call.cancel()
 
-    def _take(self, data: bytes) -> bytes:
-        """Hears of an answer in gRPC's own thread: that of `_read` would have to wake before whoever waits for it."""
-        self._in.put(data)
-        return data
-
     def _read(self) -> None:
-        """Asks for one answer after the other, and notes how they end."""
         try:
-            for _ in self._call:
+            for answer in self._call:
                 while self._in.qsize() >= HELD and self._call.is_active():
                     time.sleep(LOOK)
+                self._in.put(answer)
             self._in.put(WorkerLost(f"{self._peer} is gone: it has ended the stream"))
         except grpc.RpcError as error:
             self._in.put(_lost(error_of(error, self._peer)))
