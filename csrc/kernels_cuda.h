@@ -49,12 +49,19 @@ struct LinearArgs {
 };
 void linear(const LinearArgs& args, Stream stream);
 
-// The same of up to `wide_rows` rows at once, which read the weights once; no channel. `scratch` has `wide_scratch` bytes
-// in any state, and begins at a multiple of 128. cuda/linear/wide.h says how. `wide_rows`: 0 where `linear` is to be asked.
-int64_t wide_rows(const Weights& weights, int64_t rows);
+// The arguments of some of the rows.
+LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows);
+
+// The same of many rows, which read the weights together, in launches of up to 64 or 128; no channel. Returns how many
+// of the first rows that were: `linear` is to be asked for the others, which are few. `scratch` has `wide_scratch` bytes
+// in any state, and begins at a multiple of 128. cuda/linear/wide.h says how.
 int64_t wide_scratch(const Weights& weights, int64_t rows);
-void linear_wide(const LinearArgs& args, void* scratch, Stream stream);
+int64_t linear_wide(const LinearArgs& args, void* scratch, Stream stream);
 void prepare_wide(const Device& device);
+
+// The first of its launches: x to where tiles::part_at says.
+void arrange(const LinearArgs& args, int parts, int all, void* slabs, Stream stream);
+void prepare_arrange();
 
 // All ranks of a group in one cooperative launch, for tests: every args has a channel. `delays` seeds pauses; 0: none.
 void linear_virtual(const LinearArgs* ranks, int count, uint32_t delays, Stream stream);

@@ -107,36 +107,18 @@ LinearArgs linear_args(const Weights& weights, const Array& x, const MaybeArray&
           rows};
 }
 
-// The arguments of `rows` rows from `first` on.
-LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows) {
-  const int64_t k = args.weights->tiling.k, n = args.weights->tiling.n;
-  const auto skip = [first](const void* from, int64_t row) {
-    return from == nullptr ? nullptr : static_cast<const uint16_t*>(from) + first * row;
-  };
-  args.x = skip(args.x, k);
-  args.residual = skip(args.residual, n);
-  if (args.out != nullptr) args.out = static_cast<uint16_t*>(args.out) + first * (args.swiglu ? n / 2 : n);
-  if (args.logits != nullptr) args.logits += first * n;
-  args.rows = rows;
-  return args;
-}
-
-// Launch by launch: as many rows as read the weights together, the rest by 32.
+// As many rows as read the weights together, the rest by 32.
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
             const Array& out, bool swiglu, std::optional<const Channel*> channel, const MaybeArray& scratch,
             uintptr_t stream) {
   const LinearArgs args = linear_args(weights, x, norm, eps, residual, out, swiglu, channel.value_or(nullptr));
   const int64_t bytes = cuda::wide_scratch(weights, args.rows);
   void* slabs = scratch ? aligned("scratch", scratch->at<uint8_t>(gpu(), "scratch", {bytes}), kLine) : nullptr;
-  for (int64_t first = 0, rows = 0; first < args.rows; first += rows) {
-    const int64_t left = args.rows - first;
-    rows = args.channel == nullptr && slabs != nullptr ? cuda::wide_rows(weights, left) : 0;
-    if (rows > 0) {
-      cuda::linear_wide(rows_of(args, first, rows), slabs, stream_arg(stream));
-    } else {
-      rows = std::min<int64_t>(left, cuda::tiles::kMaxRows);
-      cuda::linear(rows_of(args, first, rows), stream_arg(stream));
-    }
+  const bool together = args.channel == nullptr && slabs != nullptr;
+  int64_t first = together ? cuda::linear_wide(args, slabs, stream_arg(stream)) : 0;
+  for (; first < args.rows; first += cuda::tiles::kMaxRows) {
+    const int64_t rows = std::min<int64_t>(args.rows - first, cuda::tiles::kMaxRows);
+    cuda::linear(cuda::rows_of(args, first, rows), stream_arg(stream));
   }
 }
 

@@ -25,6 +25,7 @@ from swiftspec.distributed.grpc.verifier import GrpcVerifier
 from swiftspec.distributed.patient import Away
 from swiftspec.distributed.standing import Bounds
 from swiftspec.errors import UserError
+from swiftspec.observe.hops import clocks
 from swiftspec.observe.lines import head_of
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.trace_file import TraceFile
@@ -45,7 +46,6 @@ class RemoteTarget:
         self.link = Link(worker.url, worker.flag, TARGET, pb.VerifyAnswer, worker.security)
         try:
             self.about = self.link.ping(worker.timeout)
-            self.clock = self.link.clock(worker.timeout)
         except WorkerLost as error:
             raise UserError(f"{error}; start it with `swiftspec worker target`") from None
 
@@ -67,7 +67,6 @@ def remote_drafter(
     stream = DraftStream(link, config, bounds, ANSWER)
     try:
         stream.attach(redial.look())
-        stream.hops.clocks["draft"] = link.clock(ANSWER)
     except WorkerLost as error:
         note(f"{error}; until it answers the target decodes alone")
         redial.lost()
@@ -129,8 +128,8 @@ def assemble_elsewhere(
     log = Recorder(None if trace is None else TraceFile(trace))
     shape = {"verify_batch": config.verify_batch, "draft_leaves": config.draft_leaves, "draft_steps": config.steps}
     hops = verifier.hops if away is None or away.hops is None else away.hops
-    hops.clocks["target"], verifier.hops = target.clock, hops
-    head = head_of({"mode": config.mode, **shape, "model": about.name} | hops.head())
+    verifier.hops = hops
+    head = head_of({"mode": config.mode, **shape, "model": about.name} | clocks())
     if log.file is not None:
         log.file.write([head])
     parts = Tree(drafter, verifier)

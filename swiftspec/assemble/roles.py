@@ -21,7 +21,7 @@ from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
 from swiftspec.engine import Decoding, TreeDecoding
 from swiftspec.model.files import read_config
-from swiftspec.observe.hops import Hops
+from swiftspec.observe.hops import Hops, clocks
 from swiftspec.observe.lines import Record, head_of
 from swiftspec.observe.recorder import Recorder
 from swiftspec.observe.trace import DraftLane, ParticleTrace, Probabilities, Switch, TreeTrace
@@ -96,7 +96,7 @@ def assemble(
         parts, decoding, config = _tree(models, config, rank, away, log, progress)
     eos = read_config(models.target).eos_token_ids
     hops = None if away is None else away.hops
-    head = head_of(models.described(config) | ({} if hops is None else hops.head()))
+    head = head_of(models.described(config) | ({} if hops is None else clocks()))
     if log.file is not None:
         log.file.write([head])
     limits = RequestLimits(models.max_model_len, models.vocab_size, eos, check)

@@ -22,6 +22,7 @@ from swiftspec.distributed.grpc.service import About, DraftService, Service, Tar
 from swiftspec.distributed.grpc.sessions import Sessions
 from swiftspec.distributed.grpc.verifying import Verifying
 from swiftspec.distributed.obeying import Follower
+from swiftspec.distributed.rank import agree_on, kinds_of
 from swiftspec.distributed.standing import Bounds
 from swiftspec.distributed.world import World
 from swiftspec.errors import UserError
@@ -72,12 +73,19 @@ class WorkerModel:
             self._load(models, None)
         else:
             settings = {"worker": side, "max_sessions": room.sessions}
-            self.rank = WorkerRank(world, room.shape, models, settings, self._load)
+            self.rank = WorkerRank(world, room.shape, models, settings, self._load_share)
 
     def _load(self, models: Models, group: AnyGroup | None) -> None:
         shapes = [replace(self.room.shape, proposal=proposal) for proposal in ("coupled", "sample")]
         largest = max(shapes, key=lambda shape: models.slots(self.side, shape))
         self.models, self.loaded = models, models.loaded(self.side, largest, group, self._progress)
+
+    def _load_share(self, models: Models, group: AnyGroup) -> set[str]:
+        """Returns the kinds of steps that sessions could have here, as one on a small cache has them."""
+        self._load(models, group)
+        shape = self.room.shape
+        small = replace(self.loaded, context=1, kept_tokens=0).runner(models.slots(self.side, shape), Pause())
+        return kinds_of(verifier_on(*small, shape) if self.side == "target" else drafter_on(*small, shape))
 
     def bounds(self, shape: EngineConfig) -> Bounds:
         """What a session of that shape keeps to. Raises UserError on one that is too large."""
@@ -85,10 +93,16 @@ class WorkerModel:
         return Bounds(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
 
     def verifier(self, shape: EngineConfig, pause: Pause) -> LocalVerifier:
-        return verifier_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+        verifier = verifier_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+        if self.rank is not None:
+            agree_on(verifier, self.rank.kinds)
+        return verifier
 
     def drafter(self, shape: EngineConfig, pause: Pause) -> LocalDrafter:
-        return drafter_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+        drafter = drafter_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+        if self.rank is not None:
+            agree_on(drafter, self.rank.kinds)
+        return drafter
 
     def follow(self) -> None:
         """The life of any rank but 0."""

@@ -173,13 +173,17 @@ def _shape(words: Words) -> EngineConfig:
 class WorkerRank:
     """One rank of a worker: agrees with the others on how they run, connects to them, loads its share of the model by
     `load`, and waits until all have done so. Raises UserError on all ranks where they were not started alike; and on
-    rank 0 when any rank cannot start, the others then are just sent home."""
+    rank 0 when any rank cannot start, the others then are just sent home.
+
+    `kinds`: of steps, by name; on rank 0, who chooses, those that all ranks can use.
+    """
 
     def __init__(
         self, world: World, plan: EngineConfig, builder: Builder, settings: Mapping[str, Any],
-        load: Callable[[Any, AnyGroup], None],
+        load: Callable[[Any, AnyGroup], set[str]],
     ) -> None:  # fmt: skip
-        """`settings`: what else all ranks must have been started with."""
+        """`settings`: what else all ranks must have been started with. `load` returns the kinds of steps that this one
+        can use."""
         held = {"target": plan.mode == "ar", "draft": plan.mode != "ar"}
         with telling(world):
             facts = builder.facts(plan, **held)
@@ -188,20 +192,20 @@ class WorkerRank:
         self._links = Links.connect(world, plan)
         vocab = self._links.share(builder.vocab_size)
         self._group: AnyGroup | None = None
-        error: str | None = None
+        error, kinds = None, set[str]()
         try:
             builder = builder.with_vocab(vocab)
             self._group = join_group(
                 world, "target", world.rank, world.size, device=builder.device, share_device=builder.share_device,
                 width=builder.kernel_sums(**held),
             )  # fmt: skip
-            load(builder, self._group)
+            kinds = load(builder, self._group)
         except UserError as problem:
             error = str(problem)
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
         try:
-            self._links.report(error, {"eager"})
+            self.kinds = self._links.report(error, kinds)
         except UserError:
             self.leave()
             raise

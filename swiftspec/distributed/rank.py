@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -67,6 +67,20 @@ class Builder(Protocol):
     def population(self, config: EngineConfig, group: Group | None, progress: Progress | None, /) -> SMC: ...
 
 
+Role = LocalVerifier | LocalDrafter | SMC
+
+
+def kinds_of(role: Role) -> set[str]:
+    """The kinds of steps that it can use, by name."""
+    return {kind.name for kind in role.steps_known}
+
+
+def agree_on(role: Role, common: Container[str]) -> None:
+    """Leaves it the kinds of steps that all ranks of its group can use."""
+    agreed: list[Any] = [kind for kind in role.steps_known if kind.name in common]
+    role.steps_known = agreed
+
+
 class Rank:
     """Agrees with the other ranks on how they run, connects this one to them, loads its share of its group's models and
     waits until all have done so.
@@ -103,15 +117,14 @@ class Rank:
             error = str(problem)
         except Exception as problem:  # no memory, no device, no group, a broken disk: rank 0 tells it
             error = f"rank {world.rank} cannot start: {str(problem) or type(problem).__name__}"
-        kinds = {kind.name for role in self._roles() for kind in role.steps_known}
+        kinds = {name for role in self._roles() for name in kinds_of(role)}
         try:
             common = self._links.report(error, kinds)
         except UserError:
             self.leave(comes_again=keeping is not None and keeping.life > 0)
             raise
         for role in self._roles():
-            agreed: list[Any] = [kind for kind in role.steps_known if kind.name in common]
-            role.steps_known = agreed
+            agree_on(role, common)
         self._pulse.rest()
         for role in ("target", "draft"):
             self.members.mark(role, "up")
@@ -139,7 +152,7 @@ class Rank:
         if holds["draft"]:
             self.drafter = builder.drafter(config, self._group, progress)
 
-    def _roles(self) -> list[LocalVerifier | LocalDrafter | SMC]:
+    def _roles(self) -> list[Role]:
         return [role for role in (self.verifier, self.drafter, self.population) if role is not None]
 
     def lead(

@@ -5,17 +5,44 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from swiftspec.observe.lines import Record
 
 KEPT = 4096  # hops that nobody has asked for
+DRIFT = 1e-4  # seconds by which two machines' clocks may come apart in a second
+
+
+@dataclass(frozen=True, slots=True)
+class Offset:
+    """How many nanoseconds a worker's clock is ahead of this machine's, and by how many this may be wrong."""
+
+    ahead: int
+    error: int
+
+    @staticmethod
+    def of(asked: int, clock: int, came: int) -> Offset:
+        """Of a clock that was read between two moments here, most likely in the middle."""
+        return Offset(clock - (asked + came) // 2, (came - asked + 1) // 2)
+
+    def after(self, passed: int) -> Offset:
+        """What it is worth so many nanoseconds later."""
+        return replace(self, error=self.error + int(DRIFT * passed))
+
+    def excludes(self, other: Offset) -> bool:
+        """Whether they cannot both be true: a clock was set."""
+        return abs(self.ahead - other.ahead) > self.error + other.error
+
+    def here(self, clock: int) -> int:
+        """A moment of the worker's clock by this machine's."""
+        return clock - self.ahead
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
     """A message to a worker and its answer, or the growth that it tells of. Nanoseconds; `asked`, `came` by this
-    machine's clock since 1970, `began` by the worker's. `span`: the worker's name for it."""
+    machine's clock since 1970, `began` by the worker's, which `clock` relates to this machine's. `span`: the worker's
+    name for it."""
 
     side: str  # "target" or "draft"
     round: int  # -1: an opening
@@ -26,40 +53,29 @@ class Hop:
     wall: int
     queue: int
     model: int
+    clock: Offset | None = None
+
+    @property
+    def offset(self) -> Offset:
+        """As far as this exchange tells by itself: the worker's part lies within it."""
+        return Offset.of(self.asked, self.began, max(self.came - self.wall, self.asked))
 
     def line(self) -> Record:
         """As a trace has it."""
         return {**asdict(self), "span": f"{self.span:016x}"}
 
 
-@dataclass(frozen=True, slots=True)
-class Offset:
-    """How many nanoseconds a worker's clock is ahead of this machine's, and by how many this may be wrong: half of the
-    round trip that it was read in."""
-
-    ahead: int
-    error: int
-
-    @staticmethod
-    def of(asked: int, clock: int, came: int) -> Offset:
-        """Of a clock that was read between two moments here, most likely in the middle."""
-        return Offset(clock - (asked + came) // 2, (came - asked + 1) // 2)
-
-    def here(self, clock: int) -> int:
-        """A moment of the worker's clock by this machine's."""
-        return clock - self.ahead
-
-
 @dataclass(slots=True)
 class Hops:
-    """Those of the request under way, and the clocks of the workers that have been asked (`clocks`, by their sides)."""
+    """Those of the request under way. `taken` hears of each as it comes."""
 
-    clocks: dict[str, Offset] = field(default_factory=dict)
-    taken: Callable[[Hop], None] | None = None  # hears of each as it comes
+    taken: Callable[[Hop], None] | None = None
     _known: deque[Hop] = field(default_factory=lambda: deque(maxlen=KEPT))
+    _clocks: dict[str, tuple[bytes, int, Offset]] = field(default_factory=dict)  # by side: session, when read, what
 
-    def add(self, hop: Hop) -> None:
-        """Another one."""
+    def add(self, hop: Hop, session: bytes) -> None:
+        """Another one, in that session of the worker's."""
+        hop = replace(hop, clock=self._clock(hop, session))
         self._known.append(hop)
         if self.taken is not None:
             self.taken(hop)
@@ -70,7 +86,18 @@ class Hops:
         self._known.clear()
         return known
 
-    def head(self) -> Record:
-        """What a trace's first line says of the clocks: this moment by both of this machine's, and the workers'."""
-        known = {side: {"ahead_ns": each.ahead, "error_ns": each.error} for side, each in self.clocks.items()}
-        return {"clocks": {"at": time.perf_counter(), "unix_ns": time.time_ns(), "workers": known}}
+    def _clock(self, hop: Hop, session: bytes) -> Offset:
+        """The clock of whoever has answered: as read in the exchange that bounds it best, of those in this session, as
+        another session may be another machine's."""
+        before, read, offset = self._clocks.get(hop.side, (b"", 0, hop.offset))
+        if before == session:
+            offset, told = offset.after(hop.came - read), hop.offset
+            if offset.error < told.error and not offset.excludes(told):
+                return offset
+        self._clocks[hop.side] = session, hop.came, hop.offset
+        return hop.offset
+
+
+def clocks() -> Record:
+    """What a trace's first line says where workers run a model: this moment by both of this machine's clocks."""
+    return {"clocks": {"at": time.perf_counter(), "unix_ns": time.time_ns()}}

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from swiftspec.errors import UserError
 from swiftspec.params import SAMPLING, STOPPING
-from swiftspec.serve import answer, collector
+from swiftspec.serve import answer
 from swiftspec.serve.banner import show_banner
 from swiftspec.serve.elsewhere import open_anywhere
 from swiftspec.serve.plan import mismatch
@@ -21,6 +21,7 @@ from swiftspec.serve.race import race
 from swiftspec.serve.rounds import Rounds
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings import Settings, explain
+from swiftspec.serve.spans import traced
 from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.template import TooLong
 from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, Phases, line_reader, note
@@ -49,13 +50,13 @@ def run(settings: Settings, world: World | None = None) -> int:
         session = open_anywhere(settings, phases, world, warm_up=True)
     finally:
         phases.close()
-    collector.hears_nothing(settings)
     before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
     try:
         if not settings.raw and not session.codec.has_template:
             raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
         interrupt = Interrupt if world is None else KeyInterrupt
-        Chat(session, settings, Console(highlight=False), line_reader(), interrupt).run()
+        with traced(session, settings) as heard:
+            Chat(heard, settings, Console(highlight=False), line_reader(), interrupt).run()
     finally:
         signal.signal(signal.SIGINT, before)
         session.close()

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from swiftspec import __version__
 from swiftspec.errors import UserError, shown
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from swiftspec.serve.settings import Settings
-
 PATIENCE = 2.0  # seconds for the collector to take what it is sent
+SPARED = 5.0  # seconds without another try once it has not
+MOST = 1 << 16  # spans that wait to be sent; with more of them the first ones are lost
 ENDPOINT = "/v1/traces"
 SAID = 200  # characters of what OpenTelemetry logs
 
@@ -36,33 +37,44 @@ def check(endpoint: str) -> str:
     return endpoint if address.path.endswith(ENDPOINT) else endpoint.rstrip("/") + ENDPOINT
 
 
-def sends_to(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> SpanExporter:
-    """What sends spans there. Raises UserError, see `check`. `exporter` makes what sends them to an address: OTLP over
-    HTTP."""
+def provider(endpoint: str, exporter: Callable[[str], SpanExporter] | None = None) -> TracerProvider:
+    """What makes spans, and sends them there in a thread of its own; shutting it down sends what is left. Raises
+    UserError, see `check`. `exporter` makes what sends them to an address: OTLP over HTTP."""
     address = check(endpoint)
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     log = logging.getLogger("opentelemetry")
     if not any(isinstance(handler, InALine) for handler in log.handlers):
         log.addHandler(InALine())
         log.propagate = False
-    return OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address)
-
-
-def provider() -> TracerProvider:
-    """What makes spans."""
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-
     resource = Resource.create({"service.name": "swiftspec", "service.version": __version__})
-    return TracerProvider(resource=resource, shutdown_on_exit=False)
+    made = TracerProvider(resource=resource, shutdown_on_exit=False)
+    sends: Any = Sparing(OTLPSpanExporter(address, timeout=PATIENCE) if exporter is None else exporter(address))
+    made.add_span_processor(BatchSpanProcessor(sends, MOST))
+    return made
 
 
-def hears_nothing(settings: Settings) -> None:
-    """Says so where a collector is named for an answer that has no spans."""
-    if settings.otlp_endpoint is not None:
-        what = "servers have spans, and single answers on workers; here there are none"
-        print(f"swiftspec: --otlp-endpoint: {what}", file=sys.stderr, flush=True)
+class Sparing:
+    """Sends spans by an exporter, but for a while nothing any more once that has failed: a long answer has many
+    messages, and whoever leaves would wait for each."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter, self._until = exporter, 0.0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> None:
+        """As the exporter does."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        now = time.monotonic()
+        if now >= self._until and self._exporter.export(spans) is not SpanExportResult.SUCCESS:
+            self._until = now + SPARED
+
+    def shutdown(self) -> None:
+        """As the exporter does."""
+        self._exporter.shutdown()
 
 
 class InALine(logging.Handler):

@@ -128,8 +128,8 @@ class OwnSettings:
         SERVER, "SECONDS", least=0, most=86_400,
     )  # fmt: skip
     otlp_endpoint: str | None = setting(
-        None, "Send a span for each request of a server's, or of a single answer on workers, to this OpenTelemetry"
-        " collector, such as http://localhost:4318.", SERVER, "URL", "off",
+        None, "Send a span for each request, and for each exchange with a worker, to this OpenTelemetry collector, such"
+        " as http://localhost:4318.", SERVER, "URL", "off",
     )  # fmt: skip
 
     draft_url: str | None = setting(

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from swiftspec import files
 from swiftspec.errors import UserError
-from swiftspec.serve import answer, collector
+from swiftspec.serve import answer
 from swiftspec.serve.cli import Command
 from swiftspec.serve.elsewhere import open_anywhere
 from swiftspec.serve.session import Session
 from swiftspec.serve.settings import UsageError
+from swiftspec.serve.spans import traced
 from swiftspec.serve.streams import OutputLost
 from swiftspec.serve.terminal import Interrupt, Phases, visible
 from swiftspec.serve.text import MOST_TEXT
@@ -70,21 +70,10 @@ def run(command: Command, prompt: str, world: World | None = None) -> int:
     finally:
         phases.close()
     try:
-        with _spans(command, session):
-            return _answer(command, prompt, session)
+        with traced(session, command.settings) as heard:
+            return _answer(command, prompt, heard)
     finally:
         session.close()
-
-
-def _spans(command: Command, session: Session) -> AbstractContextManager[object]:
-    """What tells a collector of the request, where one is named and workers decode it."""
-    endpoint, hops = command.settings.otlp_endpoint, session.llm.roles.hops
-    if endpoint is None or hops is None:
-        collector.hears_nothing(command.settings)
-        return nullcontext()
-    from swiftspec.serve.spans import RequestSpans
-
-    return RequestSpans(endpoint, session.model, hops, lambda: session.llm.stats)
 
 
 def _answer(command: Command, prompt: str, session: Session) -> int:

@@ -44,6 +44,7 @@ class Session:
     defaults: Mapping[str, Any]  # sampling values of the target's generation_config.json
     kept_in: str | None = None  # where the user wants packed weights to be kept
     fetched: TemporaryDirectory[str] | None = None  # the tokenizer of a target elsewhere
+    around: Callable[[Iterator[Chunk]], Iterator[Chunk]] = lambda chunks: chunks  # looks at each answer
 
     def encode(self, text: str, settings: Settings) -> list[int]:
         """One prompt alone: as it stands with --raw, else as the only turn of a chat."""
@@ -72,7 +73,7 @@ class Session:
         `other`: sampling values that are not as the settings have them. Raises UserError on a prompt that is empty or
         does not fit."""
         sampling = replace(self.sampling(settings), **other)
-        chunks = watch(self.llm.stream(prompt, sampling))
+        chunks = watch(self.around(self.llm.stream(prompt, sampling)))
         return TextStream(chunks, self.codec, sampling.stop, prompt[-16:] if settings.raw else ())
 
     def close(self, *, comes_again: bool = False) -> None:

@@ -66,7 +66,7 @@ void write_rows(const Launch& l, int64_t first, int64_t half) {
 }
 
 // A launch of many rows takes every tile once, and those of a strip in the order in which warps and CTAs join their sums.
-void check_course(const Tiling& t) {
+void check_course(const Tiling& t, int log) {
   constexpr int kClusters = 3;
   for (int cta = 0; cta < t.cluster(); ++cta) {
     std::vector<int> order;
@@ -74,8 +74,8 @@ void check_course(const Tiling& t) {
       for (int tile = t.first_tile(cta) + share; tile < t.first_tile(cta + 1); tile += t.warps_k()) order.push_back(tile);
     }
     std::set<int> strips;
-    for (int i = 0; i < kClusters * kWarps && !order.empty(); ++i) {
-      for (Course c = course_of(t, i / kWarps, kClusters, cta, i % kWarps); !c.done();) {
+    for (int i = 0; i < kClusters << log && !order.empty(); ++i) {
+      for (Course c = course_of(t, log, i >> log, kClusters, cta, i & ((1 << log) - 1)); !c.done();) {
         require(strips.insert(c.strip).second, "two warps have one strip");
         for (const int tile : order) require(c.tile == tile, "a tile out of turn"), c.next();
       }
@@ -84,10 +84,27 @@ void check_course(const Tiling& t) {
   }
 }
 
+// Every part of every tile has a place of its own, and those of a launch's slab follow each other.
+void check_parts(const Tiling& t, int rows, const Device& device) {
+  const int most = wide_parts(t, rows, device), all = all_parts(t, rows, device);
+  require(rows - all * kMaxRows <= kMaxRows, "rows that no launch has");
+  int64_t next = 0;
+  for (int done = 0; done < all; done += most) {
+    const int parts = wide_parts(t, rows - done * kMaxRows, device);
+    require(parts == std::min(most, all - done), "a launch of other parts");
+    for (int tile = 0; tile < t.tiles; ++tile) {
+      for (int part = done; part < done + parts; ++part, next += part_bytes(t)) {
+        require(part_at(t, most, all, part, tile) == next, "a part that is not in its slab");
+      }
+    }
+  }
+}
+
 // The rows of a launch that has `rows` to do.
 int wide_rows(const Tiling& t, int rows, const Device& device) {
   const int parts = wide_parts(t, rows, device);
   if (parts == 0) return kMaxRows;
+  for (const int some : {rows, rows + 8, rows + 40, rows + 300}) check_parts(t, some, device);
   const WideCarve c = wide_carve(t, parts, device);
   require(c.total <= device.shared && c.slab_count >= 2 && c.stages >= 2, "no room for many rows");
   require(c.slabs % 128 == 0 && c.ring % 128 == 0 && slab_bytes(t, parts) % 128 == 0, "slabs that are not aligned");
@@ -124,7 +141,7 @@ int main(int argc, char** argv) {
       require(c.total <= device.shared, "more shared memory than there is");
       std::printf(" %d", c.stages);
     }
-    check_course(t);
+    check_course(t, wide_log(device));
     std::printf(" %d %d", wide_rows(t, 40, device), wide_rows(t, 320, device));
     const bool clusters = device.at_once[3] > 0;
     const Tiling other = clusters ? tiling_for(k, n, group, usual) : t;

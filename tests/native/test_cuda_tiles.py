@@ -191,7 +191,8 @@ def test_cuts_go_by_the_clusters_that_run_at_a_time(emulator: str, fours: int, e
 @pytest.mark.parametrize("shape", LARGE)
 @pytest.mark.parametrize(("shared", "count"), [(AMPERE, 108), (SMALL, 82), (SMALL, 128), (SMALL, 28)])
 def test_plans_without_clusters(emulator: str, shape: tuple[int, int], group: int, shared: int, count: int) -> None:
-    """Of an A100, RTX 3090, RTX 4090 and RTX 3060: every number of rows finds room, with no clusters."""
+    """Of an A100, RTX 3090, RTX 4090 and RTX 3060: every number of rows finds room, with no clusters; in 99 KB many
+    rows of bfloat16 do, by four warps."""
     strips, cluster, turns, *stages, some, many, _, _ = tiling(emulator, shape, group, shared, count, 0, 0, 0)
     assert cluster == 1 and min(stages) >= 1 and strips * turns * 32 >= shape[1]
-    assert (some, many) == ((40, 64) if shared == AMPERE else (32, 32))
+    assert (some, many) == ((40, 64) if shared == AMPERE or group == 0 else (32, 32))

@@ -9,21 +9,28 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
 import pytest
 
+from swiftspec.assemble.options import Worker as Named
+from swiftspec.distributed.grpc.endpoint import Security
 from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.worker import run
 from swiftspec.serve.workers import security_of
 from tests.support.served import ROOT, Served, hear
+from tests.support.workers import on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
 PROMPT = ("--raw", "--prompt", "def read_lines(path):", "--json", "--max-tokens", "48", "--ignore-eos")
@@ -117,11 +124,39 @@ def test_a_split_over_processes_gives_the_text_of_one() -> None:
         assert code == 1 and not out and re.search(r"error: --target-url \S+ is gone: .*; start it with", err)
 
 
+def stop_and_continue(found: dict[str, Worker]) -> None:
+    """A drafter costs speed; a target is waited for, or ends the answer in a line and in time."""
+    sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
+    security = Security(token="secret")
+    named = [Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft")]
+    target, draft = found["target"].process, found["draft"].process
+    with on_workers(*named) as running:
+        plain = running.generate(prompt, replace(sampling, verify_batch=1)).token_ids
+        stream = running.stream(prompt, sampling)
+        text = [*next(stream).token_ids]
+        draft.send_signal(signal.SIGSTOP)
+        text += [token for chunk in islice(stream, 4) for token in chunk.token_ids]
+        assert running.stats.drafter_lost is not None
+        draft.send_signal(signal.SIGCONT)
+        target.send_signal(signal.SIGSTOP)
+        threading.Timer(0.5, target.send_signal, [signal.SIGCONT]).start()
+        assert [*text, *(token for chunk in stream for token in chunk.token_ids)] == plain
+        stream = running.stream(prompt, sampling)
+        next(stream)
+        target.send_signal(signal.SIGSTOP)
+        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: ask again"):
+            list(stream)
+        target.send_signal(signal.SIGCONT)
+        again = running.generate(prompt, sampling)
+        assert again.token_ids == plain and again.stats.accepted > 0
+
+
 @pytest.mark.slow
-def test_either_side_may_be_killed_while_it_decodes() -> None:
+def test_either_side_may_be_stopped_or_killed_while_it_decodes() -> None:
     """A drafter costs speed; a target ends the answer, in a line and in time."""
     flags = ("--max-model-len", "1000", "--emulate", "target=20ms,draft=1ms")
     with workers(*flags) as found:
+        stop_and_continue(found)
         both = ("--target-url", found["target"].url, "--draft-url", found["draft"].url, "--remote-timeout", "2")
         text = [*both, "--raw", "--prompt", "def f(", "--max-tokens", "400", "--ignore-eos", "--temperature", "0"]
         running = subprocess.Popen(

@@ -12,8 +12,18 @@ Place gpu() { return kCpu; }
 
 }  // namespace swiftspec::binding
 
+namespace {
+
+// What Python has to do about a signal, such as the one by which pytest ends a test that takes too long.
+void see_signals() {
+  if (PyGILState_Check() == 1 && PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+}
+
+}  // namespace
+
 PYBIND11_MODULE(emulated, m) {
   swiftspec::binding::bind_cuda(m);
+  simt::Machine::get().pause = see_signals;
   m.def("seed", [](uint64_t seed) { simt::Machine::get().seed(seed); }, "Draws another order of everything from now on.");
   m.def("gpu", [](const std::vector<unsigned>& parts, size_t shared) {
     simt::Machine::get().parts = parts;
@@ -24,5 +34,13 @@ PYBIND11_MODULE(emulated, m) {
         "memory; 0: as many as usual.");
   m.def("queues", [](bool on) { simt::Machine::get().queues = on; }, "Whether launches wait until others follow.");
   m.def("finish", [] { simt::Machine::get().finish(); }, "Until all launches have ended.");
+  m.def("spin", [] {
+    simt::Launch launch{.grid = {1, 1, 1}, .threads = {32, 1, 1}, .body = {}};
+    launch.body = [] {
+      for (;;) simt::Machine::get().yield();
+    };
+    simt::Machine::get().run(std::move(launch));
+    simt::Machine::get().finish();
+  }, "A kernel that never ends.");
   m.def("broken", [] { return simt::Machine::get().broken; }, "Whether a kernel has ended itself.");
 }

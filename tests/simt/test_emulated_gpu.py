@@ -48,11 +48,35 @@ def test_a_fault_is_noticed(faults: str, which: int, said: str, seed: int) -> No
     assert said in done.stdout
 
 
+SPIN = """
+import importlib.util, signal, sys
+spec = importlib.util.spec_from_file_location("emulated", sys.argv[1])
+emulated = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(emulated)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+for _ in range(2):
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        emulated.spin()
+    except KeyboardInterrupt:
+        print("interrupted")
+emulated.finish()
+"""
+
+
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The kernels of an architecture, compiled when they are first asked for."""
     folder = tmp_path_factory.mktemp("emulated")
     return functools.cache(lambda arch: build(COMPILER, folder, arch))
+
+
+@pytest.mark.slow
+def test_a_kernel_that_never_ends_ends_by_a_signal(module: Callable[[int], Path]) -> None:
+    """As pytest's timeout sends one to a test; the emulated GPU can be used on."""
+    command = [sys.executable, "-c", SPIN, str(module(HOPPER))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("interrupted\n" * 2, 0), done.stderr
 
 
 def run_tests(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ import pytest
 from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
 from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
-LINEAR, WIDE, ATTENTION = "linear/linear.cu", "linear/wide.cu", "attention/attention.cu"
-TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ATTENTION: "attention"}
-FILES = {LINEAR: "test_linear", WIDE: "test_linear", ATTENTION: "test_cuda_ops"}
+LINEAR, WIDE, ARRANGE = "linear/linear.cu", "linear/wide.cu", "linear/arrange.cu"
+ATTENTION = "attention/attention.cu"
+TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention"}
+FILES = {LINEAR: "test_linear", WIDE: "test_linear", ARRANGE: "test_linear", ATTENTION: "test_cuda_ops"}
 SEEDS = (1, 2, 3)
-HANGS = 150.0  # seconds: several times what the tests of a fault take
+HANGS = "60"  # seconds: several times what one of these tests takes
 
 pytestmark = [
     pytest.mark.long,
@@ -63,8 +63,14 @@ FAULTS = [
           "  ptx::wait_for_dependencies();\n  slabs.start();", "  slabs.start();\n  ptx::wait_for_dependencies();"),
     Fault("sums are added to while another block reads them", HOPPER, WIDE, WIDE,
           "    ptx::cluster_sync();  // nobody adds to sums that another still reads\n"),
-    Fault("a row is scaled by another's norm", AMPERE, WIDE, WIDE, "scales + fragment::b_column(lane)",
-          "scales + lane % 8"),
+    Fault("all launches take the first one's rows", AMPERE, WIDE, WIDE, "slabs + tiles::part_at(t, most, all, done, 0)",
+          "slabs"),
+    Fault("four warps leave units to eight", AMPERE, WIDE, WIDE, "at, 1 << kLog, strip", "at, 8, strip"),
+    Fault("a row is scaled by another's norm", AMPERE, ARRANGE, ARRANGE, "fragment::b_column(at.lane);",
+          "at.lane % 8;"),
+    Fault("rows are scaled by the first part's norms", AMPERE, ARRANGE, ARRANGE, "8 * eight, shared", "8 * j, shared"),
+    Fault("a block leaves while another reads its squares", HOPPER, ARRANGE, ARRANGE,
+          "  if (task.norm != nullptr) ptx::cluster_meet();"),
     Fault("a share's sums replace those before it", AMPERE, WIDE, WIDE, "share == 0, joined", "true, joined"),
     Fault("shares are taken in another order", HOPPER, WIDE, "linear/wide.h", "    tile += t.warps_k();",
           "    tile += 1;"),
@@ -115,9 +121,6 @@ def test_a_planted_fault_is_noticed(fault: Fault, whole: Callable[[int], Path], 
 
 
 def notices(module: Path, file: Path, which: str, seed: int) -> bool:
-    """Whether a test fails, or hangs where a barrier's phase never ends: nothing in its process can end that."""
-    try:
-        done = run_tests(module, [file], which, "few", "-x", "-n", "0", seed=seed, limit=HANGS)
-    except subprocess.TimeoutExpired:
-        return True
+    """Whether a test fails; it does, too, where it is ended because a barrier's phase never ends."""
+    done = run_tests(module, [file], which, "few", "-x", "-n", "0", "--timeout", HANGS, seed=seed)
     return done.returncode == pytest.ExitCode.TESTS_FAILED

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from swiftspec.assemble.options import Options, Side
@@ -32,6 +33,11 @@ from swiftspec.messages import Likelihood, Opening, Proposal
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.steps import Steps, kinds
+from swiftspec.runtime.steps.eager import EagerSteps
+from swiftspec.runtime.steps.kinds import Tools
+from swiftspec.tree.tree import DraftTree
 from tests.support.roles import make_runner
 from tests.support.workers import OPEN, Started, on_workers
 
@@ -87,16 +93,27 @@ def decode(
 
 
 def decode_on_group(
-    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
+    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]], more_on: int = -1
 ) -> list[Any] | None:
-    """A worker on all ranks, whose rank 0 also decodes on it: two sessions, which take turns round by round."""
+    """A worker on all ranks, whose rank 0 also decodes on it: two sessions, which take turns round by round. `more_on`:
+    a rank that has a kind of steps that the others lack."""
     worker = Started(side, Path(model), world=join_world())
+    assert worker.world is not None
+    if worker.world.rank == more_on:
+        with _another_kind():
+            return _decode_on_group(worker, other, plan, requests)
+    return _decode_on_group(worker, other, plan, requests)
+
+
+def _decode_on_group(
+    worker: Started, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
+) -> list[Any] | None:
     assert worker.world is not None
     if worker.world.rank > 0:
         worker.load().follow()
         return None
     worker.start()
-    here = (worker.named(), Path(other)) if side == "target" else (Path(other), worker.named())
+    here = (worker.named(), Path(other)) if worker.side == "target" else (Path(other), worker.named())
     try:
         with on_workers(*here, **plan) as one, on_workers(*here, **plan) as two:
             found = []
@@ -167,6 +184,25 @@ def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool =
         group.close()
     rows = rows[:, : whole.config.vocab_size]
     return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
+
+
+@contextmanager
+def _another_kind() -> Iterator[None]:
+    """Models of this rank have a faster kind of steps."""
+
+    class Faster(EagerSteps):
+        name = "faster"
+
+    target, draft = kinds.for_target, kinds.for_draft
+
+    def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[Steps], DraftTree]:
+        steps, tree = draft(runner, tools, config)
+        return [Faster(runner), *steps], tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kinds, "for_target", lambda runner, tools: [Faster(runner), *target(runner, tools)])
+        patch.setattr(kinds, "for_draft", for_draft)
+        yield
 
 
 @contextmanager

@@ -53,10 +53,10 @@ __device__ inline float4 sum_of_cluster(const float4* mine, int ctas) {
 }
 
 // Calls one(unit without values) for the units of a turn that are this warp's: every eight rows of every strip,
-// spread over the warps of the cluster.
+// spread over the cluster, whose CTAs have `warps` each.
 template <int kRows8, class One>
-__device__ void each_unit(const LinearTask& task, const ThreadIndex& at, int first_strip, One one) {
-  const int step = tiles::kWarps << task.tiling.cluster_log;
+__device__ void each_unit(const LinearTask& task, const ThreadIndex& at, int warps, int first_strip, One one) {
+  const int step = warps << task.tiling.cluster_log;
   for (int i = (at.warp << task.tiling.cluster_log) + at.cta; i < kRows8 << task.tiling.n_log; i += step) {
     Unit unit;
     unit.strip = first_strip + i / kRows8, unit.j = i % kRows8;

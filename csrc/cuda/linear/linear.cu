@@ -14,6 +14,7 @@ namespace swiftspec::cuda {
 namespace {
 
 using tiles::kThreads;
+using tiles::kWarps;
 
 // A rank of its own: the launch is this rank's.
 struct OneRank {
@@ -72,7 +73,7 @@ __device__ void receive(const Ranks& ranks, const LinearTask& task, const Thread
                         const Session<DeviceMemory>& session) {
   Spin wait(session.channel, session.epoch);
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
-    each_unit<kRows8>(task, at, turn << task.tiling.n_log, [&](Unit& unit) {
+    each_unit<kRows8>(task, at, kWarps, turn << task.tiling.n_log, [&](Unit& unit) {
       ranks.pause(2 * unit.strip + 1);
       if (!tiles::has_line(task.tiling, unit.strip, unit.j, at.lane, task.rows)) return;
 #pragma unroll
@@ -100,16 +101,18 @@ __device__ void linear_body(const Ranks& ranks) {
   ptx::wait_for_dependencies();
   const bool reduces = channel.layout.ranks > 0;
   const Session<DeviceMemory> session{channel, reduces ? ptx::load_system(channel.epoch) : 0};
-  if (task.norm != nullptr) norm_scales<kRows8>(task, at, shared);
+  if (task.norm != nullptr) norm_scales<kRows8>(task, at, 0, shared);
   int count = 0;
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters, ++count) {
     Sums<kRows8> sums;
     multiply<kInt4, kRows8>(task, at, count > 0, shared, ring, sums);
-    if (turn + task.clusters >= task.tiling.turns()) ask_ahead(task, at, ranks.block());  // its own weights have come
+    if (turn + task.clusters >= task.tiling.turns()) {  // its own weights have come
+      ask_ahead(task, ranks.block() * kWarps + at.warp, at.lane);
+    }
     const float4* joined = join<kRows8>(task, at, count, sums, shared);
     ptx::cluster_sync();
     const int strip = turn << task.tiling.n_log;
-    each_unit<kRows8>(task, at, strip, [&](Unit& unit) {
+    each_unit<kRows8>(task, at, kWarps, strip, [&](Unit& unit) {
       read_unit<kRows8>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
       if (!reduces) return store_unit(task.tiling, task.to, at.lane, unit);
@@ -167,7 +170,7 @@ LinearTask task_of(const LinearArgs& a, int rows8, int clusters) {
           to,
           w.next,
           w.next_bytes,
-          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * tiles::kWarps)};
+          tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(clusters) * w.tiling.cluster() * kWarps)};
 }
 
 Launch launch_of(const Weights& weights, int rows8, int clusters) {
@@ -188,6 +191,19 @@ void prepare(const Device& device) {
       allow_shared("linear", kernel_for<ManyRanks>(int4, rows8), device.shared);
     }
   }
+}
+
+LinearArgs rows_of(LinearArgs args, int64_t first, int64_t rows) {
+  const int64_t k = args.weights->tiling.k, n = args.weights->tiling.n;
+  const auto skip = [first](const void* from, int64_t row) {
+    return from == nullptr ? nullptr : static_cast<const uint16_t*>(from) + first * row;
+  };
+  args.x = skip(args.x, k);
+  args.residual = skip(args.residual, n);
+  if (args.out != nullptr) args.out = static_cast<uint16_t*>(args.out) + first * (args.swiglu ? n / 2 : n);
+  if (args.logits != nullptr) args.logits += first * n;
+  args.rows = rows;
+  return args;
 }
 
 void linear(const LinearArgs& args, Stream stream) {

@@ -125,14 +125,14 @@ __device__ inline float norm_scale(const LinearTask& task, float squares) {
   return __frsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(task.tiling.k)), task.eps));
 }
 
-// The RMSNorm's factor of every row, in shared memory. Each CTA squares its own inputs; the sums of the cluster's CTAs
-// are added in order.
+// The RMSNorm's factor of every row from `first_row` on, in shared memory. Each CTA squares its own inputs; the sums of
+// the cluster's CTAs are added in order.
 template <int kRows8>
-__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, uint8_t* shared) {
+__device__ void norm_scales(const LinearTask& task, const ThreadIndex& at, int first_row, uint8_t* shared) {
   auto* squares = reinterpret_cast<float*>(shared + task.carve.squares);
   auto* scales = reinterpret_cast<float*>(shared + task.carve.scales);
   for (int row = at.warp; row < 8 * kRows8; row += tiles::kWarps) {
-    const float sum = squares_of(task, at.cta, row, at.lane);
+    const float sum = squares_of(task, at.cta, first_row + row, at.lane);
     if (at.lane == 0) squares[row] = sum;
   }
   ptx::cluster_sync();
@@ -277,11 +277,11 @@ __device__ void multiply_bf16(Sums<kRows8>& sums, const uint8_t* tile, const uin
   }
 }
 
-// Asks for this warp's part of what the next projection reads first.
-__device__ inline void ask_ahead(const LinearTask& task, const ThreadIndex& at, int block) {
-  if (at.lane >= ptx::kLoaders) return;
-  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, block * tiles::kWarps + at.warp);
-  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), at.lane);
+// Asks for a warp's part of what the next projection reads first; `warp` counts those of all CTAs.
+__device__ inline void ask_ahead(const LinearTask& task, int warp, int lane) {
+  if (lane >= ptx::kLoaders) return;
+  const tiles::Slice mine = tiles::slice_of(task.next_bytes, task.next_each, warp);
+  if (mine.bytes > 0) ptx::prefetch(task.next + mine.first, static_cast<uint32_t>(mine.bytes), lane);
 }
 
 // A warp's tiles of a chunk of `tiles_here` tiles, which lies in shared memory.

@@ -13,8 +13,6 @@ namespace swiftspec::cuda {
 namespace {
 
 using tiles::kPartEights;
-using tiles::kThreads;
-using tiles::kWarps;
 
 constexpr int kDensePart = 64 * tiles::kMaxRows * 2;  // part_bytes of bf16
 
@@ -22,52 +20,20 @@ struct WideTask {
   LinearTask each;       // its tiling has a strip for each warp, its carve the offsets that `join` and the ring need
   tiles::Tiling order;   // as the weight is cut: of the tiles and of the sums
   tiles::WideCarve carve;
-  uint8_t* slabs;  // order.tiles of them
+  const uint8_t* slabs;  // order.tiles of them
 };
-
-// Writes the slabs: x as the lanes read it, normalised, with the sums of its groups. A block has eight rows.
-template <bool kInt4>
-__global__ void __launch_bounds__(kThreads) arrange_kernel(const __grid_constant__ WideTask wide) {
-  struct Scales {
-    float of[8];
-  };
-  auto& scales = shared_variable<Scales>().of;
-  const LinearTask& task = wide.each;
-  const tiles::Tiling& t = wide.order;
-  const int eight = static_cast<int>(blockIdx.x), part = eight / kPartEights, j = eight % kPartEights;
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
-  if (task.norm != nullptr) {
-    float sum = 0;
-    for (int cta = 0; cta < t.cluster(); ++cta) sum += squares_of(task, cta, 8 * eight + warp, lane);
-    if (lane == 0) scales[warp] = norm_scale(task, sum);
-    __syncthreads();
-  }
-  const int log = kInt4 ? t.group_log : 1, groups = t.tile_k / tiles::kBlock >> log;
-  const int slab = tiles::slab_bytes(t, static_cast<int>(gridDim.x) / kPartEights);
-  for (int unit = static_cast<int>(blockIdx.y) * kWarps + warp; unit < t.tiles * groups; unit += gridDim.y * kWarps) {
-    const int tile = unit / groups, group = unit % groups;
-    uint8_t* to = wide.slabs + static_cast<int64_t>(tile) * slab + part * tiles::part_bytes(t);
-    const int64_t first = static_cast<int64_t>(tile) * t.tile_k + (group << log) * tiles::kBlock;
-    auto* pieces = reinterpret_cast<uint4*>(to) + tiles::x_piece(group << log, kPartEights, j, lane);
-    auto* sums = reinterpret_cast<float*>(to + tiles::slab_sums(t)) + group * tiles::kMaxRows + tiles::x_row(j, lane);
-    stage_group<kInt4>(task, tiles::x_row(eight, lane), first, lane, scales + fragment::b_column(lane), pieces,
-                       kPartEights * 32, sums);
-  }
-}
 
 // The slabs of a CTA in shared memory, in the order of its tiles; its first warp keeps them coming.
 class Slabs {
  public:
-  __device__ Slabs(const WideTask& wide, const ThreadIndex& at, uint8_t* shared, int bytes)
+  __device__ Slabs(const WideTask& wide, const ThreadIndex& at, uint8_t* shared, int bytes, const tiles::Course& course)
       : wide_(wide),
         loads_(at.warp == 0 && at.lane < ptx::kLoaders),
         lane_(at.lane),
         bytes_(bytes),
         slots_(shared + wide.carve.slabs),
         full_(reinterpret_cast<uint64_t*>(shared + wide.carve.slab_barriers)),
-        ahead_(tiles::course_of(wide.order, at.cluster, wide.each.clusters, at.cta, 0)) {}
+        ahead_(course) {}
 
   // Before any thread waits: the barriers, then, once x is there, the first copies.
   __device__ void prepare() {
@@ -194,26 +160,31 @@ __device__ void multiply_strip(const WideTask& wide, const ThreadIndex& at, bool
   }
 }
 
-template <bool kInt4, int kParts>
-__global__ void __launch_bounds__(kThreads, 1) wide_kernel(const __grid_constant__ WideTask wide) {
+template <bool kInt4, int kParts, int kLog>
+__global__ void __launch_bounds__(32 << kLog, 1) wide_kernel(const __grid_constant__ WideTask wide) {
   constexpr int kEights = kPartEights * kParts;
   uint8_t* shared = dynamic_shared();
   const LinearTask& task = wide.each;
   const ThreadIndex at{static_cast<int>(blockIdx.x) >> wide.order.cluster_log, static_cast<int>(ptx::cluster_rank()),
                        static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
-  Ring ring(task, at, shared, tiles::course_of(wide.order, at.cluster, task.clusters, at.cta, at.warp));
-  Slabs slabs(wide, at, shared, tiles::slab_bytes(wide.order, kParts));
+  const auto course = [&](int warp) {
+    return tiles::course_of(wide.order, kLog, at.cluster, task.clusters, at.cta, warp);
+  };
+  Ring ring(task, at, shared, course(at.warp));
+  Slabs slabs(wide, at, shared, tiles::slab_bytes(wide.order, kParts), course(0));
   slabs.prepare();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   slabs.start();
   auto* joined = reinterpret_cast<float4*>(shared);
   for (int turn = at.cluster; turn < task.tiling.turns(); turn += task.clusters) {
-    const int strip = turn << tiles::kWideLog;
+    const int strip = turn << kLog;
     multiply_strip<kInt4, kParts>(wide, at, strip + at.warp < wide.order.strips, ring, slabs, joined);
-    if (turn + task.clusters >= task.tiling.turns()) ask_ahead(task, at, static_cast<int>(blockIdx.x));
+    if (turn + task.clusters >= task.tiling.turns()) {
+      ask_ahead(task, static_cast<int>(blockIdx.x << kLog) + at.warp, at.lane);
+    }
     ptx::cluster_sync();
-    each_unit<kEights>(task, at, strip, [&](Unit& unit) {
+    each_unit<kEights>(task, at, 1 << kLog, strip, [&](Unit& unit) {
       read_unit<kEights>(task, at, strip, joined, unit);
       add_bias(task.tiling, task.to, at.lane, unit);
       store_unit(task.tiling, task.to, at.lane, unit);
@@ -224,68 +195,66 @@ __global__ void __launch_bounds__(kThreads, 1) wide_kernel(const __grid_constant
 
 using Kernel = void (*)(WideTask);
 
-Kernel kernel_for(bool int4, int parts) {
-  if (int4) return wide_kernel<true, 2>;
-  return parts == 2 ? wide_kernel<false, 2> : wide_kernel<false, 4>;
+Kernel kernel_for(bool int4, int parts, int log) {
+  if (int4) return wide_kernel<true, 2, 3>;
+  if (parts == 4) return wide_kernel<false, 4, 3>;
+  return log == 3 ? wide_kernel<false, 2, 3> : wide_kernel<false, 2, 2>;
 }
 
-WideTask task_of(const LinearArgs& a, int parts, void* scratch) {
+WideTask task_of(const LinearArgs& a, int parts, const uint8_t* slabs) {
   const Weights& w = *a.weights;
   WideTask wide{};
   wide.order = w.tiling;
   wide.carve = tiles::wide_carve(w.tiling, parts, w.device);
-  wide.slabs = static_cast<uint8_t*>(scratch);
+  wide.slabs = slabs;
   LinearTask& each = wide.each;
-  each.tiling = tiles::cut(w.tiling, tiles::kWideLog, w.tiling.cluster_log);
+  each.tiling = tiles::cut(w.tiling, tiles::wide_log(w.device), w.tiling.cluster_log);
   each.carve.ring = wide.carve.ring;
   each.carve.stages = wide.carve.stages;
   each.carve.barriers = wide.carve.barriers;
   each.weights = static_cast<const uint8_t*>(w.data);
-  each.x = static_cast<const uint16_t*>(a.x);
-  each.norm = static_cast<const uint16_t*>(a.norm);
-  each.eps = a.eps;
   each.rows = static_cast<int32_t>(a.rows);
   each.clusters = std::clamp(each.tiling.turns(), 1, static_cast<int>(w.device.at_once[w.tiling.cluster_log]));
   each.to = {w.bias, static_cast<const uint16_t*>(a.residual), static_cast<uint16_t*>(a.out), a.logits, a.swiglu,
              each.rows};
   each.next = w.next;
   each.next_bytes = w.next_bytes;
-  each.next_each = tiles::slice_bytes(w.next_bytes, static_cast<int64_t>(each.clusters) * w.tiling.cluster() * kWarps);
+  const int64_t ctas = static_cast<int64_t>(each.clusters) * w.tiling.cluster();
+  each.next_each = tiles::slice_bytes(w.next_bytes, ctas * each.tiling.warps_n());
   return wide;
 }
 
 }  // namespace
 
 void prepare_wide(const Device& device) {
+  prepare_arrange();
   for (const bool int4 : {false, true}) {
-    allow_shared("linear", int4 ? arrange_kernel<true> : arrange_kernel<false>, 0);
-    for (const int parts : {2, 4}) allow_shared("linear", kernel_for(int4, parts), device.shared);
+    for (const int parts : {2, 4}) allow_shared("linear", kernel_for(int4, parts, tiles::wide_log(device)), device.shared);
   }
-}
-
-int64_t wide_rows(const Weights& weights, int64_t rows) {
-  const int parts = tiles::wide_parts(weights.tiling, rows, weights.device);
-  return std::min<int64_t>(rows, static_cast<int64_t>(parts) * tiles::kMaxRows);
 }
 
 int64_t wide_scratch(const Weights& weights, int64_t rows) {
   const tiles::Tiling& t = weights.tiling;
-  return static_cast<int64_t>(t.tiles) * tiles::slab_bytes(t, tiles::wide_parts(t, rows, weights.device));
+  return static_cast<int64_t>(tiles::all_parts(t, rows, weights.device)) * t.tiles * tiles::part_bytes(t);
 }
 
-void linear_wide(const LinearArgs& args, void* scratch, Stream stream) {
+int64_t linear_wide(const LinearArgs& args, void* scratch, Stream stream) {
   const Weights& w = *args.weights;
-  const int parts = tiles::wide_parts(w.tiling, args.rows, w.device), cluster = w.tiling.cluster();
-  const bool int4 = w.tiling.group != 0;
-  const WideTask wide = task_of(args, parts, scratch);
-  constexpr int kBlocks = 128;  // of all eights of rows together, about
-  const int eights = parts * kPartEights;
-  const Launch arrange{.grid = dim3(static_cast<unsigned>(eights), static_cast<unsigned>(kBlocks / eights)),
-                       .threads = kThreads, .early = true};
-  launch("linear", int4 ? arrange_kernel<true> : arrange_kernel<false>, arrange, stream, wide);
-  const Launch how{.grid = dim3(static_cast<unsigned>(wide.each.clusters * cluster)), .threads = kThreads,
-                   .cluster = cluster, .shared = wide.carve.total, .early = true};
-  launch("linear", kernel_for(int4, parts), how, stream, wide);
+  const tiles::Tiling& t = w.tiling;
+  const int most = tiles::wide_parts(t, args.rows, w.device), all = tiles::all_parts(t, args.rows, w.device);
+  auto* slabs = static_cast<uint8_t*>(scratch);
+  if (all > 0) arrange(args, most, all, slabs, stream);
+  for (int done = 0, parts = most; done < all; done += parts) {
+    parts = std::min(most, all - done);
+    const int64_t first = static_cast<int64_t>(done) * tiles::kMaxRows;
+    const int64_t rows = std::min<int64_t>(args.rows - first, parts * tiles::kMaxRows);
+    const WideTask wide = task_of(rows_of(args, first, rows), parts, slabs + tiles::part_at(t, most, all, done, 0));
+    const Launch how{.grid = dim3(static_cast<unsigned>(wide.each.clusters * t.cluster())),
+                     .threads = 32 * wide.each.tiling.warps_n(), .cluster = t.cluster(), .shared = wide.carve.total,
+                     .early = true};
+    launch("linear", kernel_for(t.group != 0, parts, tiles::wide_log(w.device)), how, stream, wide);
+  }
+  return std::min<int64_t>(args.rows, all * tiles::kMaxRows);
 }
 
 }  // namespace swiftspec::cuda

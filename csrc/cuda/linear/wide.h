@@ -1,8 +1,8 @@
 // Projections of more rows than one part has: what they bring and keep, in numbers. For host code and device code.
 //
-// A launch takes up to `parts` times kMaxRows rows. A CTA takes eight strips at a time, one for each warp, and its range
+// A launch takes up to `parts` times kMaxRows rows. A CTA takes a strip for each of its warps at a time, and its range
 // of inputs tile by tile: a tile of weights lies in its warp's ring while the warp multiplies it with every part's rows,
-// and the inputs come as slabs, arranged before, which all warps of the CTA read.
+// and the inputs come as slabs, which all warps of the CTA read. One launch in front arranges those of all rows.
 //
 // Sums keep the order that `cut` gives them, in which other warps compute: for a strip, first the tiles that its first
 // warp would take, then those of the second, and so on; each share's sum is added to that of those before it.
@@ -17,10 +17,12 @@
 namespace swiftspec::cuda::tiles {
 
 constexpr int kPartEights = kMaxRows / 8;
-constexpr int kWideLog = 3;      // strips of a CTA at a time: 1 << kWideLog, one for each warp
 constexpr int kMostParts = 4;    // 128 rows
 constexpr int kMostSlabs = 4;    // under way for each CTA
 constexpr int kLeastStages = 2, kGoodStages = 4;  // of slabs and of weights, or it is no stream; of weights
+
+// Warps of a CTA, a strip for each at a time: 1 << wide_log. In 99 KB the sums of eight leave no room for a stream.
+SWIFTSPEC_HD int wide_log(const Device& device) { return device.shared >= 128 << 10 ? 3 : 2; }
 
 // A tile's inputs of one part: pieces as lanes read them, then, of int4, sums of the groups of every row.
 SWIFTSPEC_HD int slab_sums(const Tiling& t) { return t.tile_k * kMaxRows * 2; }  // where they begin
@@ -45,9 +47,9 @@ struct Course {
   }
 };
 
-// Of the strip `warp` of each turn of a cluster.
-SWIFTSPEC_HD Course course_of(const Tiling& t, int cluster, int clusters, int cta, int warp) {
-  return {t, cta, clusters << kWideLog, (cluster << kWideLog) + warp, 0, t.first_tile(cta)};
+// Of the strip `warp` of each turn of a cluster, of 1 << log strips.
+SWIFTSPEC_HD Course course_of(const Tiling& t, int log, int cluster, int clusters, int cta, int warp) {
+  return {t, cta, clusters << log, (cluster << log) + warp, 0, t.first_tile(cta)};
 }
 
 // The shared memory of a CTA, in bytes: `joined` holds a turn's sums, in the order of partial_at.
@@ -57,10 +59,10 @@ struct WideCarve {
 
 SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& device) {
   WideCarve c{};
-  const int slab = slab_bytes(t, parts), tiles_bytes = kWarps * t.tile_bytes;
-  c.slab_barriers = kWarps * parts * kPartEights * 1024;
+  const int warps = 1 << wide_log(device), slab = slab_bytes(t, parts), tiles_bytes = warps * t.tile_bytes;
+  c.slab_barriers = warps * parts * kPartEights * 1024;
   c.barriers = c.slab_barriers + 128;
-  c.slabs = c.barriers + kWarps * kMaxStages * 8;
+  c.slabs = c.barriers + warps * kMaxStages * 8;
   const int left = device.shared - c.slabs;
   c.slab_count = kLeastStages;  // more only where the weights have enough
   while (c.slab_count < kMostSlabs && left - (c.slab_count + 1) * slab >= kGoodStages * tiles_bytes) ++c.slab_count;
@@ -72,14 +74,28 @@ SWIFTSPEC_HD WideCarve wide_carve(const Tiling& t, int parts, const Device& devi
 }
 
 // How many parts a launch for so many rows has; 0 where it has few or finds no room. Products of int4 are bound by
-// arithmetic from 64 rows on, those of bf16, whose weights have four times the bytes, from 128 on.
+// arithmetic from 64 rows on, those of bf16, whose weights have four times the bytes, from 128 on; where a CTA has four
+// warps, those of int4 from 32 on.
 SWIFTSPEC_HD int wide_parts(const Tiling& t, int64_t rows, const Device& device) {
-  if (rows <= kMaxRows) return 0;
+  if (rows <= kMaxRows || (t.group != 0 && 1 << wide_log(device) < kWarps)) return 0;
   int parts = t.group == 0 && rows > kMostParts / 2 * kMaxRows ? kMostParts : kMostParts / 2;
   for (; parts > 1; parts /= 2) {
     if (wide_carve(t, parts, device).stages >= kLeastStages) return parts;
   }
   return 0;
+}
+
+// Of all launches for so many rows. Each has as many as the first, the last one perhaps fewer.
+SWIFTSPEC_HD int all_parts(const Tiling& t, int64_t rows, const Device& device) {
+  int all = 0;
+  for (int parts = 1; parts > 0; all += parts) parts = wide_parts(t, rows - all * kMaxRows, device);
+  return all;
+}
+
+// Where a tile's inputs of `part` lie, in bytes: launch by launch, slab by slab. `parts` are the first launch's.
+SWIFTSPEC_HD int64_t part_at(const Tiling& t, int parts, int all, int part, int tile) {
+  const int before = part / parts * parts, here = all - before < parts ? all - before : parts;
+  return (static_cast<int64_t>(before) * t.tiles + static_cast<int64_t>(tile) * here + part - before) * part_bytes(t);
 }
 
 }  // namespace swiftspec::cuda::tiles

@@ -97,7 +97,7 @@ class DraftStream:
         """Books an exchange to the message that it answers, which need not be the last one."""
         ended = (answer.delta if answer.HasField("delta") else answer.proposal).round - 1
         asked = self._sent_at.get(ended, self._sent_at[self.round - 1])
-        self.hops.add(hop_of("draft", ended, asked, answer.telemetry))
+        self.hops.add(hop_of("draft", ended, asked, answer.telemetry), answer.session)
 
     def nonsense(self, why: object) -> DrafterLost:
         """Gives the request up. The error to raise."""

@@ -15,7 +15,7 @@ from swiftspec.distributed.grpc import swiftspec_pb2 as pb
 from swiftspec.distributed.grpc.convert import PROTOCOL, parsed
 from swiftspec.distributed.grpc.endpoint import KEEPALIVE, SIZES, Endpoint, Security
 from swiftspec.distributed.grpc.status import Refused, WorkerLost, error_of
-from swiftspec.observe.hops import Hop, Offset
+from swiftspec.observe.hops import Hop
 
 A = TypeVar("A", bound=Message)
 OPTIONS = (
@@ -23,7 +23,6 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 1000),
     ("grpc.max_reconnect_backoff_ms", 1000), ("grpc.enable_http_proxy", 0),
 )  # fmt: skip
-PINGS = 5  # by which a clock is read
 MOST_FILES = 512 << 20  # bytes of a tokenizer
 GOODBYE = 1.0  # seconds for a worker to hear that a session is over
 HELD = 1024  # answers that nobody has asked for yet; beyond them the worker has to wait
@@ -62,16 +61,6 @@ class Link(Generic[A]):
                 " same SwiftSpec on both sides"
             )
         return answer
-
-    def clock(self, timeout: float) -> Offset:
-        """The worker's clock, from the fastest of a few pings. Raises as `ping` does."""
-        best = None
-        for _ in range(PINGS):
-            asked = time.time_ns()
-            found = Offset.of(asked, self.ping(timeout).clock, time.time_ns())
-            best = found if best is None or found.error < best.error else best
-        assert best is not None
-        return best
 
     def stream(self) -> Stream[A]:
         """Another stream of rounds."""

@@ -62,7 +62,7 @@ class About:
         return pb.PingAnswer(
             protocol=PROTOCOL, version=__version__, name=self.name, model=self.identity.model,
             tokenizer=self.identity.tokenizer, vocab_size=self.vocab_size, max_model_len=self.max_model_len,
-            eos_token_ids=self.eos_token_ids, dtype=self.dtype, clock=time.time_ns(),
+            eos_token_ids=self.eos_token_ids, dtype=self.dtype,
         )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ class PingRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class PingAnswer(_message.Message):
-    __slots__ = ("protocol", "version", "name", "model", "tokenizer", "vocab_size", "max_model_len", "eos_token_ids", "dtype", "clock")
+    __slots__ = ("protocol", "version", "name", "model", "tokenizer", "vocab_size", "max_model_len", "eos_token_ids", "dtype")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
@@ -266,7 +266,6 @@ class PingAnswer(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: str
     name: str
@@ -276,8 +275,7 @@ class PingAnswer(_message.Message):
     max_model_len: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
-    clock: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., clock: _Optional[int] = ...) -> None: ...
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., model: _Optional[bytes] = ..., tokenizer: _Optional[bytes] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class ReadTokenizerRequest(_message.Message):
     __slots__ = ()

@@ -153,7 +153,7 @@ class GrpcVerifier:
                 raise UserError(late) from None
         self.busy += 1e-9 * max(answer.telemetry.model, 0)
         round_ = answer.result.round if answer.HasField("result") else -1
-        self.hops.add(hop_of("target", round_, self._sent_at, answer.telemetry))
+        self.hops.add(hop_of("target", round_, self._sent_at, answer.telemetry), answer.session)
         return answer
 
     def _before_another(self, error: WorkerLost) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from swiftspec.observe.hops import Hop
+
 MOST = 64 << 20  # bytes of a frame: a prompt of millions of tokens, or their log-probabilities
 LENGTH = 4  # bytes before a frame, big-endian
 
@@ -127,13 +129,15 @@ class Likelihood(msgspec.Struct, frozen=True, array_like=True):
 
 class Chunk(Frame, frozen=True):
     """The tokens of one round. `accepted`: the first so many were the draft's guess. `likelihoods` [tokens], where
-    they were asked for. `finish_reason` "stop" or "length" on the last one."""
+    they were asked for. `finish_reason` "stop" or "length" on the last one. `hops`: exchanges with workers since the
+    one before, where spans are made of them."""
 
     request: int
     token_ids: list[int]
     accepted: int
     likelihoods: list[Likelihood] | None = None
     finish_reason: str | None = None
+    hops: list[Hop] = []
 
 
 class Prompt(Frame, frozen=True):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.distributed.keeping import Keeping, Member
 from swiftspec.errors import RankLost, UserError
+from swiftspec.observe.hops import Hop
 from swiftspec.observe.rounds import Noted
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer
@@ -59,7 +60,7 @@ def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None])
             teller.tell(ready(session, defaults))
             kept.ready()
             with Stopping() as stopping:
-                Service(session, teller, stopping, kept).run()
+                Service(session, teller, stopping, kept, spans=settings.otlp_endpoint is not None).run()
         except Exception:  # the keeper starts this rank again, and so are the others then
             comes_again = True
             raise
@@ -109,13 +110,19 @@ class Stopping:
 class Service:
     """Decodes what the front end sends: as many requests at a time as the engine has room for."""
 
-    def __init__(self, session: Session, teller: Teller, stopping: Stopping, kept: Kept) -> None:
+    def __init__(
+        self, session: Session, teller: Teller, stopping: Stopping, kept: Kept, *, spans: bool = False
+    ) -> None:
+        """`spans`: the front end makes some of exchanges with workers."""
         self._session, self._teller, self._stopping = session, teller, stopping
         self._pulse, self._url = kept.pulse, kept.first.decode()
         self._drained = self._left = self._lost = False
         self._starts: deque[frames.Start] = deque()  # that no place was free for yet
         self._here = dict[int, tuple[int, int] | None]()  # that the engine has, with the choices asked for
         self._cancelled: set[int] = set()  # of either
+        self._hops: list[Hop] = []  # that were not told yet
+        if spans and session.llm.roles.hops is not None:
+            session.llm.roles.hops.taken = self._hops.append
 
     def run(self) -> None:
         """Until the front end says Leave. Raises what ends rank 0: RankLost."""
@@ -196,6 +203,7 @@ class Service:
                 self._end(frames.Failed(start.request, str(error), user=True))
             else:
                 self._here[start.request] = start.choices
+                self._hops.clear()
                 return request
         return None
 
@@ -223,8 +231,9 @@ class Service:
             wire.send(frames.Prompt(number, as_frames(chunk.prompt)))
         likelihoods = None if chunk.likelihoods is None else as_frames(chunk.likelihoods)
         if chunk.token_ids or chunk.finish_reason in (None, "stop", "length"):
-            tokens = list(chunk.token_ids)
-            wire.send(frames.Chunk(number, tokens, chunk.accepted, likelihoods, chunk.finish_reason))
+            tokens, hops = list(chunk.token_ids), [*self._hops]
+            self._hops.clear()
+            wire.send(frames.Chunk(number, tokens, chunk.accepted, likelihoods, chunk.finish_reason, hops))
         if request.error is not None:
             self._end(frames.Failed(number, str(request.error), user=False))
         elif chunk.finish_reason is not None:

@@ -1,5 +1,5 @@
-"""OpenTelemetry: a span for each request, never one for a round, with the conventions of `gen_ai`. An extra: without
---otlp-endpoint nothing of it is imported."""
+"""OpenTelemetry: a span for each request, with the conventions of `gen_ai`, and under it the exchanges with workers,
+where they decode. An extra: without --otlp-endpoint nothing of it is imported."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from swiftspec import __version__
 from swiftspec.serve import collector
 from swiftspec.serve.http.watch import Seen, Visit
+from swiftspec.serve.spans import exchanges
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -22,12 +23,10 @@ class Tracing:
     """Sends spans to a collector, in a thread of its own. `record` is for `watch.Watched`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
-        """Raises UserError, as `collector.check` does. `exporter`: as of `collector.sends_to`."""
-        sends, self._provider = collector.sends_to(endpoint, exporter), collector.provider()
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        """Raises UserError, as `collector.check` does. `exporter`: as of `collector.provider`."""
+        self._provider = collector.provider(endpoint, exporter)
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider.add_span_processor(BatchSpanProcessor(sends))
         self._name, self._propagator = model_name, TraceContextTextMapPropagator()
         self._tracer = self._provider.get_tracer("swiftspec", __version__)
 
@@ -45,6 +44,7 @@ class Tracing:
                 "gen_ai.request.model": self._name, **_visited(visit), **_asked(seen.ask.sampling), **_seen(seen),
             },
         )  # fmt: skip
+        exchanges(self._tracer, span, seen.hops)
         if seen.error is not None:
             span.set_attribute("error.type", seen.reason)
             span.set_status(StatusCode.ERROR, str(seen.error))

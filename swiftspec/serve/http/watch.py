@@ -9,6 +9,7 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from swiftspec.observe.hops import Hop
 from swiftspec.serve.http.engine import Ask, Broken, Engine, Refused, State, Unusable
 from swiftspec.serve.http.frames import Chunk, Done, Prompt, Ready
 
@@ -36,6 +37,7 @@ class Seen:
     visit: Visit
     came: list[float] = field(default_factory=list)  # when the tokens of each round came
     tokens: int = 0
+    hops: list[Hop] = field(default_factory=list)  # exchanges with workers
     ended: float = 0.0
     reason: str = "error"  # stop, length or abort; error, busy or unavailable (see Refused), invalid where it broke
     error: Exception | None = None
@@ -101,6 +103,7 @@ class Watched:
         elif isinstance(frame, Chunk):
             seen.came.append(self._clock())
             seen.tokens += len(frame.token_ids)
+            seen.hops += frame.hops
             if frame.finish_reason is not None and seen.reason == "error":
                 seen.reason = frame.finish_reason
 

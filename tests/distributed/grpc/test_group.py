@@ -42,6 +42,18 @@ def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, pla
         assert lost == [None, None] and accepted > 3
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_all_ranks_use_the_steps_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
+    target, draft = make_pair(tmp_path)
+    model, other = (target, draft) if side == "target" else (draft, target)
+    requests = [(PROMPT, asdict(ASKED[0]))]
+    job = {"side": side, "model": str(model), "other": str(other), "requests": requests, "more_on": rank}
+    ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan={"mode": "serial", "draft_steps": 3}, **job)[0]
+    assert one == two == LLM(target, None, **OPTIONS).generate(PROMPT, ASKED[0]).token_ids
+    assert lost == [None, None] and accepted > 3
+
+
 def test_what_a_client_asks_amiss_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
     target, draft = make_pair(tmp_path)
     grammar, full, guided, good = pool.run(2, "refuse_on_group", side="target", model=str(target))[0]

@@ -13,7 +13,10 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc import swiftspec_pb2 as pb
@@ -224,10 +227,57 @@ def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
             ping(Security("secret", ca=cert.read_bytes()), "localhost")
 
 
-def test_a_worker_says_what_it_is(target: Started) -> None:
-    channel = grpc.insecure_channel(f"127.0.0.1:{target.port}")
-    answer: Any = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=TARGET), timeout=10)  # type: ignore[attr-defined]
-    assert answer.status == health_pb2.HealthCheckResponse.SERVING  # type: ignore[attr-defined]
+HEALTH: Any = health_pb2  # its names are made when it is imported
+
+
+def test_health_is_told_until_a_worker_drains(target: Started) -> None:
+    """By the standard service's own client, of the worker, of each service, and of none that is there."""
+    worker = Started("target", target.model).start()
+    channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+    health = health_pb2_grpc.HealthStub(channel)
+    serving = HEALTH.HealthCheckResponse.SERVING
+    for name in ("", TARGET):
+        assert health.Check(HEALTH.HealthCheckRequest(service=name), timeout=10).status == serving
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(HEALTH.HealthCheckRequest(service=DRAFT), timeout=10)
+    assert caught.value.code() == Code.NOT_FOUND  # type: ignore[attr-defined]
+    watched: Any = health.Watch(HEALTH.HealthCheckRequest(service=TARGET), timeout=20)
+    assert next(watched).status == serving
+    threading.Thread(target=worker.server.stop, args=(5.0,)).start()
+    assert next(watched).status == HEALTH.HealthCheckResponse.NOT_SERVING
+    watched.cancel()
+    channel.close()
+
+
+class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """A client that shows the token with each call."""
+
+    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
+        return continuation(details._replace(metadata=Security("secret").metadata), request)
+
+    intercept_unary_unary = intercept_stream_stream = _call
+
+
+def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started) -> None:
+    """By the standard service's own client, who makes a call of what it has read."""
+    with started("target", target.model, security=Security("secret")) as worker:
+        bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+        with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
+            list(ProtoReflectionDescriptorDatabase(bare).get_services())
+        with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
+            health_pb2_grpc.HealthStub(bare).Check(HEALTH.HealthCheckRequest(), timeout=10)
+        channel = grpc.intercept_channel(bare, Shows())
+        read = ProtoReflectionDescriptorDatabase(channel)
+        assert {TARGET, "grpc.health.v1.Health"} < {*read.get_services()}
+        methods = DescriptorPool(read).FindServiceByName(TARGET).methods_by_name
+        assert {*methods} == {"VerifyDrafts", "Stream", "EndSession", "Ping", "ReadTokenizer"}
+        answer = GetMessageClass(methods["Ping"].output_type)
+        told: Any = channel.unary_unary(f"/{TARGET}/Ping", response_deserializer=answer.FromString)(b"", timeout=10)
+        assert told.vocab_size == 64 and told.tokenizer == TOKENIZER
+        bare.close()
+
+
+def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
     with pytest.raises(Refused, match="worker of the other kind"):
         Link(f"127.0.0.1:{target.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security()).ping(10)
 

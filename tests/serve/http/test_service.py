@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM
+from swiftspec.llm import LLM, Running
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http import frames
 from swiftspec.serve.http.frames import FromEngine
 from swiftspec.serve.http.service import Service
 from swiftspec.serve.http.wire import Frames, Wire, packed
 from tests.support.tiny import make_pair
+from tests.support.workers import on_workers, started
 
 LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True}
 
@@ -27,7 +29,7 @@ LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True
 class Front:
     """A front end, and rank 0 in a thread behind it."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: Running, *, spans: bool = False) -> None:
         here, self._end = socket.socketpair()
         self._heard, self._told = os.pipe()
         self._frames, self._in = Frames(FromEngine), list[Any]()
@@ -36,7 +38,7 @@ class Front:
         kept: Any = SimpleNamespace(pulse=SimpleNamespace(work=lambda: None, rest=lambda: None), first=b"")
         stopping: Any = SimpleNamespace(asked=False, heard=self._heard)
         session: Any = SimpleNamespace(llm=llm)
-        self.thread = threading.Thread(target=Service(session, teller, stopping, kept).run)
+        self.thread = threading.Thread(target=Service(session, teller, stopping, kept, spans=spans).run)
         self._end.settimeout(60)
         self.thread.start()
 
@@ -131,3 +133,21 @@ def test_a_front_end_that_is_gone_ends_them_all(llm: LLM) -> None:
     assert not front.thread.is_alive()
     front._wire.close(1)
     assert llm.generate([5], SamplingParams(max_tokens=2)).finish_reason is not None
+
+
+def test_exchanges_with_a_worker_go_with_the_tokens_of_their_round(tmp_path: Path) -> None:
+    """Each request has its own; nobody hears of them where no spans are made."""
+    target, draft = make_pair(tmp_path)
+    asked = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
+    with started("draft", draft) as worker, on_workers(target, worker.named(), mode="serial", draft_steps=2) as running:
+        for spans in (True, False):
+            front = Front(running, spans=spans)
+            try:
+                for number in (1, 2):
+                    front.say(frames.Start(number, [5, number], asked))
+                    *chunks, done = front.until_all_end(number)[number]
+                    rounds = [[hop.round for hop in chunk.hops] for chunk in chunks]
+                    assert rounds == ([[at - 1] for at in range(len(chunks))] if spans else [[]] * len(chunks))
+                    assert isinstance(done, frames.Done) and done.metrics["drafter_lost"] is None
+            finally:
+                front.close()

@@ -17,8 +17,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
+from swiftspec.observe.hops import Hop, Offset
 from swiftspec.serve import collector
 from swiftspec.serve.http.engine import Ask, Refused
+from swiftspec.serve.http.frames import Chunk
 from swiftspec.serve.http.tracing import Tracing
 from swiftspec.serve.http.watch import VISIT, Visit, Watched
 from tests.support.played import Played, Ticks, served, whole
@@ -71,6 +73,18 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
         "swiftspec.draft_busy": 0.0, "swiftspec.num_spec_steps": 1, "swiftspec.num_draft_tokens": 3,
         "swiftspec.num_accepted_draft_tokens": 1, "swiftspec.mean_acceptance_length": 2.0,
     }  # fmt: skip
+
+
+def test_exchanges_with_workers_are_below_their_request() -> None:
+    """Those of an answer that breaks off, too."""
+    hops = [Hop("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, Offset(100, 4)) for at in (-1, 0)]
+    told = [Chunk(1, [5], 0, None, None, [hop]) for hop in hops]
+    for answer in (whole(Stats(), [1]), [Refused("it is gone", 503, None)]):
+        part, call, part_2, call_2, request = spans(Visit("/v1/completions"), Ask([1], {}), [*told, *answer])
+        assert [each.name for each in (part, call, request)] == ["draft worker", "draft", "text_completion m"]
+        assert call.parent is not None and call.parent == call_2.parent == request.context and request.parent is None
+        assert part.parent == call.context and part_2.parent == call_2.context
+        assert (call_2.start_time, part_2.start_time, part_2.end_time, call_2.end_time) == (0, 5, 8, 9)
 
 
 def test_a_collector_gets_it_over_http() -> None:

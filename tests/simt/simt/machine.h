@@ -155,10 +155,11 @@ class Machine {
   size_t shared = 0;     // bytes of shared memory that a block may have; 0: what the GPU compiled for has
   bool queues = false;   // launches run when others follow or somebody waits, not at once
   bool broken = false;   // a kernel has ended itself; nothing more runs
+  std::function<void()> pause = [] {};  // called now and then; where it throws, all launches end
 
   unsigned clusters(unsigned blocks) const;  // of so many that run at a time
   void run(Launch launch);
-  void finish(size_t most = 0);  // until no more than so many launches are under way
+  void finish(size_t most = 0);  // until no more than so many launches are under way, or `pause` throws
 
   // For threads.
   Thread& self() { return *current_; }
@@ -183,6 +184,7 @@ class Machine {
   void resume(Thread& thread);
   void stop();  // back to `resume`
   void step();
+  void look_up();
   void retire();
   bool receives(const Cluster& cluster) const;
   void clear();
@@ -205,6 +207,7 @@ class Machine {
   std::vector<std::unique_ptr<Fiber>> fibers_;  // to be used again
   std::string fault_;
   bool trapped_ = false;
+  uint64_t steps_ = 0;
   bool changed_ = false;  // a cluster has left, or no block is silent any more
   unsigned patience_ = 1;  // since the last launch: how often a thread that yields is soon its turn again
 };
