@@ -209,8 +209,3 @@ class Particles:
     def _log_mean(self) -> Tensor:
         """[G] the logarithm of the mean weight."""
         return self.log_weights.logsumexp(-1) - math.log(self.count)
-
-    def pick(self, uniform: Tensor) -> Tensor:
-        """[G] a row of each group, with the probability of its share of the weight, by `uniform` [G]."""
-        edges = self.log_weights.softmax(-1).cumsum(-1)
-        return torch.searchsorted(edges, uniform[:, None], right=True).squeeze(-1).clamp_max(self.count - 1)

@@ -26,6 +26,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import choose, features
 from swiftspec.runtime.steps.rounds import Mail, Rounds
+from swiftspec.smc import weights
 from swiftspec.smc.answer import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
@@ -224,10 +225,10 @@ class SMC:
 
     def _pick(self, group: Group) -> Answer:
         at, p, rounds = self._order.index(group.sequence), self.particles, max(group.rounds, 1)
-        uniform = self.round.streams.pick()
-        row, lengths = int(p.pick(uniform)[at]), p.length[at].tolist()
+        uniform, lengths = self.round.streams.pick(at), p.length[at].tolist()
+        row, shares = weights.pick(p.log_weights[at].tolist(), uniform)
         texts = zip(p.tokens[at, :, : max(lengths)].tolist(), lengths, strict=True)
-        found = zip(texts, p.stopped[at].tolist(), p.log_weights[at].softmax(-1).tolist(), strict=True)
+        found = zip(texts, p.stopped[at].tolist(), shares, strict=True)
         particles = tuple(Particle(tuple(text[:length]), *rest) for (text, length), *rest in found)
         return Answer(
             tokens=[*particles[row].tokens],
@@ -240,7 +241,7 @@ class SMC:
             compactions=group.compactions,
             moved_slots=group.moved_slots,
             particles=particles,
-            uniform=float(uniform[at]),
+            uniform=uniform,
         )
 
     def _read_prompt(self, opening: Opening) -> tuple[int, int]:
@@ -257,7 +258,10 @@ class SMC:
     def _put_first(self, sequences: list[int]) -> None:
         """Has the groups of these sequences at the first positions, where a round runs over them, in that order."""
         if self._order[: len(sequences)] != sequences:
-            order = [*sequences, *(sequence for sequence in range(len(self._order)) if sequence not in sequences)]
+            order = [*self._order]
+            for place, sequence in enumerate(sequences):
+                other = order.index(sequence)
+                order[place], order[other] = sequence, order[place]
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
 
@@ -296,8 +300,7 @@ class SMC:
                     group.columns = head[self.round.told :][: about.used]
 
     def _wipe(self, group: Group) -> None:
-        """Forgets what a group has in the caches: NaN would spoil the sums of a later request, even where it is
-        masked."""
+        """Forgets a group in the caches: NaN would spoil the sums of a later request, even where it is masked."""
         for cache in (self.target.cache, self.draft.cache):
             for part in (cache.k, cache.v):
                 part[:, group.sequence, :, : cache.prefix_len[group.sequence] + group.used].zero_()

@@ -108,9 +108,9 @@ class SMCRound:
 
     def rearrange(self, order: Sequence[int]) -> None:
         """Puts the group at position `order[i]` at position i."""
-        places = torch.tensor(order, device=self._prefix.device)
+        moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
         for tensor in (*self.tensors, self._prompts):
-            tensor.copy_(tensor.index_select(0, places))
+            tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
         self._shapers = [self._shapers[place] for place in order]
         self._shaped.clear()
 

@@ -96,9 +96,9 @@ class Streams:
         `rounds` [A] it has had: [A]."""
         return self._drawn[: len(rounds)].gather(1, rounds[:, None]).squeeze(1)
 
-    def pick(self) -> Tensor:
-        """The uniform numbers [G] that choose the answers, once a request."""
-        return self._drawn[:, -1].contiguous()
+    def pick(self, group: int) -> float:
+        """The uniform number that chooses the group's answer, once a request."""
+        return float(self._drawn[group, -1])
 
     def _uniform(self, streams: Tensor, clock: Tensor) -> Tensor:
         """Token 0's integers of these rows, as float64 in (0, 1)."""

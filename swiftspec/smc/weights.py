@@ -42,6 +42,11 @@ Source: SMC-SD engine v0.1 section 1, v0.2 section 5; Del Moral, Doucet, Jasra 2
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
@@ -82,6 +87,16 @@ def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
     """log (b - q)+ [N, V], not normalised: the law of the token that replaces a rejected one; logits [N, V]."""
     b, q = (power * target).softmax(-1), draft.softmax(-1)
     return ((b - q).clamp_min(0) + TINY * b).log()
+
+
+def pick(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
+    """A row of one group, by one number `uniform` in (0, 1), with the probability of its share of the weight; and the
+    shares [N]. On the host, since a request needs it once. Source: SMC-SD engine v0.1 section 3.5."""
+    top = max(log_weights)
+    raised = [math.exp(weight - top) for weight in log_weights]
+    whole = math.fsum(raised)
+    shares = [weight / whole for weight in raised]
+    return min(bisect_right([*accumulate(shares)], uniform), len(shares) - 1), shares
 
 
 def thinned(shares: Tensor, count: int, uniform: float) -> Tensor:

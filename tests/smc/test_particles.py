@@ -207,15 +207,6 @@ def test_the_common_prefix_counts_finished_rows_too() -> None:
     assert p.length.tolist() == [[4, 2], [4, 4]] and p.common().tolist() == [1, 1]
 
 
-def test_the_pick_follows_the_weights() -> None:
-    p = Particles(2, 3, 1, 16, 8)
-    p.log_weights.copy_(torch.tensor([[0.2, 0.5, 0.3], [0.0, 0.0, 1.0]], dtype=torch.float64).log())
-    uniforms = [torch.tensor([(i + 0.5) / 1000] * 2, dtype=torch.float64) for i in range(1000)]
-    picks = [p.pick(uniform).tolist() for uniform in uniforms]
-    assert [[pick[0] for pick in picks].count(row) for row in range(3)] == [200, 500, 300]
-    assert {pick[1] for pick in picks} == {2}
-
-
 def test_a_group_is_resampled_by_its_own_weights() -> None:
     """Batched, it is what each group would be by itself; a flat one stays as it is."""
     dice = torch.Generator().manual_seed(1)

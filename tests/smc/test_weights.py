@@ -41,7 +41,7 @@ def test_no_two_particles_or_purposes_share_noise() -> None:
     streams = Streams(1, 1, "cpu")
     streams.seed(0, 7)
     tick = torch.tensor([4])
-    drawn = {float(streams.resampling(torch.tensor([0]))), float(streams.pick()), float(streams.coins(tick[None]))}
+    drawn = {float(streams.resampling(torch.tensor([0]))), streams.pick(0), float(streams.coins(tick[None]))}
     assert len(drawn) == 3 and all(0 < u < 1 for u in drawn)
 
 
@@ -143,3 +143,12 @@ def test_a_draw_of_one_is_a_draw_by_the_shares() -> None:
     shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     for uniform, row in ((0.1, 0), (0.21, 1), (0.69, 1), (0.71, 2), (0.999999, 2)):
         assert weights.thinned(shares, 1, uniform).tolist() == [float(at == row) for at in range(3)]
+
+
+def test_the_pick_follows_the_weights() -> None:
+    uniforms = [(i + 0.5) / 1000 for i in range(1000)]
+    logs = [5 + math.log(share) for share in (0.2, 0.5, 0.3)]
+    picks = [weights.pick(logs, uniform)[0] for uniform in uniforms]
+    assert [picks.count(row) for row in range(3)] == [200, 500, 300]
+    assert weights.pick(logs, 0.1)[1] == pytest.approx([0.2, 0.5, 0.3])
+    assert {weights.pick([-math.inf, -math.inf, 0.0], uniform)[0] for uniform in uniforms} == {2}
