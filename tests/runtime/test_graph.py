@@ -25,7 +25,7 @@ from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs
 from swiftspec.tree import mask as tree_mask
 from tests.support.histories import HistoryModel
-from tests.support.recording import Blind, Rerun
+from tests.support.recording import Rerun
 from tests.support.roles import make_population, make_runner, opening
 from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny import make_checkpoint
@@ -164,8 +164,8 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
 def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
     checkpoint: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
-    """Two ranks whose logits a kernel gathers capture whole rounds, in which nobody looks at a value; where messages
-    are too long for it they go operator by operator. The second request replays what the first has captured."""
+    """Two ranks whose logits a kernel gathers capture whole rounds; where messages are too long for it they go operator
+    by operator. The second request replays what the first has captured."""
     make_checkpoint(tmp_path, layers=1, seed=5)
     longest = 9 * 64 * 4  # bytes of the target's logits in a round
 
@@ -175,7 +175,7 @@ def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
         for path in (checkpoint, tmp_path):
             model = load_model(path, dtype=torch.float64, ops=unfused, max_positions=400, group=joined)
             runners.append(make_runner(model, unfused, context=64, tree_slots=256))
-        capture = None if group is None else Blind()
+        capture = None if group is None else Rerun()
         plan = PopulationConfig(3, 2, 0.8, 1.5)
         worker = make_population(runners[0], runners[1], plan, longest=40, captures=(capture, capture))
         found = []

@@ -1,5 +1,5 @@
 """Faults planted into copies of the kernels: tests/gpu on the emulated GPU must notice each. Without clusters and bulk
-copies (Ampere's form), and in what reads a weight once for many rows and loads keys ahead."""
+copies (Ampere's form), in what reads a weight once for many rows and loads keys ahead, and for particles."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ MANY_TURNS = ("test_linear", "test_many_turns")
 MANY_PARTS = ("test_cuda_ops", "more_parts")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 FAULTS = [
-    Fault("weights are zeroed before all blocks have read them", HOPPER, RESAMPLE, RESAMPLE,
-          "  ptx::cluster_sync();  // all of its blocks have read the weights\n"),
-    Fault("shares are read before all are there", AMPERE, RESAMPLE, RESAMPLE,
+    Fault("shares are read before all are there", HOPPER, RESAMPLE, RESAMPLE,
           "exp(found.weights[i] - less);\n  __syncthreads();", "exp(found.weights[i] - less);"),
     Fault("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h", "put_words(out + r * stride,",
           "put_words(out + r * count,"),

@@ -110,15 +110,17 @@ def tests() -> list[Step]:
     }
     named = [stem for stems in groups.values() for stem in stems]
     groups["engine"] = tuple(file.stem for file in files if file.stem not in named)
-    return [tested(name, groups[name], limit) for name, limit in (("operators", 35), ("engine", 55), ("ranks", 45))]
+    limits = (("operators", 35, 8), ("engine", 55, 8), ("ranks", 45, 16))  # ranks may be processes that begin
+    return [tested(name, groups[name], limit, patience) for name, limit, patience in limits]
 
 
-def tested(name: str, stems: tuple[str, ...], limit: float) -> Step:
-    """Tests in a process that is begun again behind one that hangs or breaks the GPU."""
+def tested(name: str, stems: tuple[str, ...], limit: float, patience: int) -> Step:
+    """Tests in a process that is begun again behind one that hangs, so many seconds, or breaks the GPU."""
     name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
-    command = (sys.executable, "-m", "tools.gpu.tested", "--budget", SECONDS, "--json", str(file), *paths)
+    command = (sys.executable, "-m", "tools.gpu.tested", "--budget", SECONDS, "--patience", str(patience))
+    command += ("--json", str(file), *paths)
     return Step(name, command, limit, file)
 
 
