@@ -224,7 +224,7 @@ class SMC:
         row, shares = weights.pick(p.log_weights[at].tolist(), uniform)
         texts = zip(p.tokens[at, :, : max(lengths)].tolist(), lengths, strict=True)
         found = zip(texts, p.stopped[at].tolist(), shares, strict=True)
-        particles = tuple(Particle(tuple(text[:length]), *rest) for (text, length), *rest in found)
+        particles = tuple(Particle(tuple(text[:n]), stopped, share) for (text, n), stopped, share in found)
         return Answer(
             tokens=[*particles[row].tokens],
             stopped=particles[row].stopped,
