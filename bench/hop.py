@@ -1,10 +1,13 @@
 """What a hop to a worker costs beside its model: the wait for an answer less the model's time, as the worker tells it.
 
-    python -m bench.hop [--tokens 128] [--json out.json]
+    python -m bench.hop [--tokens 128] [--awake] [--json out.json]
 
 The workers of bench/workers.py, over loopback; the loop runs in this process. Modes serial (a proposal for a result)
-and async (growth as it comes). Bytes are those of the messages, before gRPC's framing. For comparison: the round trip
-of a Ping after a rest as long as a verification.
+and async (growth as it comes). Bytes are those of the messages, before gRPC's framing. For comparison: a bare gRPC
+stream with messages of the same sizes after the same rests (`bare_ms`), and what the worker does around its forwards,
+which a model of this process has to do too (`around_ms`). What these two leave of `p50_ms` is the hop's own. And the
+round trip of a Ping, again and again and after a rest as long as a verification. `--awake` keeps the CPUs from being
+halted between messages, as bench/bare.py says.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from bench import bare
 from bench.data.heldout import texts
 from bench.workers import LEAVES, NODES, PACES, workers
 from swiftspec.assemble.elsewhere import RemoteTarget, assemble_elsewhere
@@ -42,12 +46,14 @@ MODES = ("serial", "async")
 
 @dataclass
 class Hops:
-    """Of one side. Seconds of each answer beside the model's; between an answer and the next message; of an expansion,
-    as the worker has them; and bytes there and back."""
+    """Of one side. Seconds of each answer beside the model's, the model's, and the worker's around it; between an
+    answer and the next message; of an expansion, as the worker has them; and bytes there and back."""
 
     asked: float = 0.0  # when the last message was sent
     heard: float = 0.0  # and the last answer came
     beside: list[float] = field(default_factory=list)
+    model: list[float] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     expansion: list[float] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
@@ -71,7 +77,9 @@ def measured(hops: dict[str, Hops]) -> Iterator[None]:
     def timed_recv(self: Any, timeout: float) -> Any:
         answer, hop = recv(self, timeout), of(self)
         hop.heard = time.perf_counter()
-        hop.beside.append(hop.heard - hop.asked - 1e-9 * answer.telemetry.model)
+        hop.model.append(1e-9 * answer.telemetry.model)
+        hop.around.append(1e-9 * answer.telemetry.wall - hop.model[-1])
+        hop.beside.append(hop.heard - hop.asked - hop.model[-1])
         hop.come.append(answer.ByteSize())
         if (expansions := getattr(answer, "delta", None) and answer.delta.expansions) and answer.telemetry.wall:
             hop.expansion.append(1e-9 * answer.telemetry.wall / expansions)
@@ -101,7 +109,7 @@ def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops
                 running.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
             count += running.stats.rounds
             for side in PACES:
-                for name in ("beside", "between", "expansion", "sent", "come"):
+                for name in ("beside", "model", "around", "between", "expansion", "sent", "come"):
                     getattr(found[side], name).extend(getattr(hops[side], name)[2:])
         running.close()
     return found, count
@@ -128,27 +136,32 @@ def around(urls: dict[str, str]) -> dict[str, float]:
     return {"verify": verify, "expand": expand, "answer": statistics.quantiles(hops["target"].between, n=10)[0]}
 
 
-def row(mode: str, side: str, hops: Hops, count: int) -> dict[str, Any]:
-    """What is printed of one side."""
+def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any]:
+    """What is printed of one side. `url`: of a bare stream."""
     size = {"there": sum(hops.sent) / count, "back": sum(hops.come) / count}
     about = {"mode": mode, "side": side, "rounds": count, **size}
     if mode == "async" and side == "draft":  # growth is no answer, so there is no hop
         return about
     tenths = statistics.quantiles(hops.beside, n=10)
-    return {**about, "p50_ms": 1e3 * statistics.median(hops.beside), "p90_ms": 1e3 * tenths[-1]}
+    middle = statistics.median
+    wire = bare.Exchange(int(middle(hops.sent)), int(middle(hops.come)), middle(hops.model), middle(hops.between))
+    times = {"p50": middle(hops.beside), "p90": tenths[-1], "around": middle(hops.around)}
+    times["bare"] = bare.beside(url, wire)
+    return {**about, **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}}
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(prog="python -m bench.hop", description=__doc__)
     parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--awake", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: list[dict[str, Any]] = []
-    with workers() as urls:
+    with workers() as urls, bare.listening() as echo, bare.awake() if args.awake else nullcontext():
         for mode in MODES:
             hops, count = rounds(mode, urls, args.tokens)
-            found += [row(mode, side, hops[side], count) for side in PACES]
+            found += [row(mode, side, hops[side], count, echo) for side in PACES]
         found.append({"ping_ms": 1e3 * round_trip(urls["target"]), "rested_ms": 1e3 * round_trip(urls["target"], 0.03)})
     for each in found:
         print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in each.items()), flush=True)

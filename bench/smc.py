@@ -7,7 +7,8 @@
 Quality is measured: the target's own mean log-likelihood per token of what each configuration wrote (at the request's
 temperature), and how far that lies from the mean of several plain samplings of the same prompt, with its standard
 error. A text that reads like the draft's lies below. All configurations take turns on every prompt. One thread is timed
-by its CPU time, so that other work on the machine counts less, more by the clock; only ratios within one run mean much.
+by its CPU time, so that other work on the machine counts less, more of them and a GPU (`--device cuda`, not run yet) by
+the clock; only ratios within one run mean much.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def scorer(temperature: float) -> Callable[[Sequence[int], Sequence[int]], float
 
 
 def build(particles: int, steps: int, args: argparse.Namespace) -> LLM:
-    kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT}
+    kind: Any = {"dtype": torch.bfloat16, "ops": args.ops, "max_model_len": CONTEXT, "device": args.device}
     if particles == 0:
         return LLM(DEMO / "target", config=EngineConfig("ar"), **kind)
     population = PopulationConfig(particles, steps, args.ess_threshold, args.power)
@@ -110,8 +111,9 @@ def measure(args: argparse.Namespace) -> list[Result]:
     systems = [(Result(n, k), build(n, k, args)) for n, k in shapes]
     prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
     score = scorer(args.temperature)
+    warm = 8 if args.device == "cpu" else args.max_tokens  # else graphs would be captured while the clock runs
     for _, llm in systems:
-        llm.generate(prompts[0], SamplingParams(temperature=args.temperature, max_tokens=8, ignore_eos=True))
+        llm.generate(prompts[0], SamplingParams(temperature=args.temperature, max_tokens=warm, ignore_eos=True))
     for seed in range(args.seeds):
         for prompt in prompts:
             for result, llm in systems:
@@ -256,8 +258,8 @@ def main() -> None:
     if min(args.threads, args.limit, *args.particles) < 1:
         parser.error("--threads, --limit and --particles must be at least 1")
     torch.set_num_threads(args.threads)
-    if args.threads == 1:
-        time.perf_counter = time.thread_time  # the engine's clock
+    if args.threads == 1 and args.device == "cpu":
+        time.perf_counter = time.thread_time  # the engine's clock; a GPU works while its host waits
     if args.memory:
         memory(args)
         return

@@ -16,18 +16,21 @@ import argparse
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.svg import line_of, text_of
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.smc.decoding import Request
 from swiftspec.smc.population import SMC
 
@@ -55,7 +58,7 @@ class Total:
 
     @property
     def own(self) -> str:
-        """As a share, in words. Of a round that is one graph nobody knows what its forwards take."""
+        """As a share, in words. On a GPU nobody knows what a round's forwards take."""
         return "-" if self.forwards <= 0 else f"{100 * (self.seconds / self.forwards - 1):.1f} %"
 
 
@@ -107,7 +110,8 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     tokens = sum(request.stats.tokens for request in requests)
     total.rates.append(tokens / seconds)
     total.tokens, total.seconds = total.tokens + tokens, total.seconds + seconds
-    total.forwards += spent
+    if args.device == "cpu":  # of a GPU the host knows when forwards begin
+        total.forwards += spent
     total.rounds += sum(request.stats.rounds for request in requests)
 
 
@@ -124,11 +128,20 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
     after = torch.full_like(rows, PROMPT)
     ends = torch.full((len(cache.prefix_len),), PROMPT + WINDOW, device=device)
     batch, seconds = Batch(rows, after, after, mask, rows, ends), []
-    for _ in range(forwards):
-        began = time.perf_counter()
+
+    def forward() -> Tensor:
         logits = target.model.forward(batch, cache)
         assert logits is not None
-        logits[0, 0].item()  # a GPU has ended, too
+        return logits
+
+    work: Callable[[], object] = forward
+    if population.steps_known[0].name == "graph":
+        _, work = CudaCapture(Lock())(forward)
+    for _ in range(forwards):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return at_once / statistics.median(seconds)
 
@@ -144,6 +157,9 @@ def compare(prompts: Sequence[Sequence[int]], args: argparse.Namespace) -> None:
     totals = {(shape, count): Total() for shape in shapes for count in args.groups}
     for llm in systems.values():
         llm.generate(asked[0], SamplingParams(args.temperature, max_tokens=8, ignore_eos=True))
+    if args.device != "cpu":  # else graphs would be captured while the clock runs
+        for shape, count in totals:
+            run(systems[shape], asked, args, count, Total())
     alone: dict[int, list[float]] = {count: [] for count in args.groups}
     for _ in range(args.seeds):
         for (shape, count), total in totals.items():
@@ -211,7 +227,7 @@ def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> Non
     parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="of --groups: particles, and exact chains")
     parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.grow, say")
     parser.add_argument("--draft", type=Path, default=draft)
-    parser.add_argument("--device", default="cpu", help="of --groups")
+    parser.add_argument("--device", default="cpu", help="where the models run: cpu or cuda")
     parser.add_argument("--rounds", choices=("native", "graph", "eager"), help="of --groups: no other, but eager ones")
     parser.add_argument("--lag", type=int, choices=(0, 1), help="of --groups: rounds that the host is behind")
     parser.add_argument("--ablate", action="store_true", help="of --groups: particles without one thing at a time")

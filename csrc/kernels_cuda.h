@@ -152,6 +152,25 @@ struct VerifyArgs {
 };
 void verify(const VerifyArgs& args, Stream stream);
 
+// ---- particles
+
+// Groups of particles weighed, and resampled where their weights are uneven: what a round ends with (swiftspec/smc).
+// Systematic resampling; rows are copied in place. swiftspec/backends/reference/resampling.py has the same in operators.
+constexpr int64_t kMostParticles = 1024;  // of a group
+
+struct ResampleArgs {
+  double* log_weights;  // [groups, count], zeros once a group is resampled
+  uint8_t* mask;        // [groups, count, slots], of which a copy takes over the first `width` columns
+  uint8_t* ends;        // [groups, count, ends_bytes]
+  uint8_t* path;        // [groups, count, path_bytes]
+  double *log_z, *ess;  // [groups], added to
+  int64_t *resampled, *rounds;  // [groups], counted on
+  const double* uniform;        // [groups], in (0, 1)
+  double threshold;             // a group is resampled where its effective sample size is below this share of `count`
+  int64_t groups, count, slots, width, ends_bytes, path_bytes;
+};
+void resample(const ResampleArgs& args, Stream stream);
+
 // ---- tree
 
 // A draft tree on the device; see cuda/tree/tree.h.
@@ -177,7 +196,8 @@ void tree_add(const TreeState& tree, int32_t w, const int32_t* node, int32_t k, 
 
 // ---- peers
 
-// out[r, i] = mine[i] of rank r, words of 4 bytes, over the lines of a group: (count + 1) / 2 of them.
+// out[r, i] = mine[i] of rank r, words of 4 bytes, over the lines of a group, two words to each. A message that is longer
+// than the lines goes in pieces, a launch and an epoch for each.
 struct GatherArgs {
   const Channel* channel;
   const uint32_t* mine;  // [count]

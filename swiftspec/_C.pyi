@@ -254,6 +254,23 @@ def pack_rounded(matrix: Array, data: Array, scales: Array) -> None:
 def peak(rounds: int, wide: bool) -> int:
     """Run a loop of products alone; how many floating-point operations it was."""
 
+def resample(
+    *,
+    log_weights: Array,
+    mask: Array,
+    ends: Array,
+    path: Array,
+    log_z: Array,
+    ess: Array,
+    resampled: Array,
+    rounds: Array,
+    uniform: Array,
+    threshold: float,
+    width: int,
+) -> None:
+    """Groups of particles weighed, and resampled where the weights are uneven, in place; see
+    host/decoder/particles.h."""
+
 def set_threads(count: int) -> None:
     """How many threads share large products, the caller's among them."""
 
@@ -477,6 +494,24 @@ def repack_bf16_cuda(matrix: Array, out: Array, stream: int) -> None:
 
 def repack_int4_cuda(codes: Array, scales: Array, zeros: Array, group: int, out: Array, stream: int) -> None:
     """Tiles of an int4 matrix; see cuda/linear/repack.h."""
+
+def resample_cuda(
+    *,
+    log_weights: Array,
+    mask: Array,
+    ends: Array,
+    path: Array,
+    log_z: Array,
+    ess: Array,
+    resampled: Array,
+    rounds: Array,
+    uniform: Array,
+    threshold: float,
+    width: int,
+    stream: int,
+) -> None:
+    """Groups of particles weighed, and resampled where the weights are uneven, in one launch; see ResampleArgs in
+    kernels_cuda.h."""
 
 def use_cuda_device(ordinal: int) -> None:
     """Says which GPU this thread's next calls are for."""

@@ -43,7 +43,8 @@ BULK = {
     "wide_kernel": ("cp.async.bulk.shared", "cp.async.bulk.prefetch.L2", WAIT, "fence.proxy.async.global",
                     "mbarrier.try_wait", "griddepcontrol.launch_dependents"),
     **dict.fromkeys(("attention_kernel", "gather_kernel", "children_kernel", "keyed_kernel", "list_kernel",
-                     "embed_kernel", "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel"), (WAIT,)),
+                     "embed_kernel", "add_kernel", "claim_kernel", "leaves_kernel", "arrange_kernel",
+                     "resample_kernel"), (WAIT,)),
 }  # fmt: skip
 # Of GPUs without.
 PLAIN = dict.fromkeys(("linear_kernel", "wide_kernel"),
@@ -51,6 +52,8 @@ PLAIN = dict.fromkeys(("linear_kernel", "wide_kernel"),
                        "prefetch.global.L2"))  # fmt: skip
 CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "keyed_kernel", "verify_kernel", "wide_kernel",
                           "arrange_kernel"), ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
+# blocks that wait for each other, and read nothing of each other
+CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}
 
 
 def required(arch: int) -> dict[str, tuple[str, ...]]:

@@ -46,12 +46,14 @@ from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
 from swiftspec.runtime.threaded import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.smc.population import SMC
 from swiftspec.tree import mask as tree_mask
 from tools.grow.checkpoint import write_config
 from tools.grow.model import load as load_grown
 from tools.grow.shapes import read_shape
 
 REPEATS = 20
+WARM = 0.7  # the temperature of particles, which have nothing to do at 0
 TEXT = ROOT / "bench" / "data" / "demo_text.json"
 Role = LocalDrafter | LocalVerifier
 
@@ -111,10 +113,12 @@ def asking_ahead(role: Role, on: bool) -> Role:
     return role
 
 
-def decode(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], dict[str, float]]:
-    """Greedy texts, and rates over all of them. Each is decoded once before, so that no graph is captured while the
-    clock runs."""
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def decode(
+    llm: LLM, prompts: list[list[int]], tokens: int, temperature: float = 0.0
+) -> tuple[list[list[int]], dict[str, float]]:
+    """Texts, greedy ones if nothing is said, and rates over all of them. Each is decoded once before, so that no graph
+    is captured while the clock runs. Of rounds that are one graph the time in either model is not known: it is 0."""
+    sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
     before, done = ([llm.generate(prompt, sampling) for prompt in prompts] for _ in range(2))
     stats = [completion.stats for completion in done]
     lost = [one.stats.drafter_lost for one in before + done if one.stats.drafter_lost is not None]
@@ -204,17 +208,27 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     return result
 
 
-def measure_particles(pair: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Mode smc with so many particles each: tokens a second."""
+def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Mode smc with so many particles each: tokens a second, and what ran its rounds. `note` as in `measure`. Models
+    are made once, for the most particles, whose texts have most positions."""
     prompts, shapes = read_token_ids(args.prompts), pair.split(",")
     result: dict[str, Any] = {"pair": pair, "context": args.context}
+    made: dict[Path, Transformer] = {}
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
-        for count in args.particles:
+
+        def once(path: Path, /, **options: Any) -> Transformer:
+            return made[path] if path in made else made.setdefault(path, load(path, **options))
+
+        for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
-            options: Options = {"device": args.device, "max_model_len": args.context + 256, "load": load}
+            options: Options = {"device": args.device, "max_model_len": args.context + 256, "load": once}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
             llm = LLM(paths[0], paths[1], config, **options)
-            result[f"smc {count}"] = decode(llm, prompts, args.tokens)[1]
+            result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
+            population = llm.roles.parts
+            assert isinstance(population, SMC)
+            result["rounds"] = population.steps_known[0].name
+            note(result)
             llm.close()
     return result
 
@@ -257,7 +271,7 @@ def main() -> None:
 
     try:
         if args.particles:
-            note(measure_particles(args.pair, args))
+            print(json.dumps(measure_particles(args.pair, args, note), indent=1))
             return
         found = measure(args.pair, args, note)
     except UserError as error:

@@ -110,7 +110,6 @@ py::dict device() {
 cuda::GatherArgs gather_args(const Channel& channel, const Array& mine, const Array& out) {
   const int64_t bytes = mine.bytes(), count = bytes / kWord, ranks = channel.layout.ranks;
   check(bytes % kWord == 0, "a message is of whole words of 4 bytes");
-  check(cuda::word_lines(count) <= channel.layout.lines, "the message is longer than the group's lines");
   check(out.count() == ranks * mine.count(), "out must hold every rank's message");
   const Place here = gpu();
   const Type type = mine.type();

@@ -53,6 +53,7 @@ PYBIND11_MODULE(_C, m) {
   bind_mailbox(m);
   bind_decoder(m);
   bind_rounds(m);
+  bind_particles(m);
   bind_population(m);
 #ifdef SWIFTSPEC_WITH_CUDA
   bind_cuda(m);

@@ -20,6 +20,7 @@ void bind_mailbox(py::module_& m);
 void bind_decoder(py::module_& m);
 void bind_tree(py::module_& m);
 void bind_rounds(py::module_& m);
+void bind_particles(py::module_& m);
 void bind_population(py::module_& m);
 
 // Where CUDA is built.
@@ -29,6 +30,7 @@ void bind_cuda_attention(py::module_& m);
 void bind_cuda_cache(py::module_& m);
 void bind_cuda_sampling(py::module_& m);
 void bind_cuda_chains(py::module_& m);
+void bind_cuda_particles(py::module_& m);
 void bind_cuda_tree(py::module_& m);
 void bind_cuda_peers(py::module_& m);
 

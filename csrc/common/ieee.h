@@ -1,4 +1,4 @@
-// Operations of float32 that are rounded one by one, so that no compiler joins two of them, and its bits.
+// Operations of float32 and float64 that are rounded one by one, so that no compiler joins two of them; float32's bits.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,16 @@ namespace swiftspec::ieee {
 SWIFTSPEC_HD float add(float a, float b) { return __fadd_rn(a, b); }
 SWIFTSPEC_HD float mul(float a, float b) { return __fmul_rn(a, b); }
 SWIFTSPEC_HD float div(float a, float b) { return __fdiv_rn(a, b); }
+SWIFTSPEC_HD double add(double a, double b) { return __dadd_rn(a, b); }
+SWIFTSPEC_HD double mul(double a, double b) { return __dmul_rn(a, b); }
 SWIFTSPEC_HD uint32_t bits_of(float x) { return __float_as_uint(x); }
 SWIFTSPEC_HD float of_bits(uint32_t x) { return __uint_as_float(x); }
 #else
 SWIFTSPEC_HD float add(float a, float b) { return a + b; }
 SWIFTSPEC_HD float mul(float a, float b) { return a * b; }
 SWIFTSPEC_HD float div(float a, float b) { return a / b; }
+SWIFTSPEC_HD double add(double a, double b) { return a + b; }
+SWIFTSPEC_HD double mul(double a, double b) { return a * b; }
 SWIFTSPEC_HD uint32_t bits_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);

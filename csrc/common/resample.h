@@ -5,21 +5,34 @@
 #include <cstdint>
 
 #include "common/host_device.h"
+#include "common/ieee.h"
 
 namespace swiftspec::resample {
 
+SWIFTSPEC_HD double highest(const double* weights, int64_t count) {
+  double top = weights[0];
+  for (int64_t i = 1; i < count; ++i) top = weights[i] > top ? weights[i] : top;
+  return top;
+}
+
+SWIFTSPEC_HD double sum(const double* values, int64_t count) {
+  double total = 0.0;
+  for (int64_t i = 0; i < count; ++i) total = ieee::add(total, values[i]);
+  return total;
+}
+
 // The logarithm of the sum of e^w; a NaN among them spoils it.
 SWIFTSPEC_HD double log_sum(const double* weights, int64_t count) {
-  double top = weights[0], total = 0.0;
-  for (int64_t i = 1; i < count; ++i) top = weights[i] > top ? weights[i] : top;
-  for (int64_t i = 0; i < count; ++i) total += exp(weights[i] - top);
-  return top + log(total);
+  const double top = highest(weights, count);
+  double total = 0.0;
+  for (int64_t i = 0; i < count; ++i) total = ieee::add(total, exp(weights[i] - top));
+  return ieee::add(top, log(total));
 }
 
 // The effective sample size of shares of the weight: 1 / the sum of their squares.
 SWIFTSPEC_HD double effective(const double* shares, int64_t count) {
   double total = 0.0;
-  for (int64_t i = 0; i < count; ++i) total += shares[i] * shares[i];
+  for (int64_t i = 0; i < count; ++i) total = ieee::add(total, ieee::mul(shares[i], shares[i]));
   return 1.0 / total;
 }
 

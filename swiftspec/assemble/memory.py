@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from swiftspec.backends.cuda import PROMPT_ROWS
-from swiftspec.backends.cuda.wide import SCRATCH
+from swiftspec.backends.cuda.wide import ROWS, SCRATCH
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 
@@ -47,9 +47,11 @@ class Need:
 
     @property
     def chunk(self) -> float:
-        """Weights as rows of bfloat16 (backends/cuda/wide.py), and every row's hidden state, gates and products."""
-        each = 4 * self.config.hidden_size + 4 * self.config.intermediate_size // self.ranks
-        return SCRATCH + PROMPT_ROWS * each * self.dtype.itemsize
+        """Weights as rows of bfloat16 (backends/cuda/wide.py), every row's hidden state, gates and products, and the
+        rows of a product that reads its weights once for many (csrc/cuda/linear/wide.h)."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size // self.ranks
+        numbers = PROMPT_ROWS * 4 * (hidden + inner) + ROWS * max(hidden, inner)
+        return SCRATCH + numbers * self.dtype.itemsize
 
 
 def check_memory(needs: Iterable[Need], device: torch.device) -> None:

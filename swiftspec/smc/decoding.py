@@ -68,7 +68,8 @@ def decode_smc(
             return
         if population.launch():
             population.collect()
-            for group in [*population.groups]:
+            # one with an answer has come to its end in launching, and says all that is left at once
+            for group in [group for group in population.groups if group.answer is None]:
                 yield new(group, group.tokens)
 
 

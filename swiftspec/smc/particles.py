@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swiftspec.smc import weights
+from swiftspec.backends.reference import resampling
 
 DEAD, LIVE, SHARED = 0, 1, 2  # what a column is: nobody's, somebody's, every live row's with its KV written
 STATE = ("mask", "_ends", "_path", "log_weights", "base", "clock", "limit", "log_z", "ess", "resampled", "rounds")
@@ -36,17 +36,17 @@ class Particles:
 
     def __init__(
         self, groups: int, particles: int, draft_tokens: int, slots: int, longest: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", resample: resampling.Resample = resampling.resample,
     ) -> None:  # fmt: skip
         g, n, step = groups, particles, draft_tokens + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.step = step
+        self.step, self._resample = step, resample
         self.limit = zeros(g)  # tokens that a text may have, at most `longest`
         self.log_weights = zeros(g, n, dtype=torch.float64)
-        # What a copy takes over lies in three tensors, so that resampling is three gathers.
+        # What a copy takes over lies in three tensors, so that resampling has three kinds of rows to copy.
         self.mask = zeros(g, n, slots, dtype=torch.bool)
         self._ends = zeros(g, n, 2, dtype=torch.bool)
         self._path = zeros(g, n, 7 + longest + step)
@@ -58,7 +58,6 @@ class Particles:
         self.rounds = zeros(g)
         self._rows = torch.arange(n, device=device)
         self._steps = torch.arange(step, device=device)
-        self._firsts = torch.arange(g, device=device)[:, None] * n  # of each group, among all rows
         self._name_parts()
         self._ends.fill_(True)
 
@@ -68,11 +67,14 @@ class Particles:
         # The two tokens whose KV the draft lacks; the target lacks that of the second, which is the pending one.
         self.tail_tokens, self.tail_slots, self.tail_positions = self._path[..., 1:7].split(2, -1)
         self.tokens = self._path[..., 7:]
+        self._weighed = resampling.Weighed(
+            self.log_weights, self.mask, self._ends, self._path, self.log_z, self.ess, self.resampled, self.rounds
+        )
 
     def first(self, groups: int) -> Particles:
         """The first so many groups, in the same tensors."""
         some = copy.copy(self)
-        for name in (*STATE, "_firsts"):
+        for name in STATE:
             setattr(some, name, getattr(self, name)[:groups])
         some._name_parts()
         return some
@@ -155,20 +157,8 @@ class Particles:
         self.clock += self.step
 
     def resample(self, threshold: float, uniform: Tensor, width: int) -> None:
-        """Resamples each group whose effective sample size is below `threshold` N, by its number of `uniform` [G]; and
-        does the same work where it is not."""
-        shares = self.log_weights.softmax(-1)
-        ess = weights.effective(shares)
-        poor = ess < threshold * self.count
-        source = torch.where(poor[:, None], weights.systematic(shares, uniform), self._rows)
-        self.log_z += torch.where(poor, self._log_mean(), 0)
-        self.ess += ess
-        self.resampled += poor
-        self.rounds += 1
-        self.log_weights.copy_(torch.where(poor[:, None], 0, self.log_weights))
-        source = (source + self._firsts).flatten()
-        for rows in (self._path.flatten(0, 1), self._ends.flatten(0, 1), self.mask.flatten(0, 1)[:, :width]):
-            rows.copy_(rows.index_select(0, source))
+        """Resamples each group whose effective sample size is below `threshold` N, by its number of `uniform` [G]."""
+        self._resample(self._weighed, uniform, threshold, width)
 
     def columns(self, width: int) -> Tensor:
         """DEAD, LIVE or SHARED [G, W] for each tree slot. A token of somebody's tail is never SHARED: its KV is not

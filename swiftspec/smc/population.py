@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from numpy.typing import NDArray
@@ -190,6 +191,10 @@ class SMC:
         steps = max((group.steps for group in going), key=self.steps_known.index)
         count = steps.groups(len(going), self.config.smc_groups)
         if count > len(going):
+            for group in self.groups:
+                if group not in going:  # it has just come to its end, and picks before a round runs over it
+                    with suppress(NotFinite):
+                        self.finish(group)
             self.particles.idle(slice(len(going), count))
         width = min(steps.window(max(group.used for group in going)), self._slots)
         told = [Told(group, group.used, group.compactions) for group in going]
@@ -279,7 +284,9 @@ class SMC:
     def _take_in(self) -> None:
         """The oldest mail."""
         told, mail = self._told.popleft()
-        for about, head in zip(told, mail.read(), strict=False):  # of idle groups nobody wants to know
+        with self.target.naming_lost():
+            heads = mail.read()
+        for about, head in zip(told, heads, strict=False):  # of idle groups nobody wants to know
             group = about.group
             common, finished, accepted = head[:3].tolist()
             if common < 0:

@@ -23,6 +23,8 @@ from itertools import groupby, repeat
 import torch
 from torch import Tensor
 
+from swiftspec.backends.reference import resampling
+from swiftspec.backends.reference.resampling import Resample
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
@@ -65,7 +67,10 @@ class SMCRound:
         vocab, groups, device = target.vocab, config.smc_groups, target.model.device
         self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
         slots = min(target.tree_slots, draft.tree_slots)
-        self.particles = Particles(groups, config.particles, config.smc_draft_tokens, slots, longest, device)
+        # reference/ has it apart from the operators that every model needs, and so may others
+        resample: Resample = getattr(target.ops, "resample", resampling.resample)
+        shape = groups, config.particles, config.smc_draft_tokens, slots, longest
+        self.particles = Particles(*shape, device, resample)
         self._some = [self.particles.first(count) for count in range(groups + 1)]
         # every round adds a token at least, so there are no more of them than tokens
         self.streams = Streams(groups, config.particles, device, longest)

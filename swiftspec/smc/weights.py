@@ -89,30 +89,6 @@ def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
     return ((b - q).clamp_min(0) + TINY * b).log()
 
 
-def effective(shares: Tensor) -> Tensor:
-    """The effective sample size [...] of shares of the weight [..., N]: 1 / sum of their squares, in 1..N."""
-    return shares.square().sum(-1).reciprocal()
-
-
-def systematic(shares: Tensor, uniform: Tensor) -> Tensor:
-    """Whose copy each row becomes [..., N]: systematic resampling of shares of the weight [..., N], E(copies of i) =
-    N shares_i, by one number of `uniform` [...] in (0, 1) for all N.
-
-    Survivors keep their rows, and the surplus copies of the strong fill the rows of the weak, both in order. No branch:
-    the same operators whatever the weights. Source: SMC-SD engine v0.1 section 3.4; Kitagawa 1996 for the scheme.
-    """
-    count = shares.shape[-1]
-    rows = torch.arange(count, device=shares.device)
-    edges = (rows + uniform[..., None]) / count
-    chosen = torch.searchsorted(shares.cumsum(-1), edges, right=True).clamp_max(count - 1)
-    copies = torch.zeros_like(chosen).scatter_add(-1, chosen, torch.ones_like(chosen))
-    lives = copies > 0
-    surplus = (copies - 1).clamp_min(0).cumsum(-1)
-    vacancy = (~lives).cumsum(-1) - 1  # its number among the vacant rows
-    donor = torch.searchsorted(surplus, vacancy, right=True).clamp_max(count - 1)
-    return torch.where(lives, rows, donor)
-
-
 def pick(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
     """A row of one group, by one number `uniform` in (0, 1), with the probability of its share of the weight; and the
     shares [N]. On the host, since a request needs it once. Source: SMC-SD engine v0.1 section 3.5."""

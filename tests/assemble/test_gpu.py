@@ -56,7 +56,7 @@ def test_what_a_model_needs() -> None:
     assert need(**AWQ).weights == pytest.approx(6.98e9 * 4.25 / 8 + 2 * 1.05e9, rel=0.01)
     assert need().cache == 8192 * 128 * 1024
     assert replace(need(), cache_dtype=torch.float8_e4m3fn).cache == need().cache / 2
-    assert need().chunk == 2**28 + 1024 * 2 * 4 * (4096 + 14336)
+    assert need().chunk == 2**28 + 1024 * 2 * 4 * (4096 + 14336) + 256 * 2 * 14336
     assert need(ranks=4).weights == need().weights / 4 and need(ranks=4).cache == need().cache / 4
 
 
@@ -65,7 +65,7 @@ def test_too_little_memory_is_told_before_loading() -> None:
     with pytest.raises(UserError) as error:
         check_memory([need(131072), need(131072)], GPU)
     assert str(error.value) == (
-        "the models need 67.3 GB of GPU memory, 32.1 for weights, 34.4 for 131072 tokens of context and 0.8 to read"
+        "the models need 67.3 GB of GPU memory, 32.1 for weights, 34.4 for 131072 tokens of context and 0.9 to read"
         " prompts, and RTX 4090 has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more"
         " GPUs"
     )

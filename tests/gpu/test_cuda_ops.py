@@ -87,6 +87,11 @@ def test_attention_over_a_prompt_chunk_and_a_long_context(dim: int) -> None:
         check_attention(window_batch(5, 9000, 4096, 3), 4, 2, dim, 9001)
 
 
+def test_attention_over_more_parts_than_are_joined() -> None:
+    """Without clusters a block then takes several tiles of a part in turn."""
+    check_attention(window_batch(2, 4200, 40, 3), 2, 1, 64, 4200)
+
+
 def test_attention_over_more_rows_than_a_launch_takes() -> None:
     """A prompt's chunk goes in slices; each finds in the cache what those before it have written."""
     length, rows = (700, 530) if EMULATED else (3000, 1024)

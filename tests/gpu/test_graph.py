@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
+from swiftspec import _C
 from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
-from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of
+from swiftspec.backends.cuda.linear import Communicator, inbox
 from swiftspec.config import EngineConfig
 from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.llm import LLM
 from swiftspec.model.files import read_config
 from swiftspec.model.loader import load_model
+from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import SamplingParams
@@ -76,11 +78,11 @@ def test_the_pair_says_on_the_gpu_what_it_says_on_the_cpu(plan: EngineConfig) ->
     assert tree.token_ids == plain.token_ids and tree.stats.drafter_lost is None
 
 
-def random_model(group: Any = None) -> Transformer:
-    """Two layers with heads of 64, which the CUDA operators take, and any weights."""
+def random_model(group: Any = None, seed: int = 1) -> Transformer:
+    """Two layers with heads of 64, which the CUDA operators take, and any weights; of a group's rank its share."""
     shape = {"hidden_size": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "intermediate_size": 512}
     config = replace(read_config(DEMO / "draft"), num_layers=2, vocab_size=VOCAB, **shape)
-    dice = torch.Generator().manual_seed(1)
+    dice = torch.Generator().manual_seed(seed)
 
     def dense(outputs: int, inputs: int) -> DenseWeight:
         return DenseWeight(torch.randn(outputs, inputs, generator=dice).mul_(2 * inputs**-0.5))
@@ -90,15 +92,18 @@ def random_model(group: Any = None) -> Transformer:
         return LayerWeights(one, qkv, dense(256, 256), one, gate_up, dense(256, 512))
 
     weights = ModelWeights(dense(VOCAB, 256).weight, [layer, layer], torch.ones(256), lambda: dense(VOCAB, 256))
-    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, group=group)
+    share = None if group is None else Shard.of(config, group.rank, group.size)
+    weights = weights if share is None else share.cut(weights)
+    return Transformer(config, weights, cuda, DEVICE, torch.bfloat16, 512, share=share, group=group)
 
 
-def group_of_one(gather: Any = None) -> PeerParallel:
-    """A rank that sums and gathers with itself, by the kernels of a group; `gather`: what is too long for these."""
-    lines = lines_of(256)
+def group_of_one(gather: Any = None, rows: int = 32) -> PeerParallel:
+    """A rank that sums so many rows at most and gathers, with itself, by the kernels of a group; `gather`: what is too
+    long for these."""
+    lines = _C.cuda_lines(256, rows)
     box, trouble = inbox(1, lines, DEVICE), torch.zeros(1, dtype=torch.int64, pin_memory=not EMULATED)
     own = SimpleNamespace(sums=Communicator(0, [box.data_ptr()], lines, trouble, DEVICE), kept=box)
-    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=None, all_gather=gather)
+    library = SimpleNamespace(name="draft", rank=0, size=1, all_reduce=lambda x: x, all_gather=gather)
     ends: tuple[Any, Any, Any] = (None, library, own)
     return PeerParallel(*ends)
 

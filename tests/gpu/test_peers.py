@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,12 @@ from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
 from swiftspec.backends.cuda.peers import Peers
+from swiftspec.distributed.groups.peers import PeerParallel
+from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
+from tests.gpu.test_graph import new_capture, random_model
 from tests.gpu.test_linear import weight
+from tests.gpu.test_smc_graph import LIMIT, SEEDS, answer, population
 
 pytestmark = [pytest.mark.gpu, needs_kernels]
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +78,22 @@ def sum_products(rank: int, size: int, file: str) -> None:
     print("ok")
 
 
+def decode_particles(rank: int, size: int, file: str) -> None:
+    """Requests in mode smc on shares of two models, eagerly and in rounds that are one graph, with the gathers of whole
+    logits; then what the particles say."""
+    peers, nothing = open_peers(rank, size, file, 30.0), None
+    ends: tuple[Any, Any, Any] = (nothing, SimpleNamespace(name="both", rank=rank, size=size, all_reduce=None), peers)
+    group = PeerParallel(*ends)
+    models = [random_model(group, seed) for seed in (1, 2)]
+    workers = [population(models, *((2, 1) if EMULATED else (4, 3)), capture) for capture in (None, new_capture())]
+    assert [worker.steps_known[0].name for worker in workers] == ["eager", "graph"]
+    for seed in SEEDS:
+        sampling = SamplingParams(temperature=1.5, seed=seed)
+        eager, graphed = (answer(worker, sampling, range(7), LIMIT) for worker in workers)
+        assert graphed == eager
+        print([particle.tokens for particle in graphed.particles])
+
+
 def wait_in_vain(rank: int, size: int, file: str) -> None:
     """Rank 0 sums; the others never do, and stay until it has given up."""
     peers, gave_up = open_peers(rank, size, file, 0.5), Path(f"{file}.done")
@@ -111,6 +133,12 @@ def on_ranks(work: str, size: int, file: Path) -> list[str]:
 @pytest.mark.parametrize("size", most([2, 4], 1))
 def test_products_are_summed_over_processes(tmp_path: Path, size: int) -> None:
     assert on_ranks("sum_products", size, tmp_path / "store") == ["ok\n"] * size
+
+
+@pytest.mark.parametrize("size", most([2, 4], 1))
+def test_particles_of_a_group_are_one_graph_a_round(tmp_path: Path, size: int) -> None:
+    first, *others = on_ranks("decode_particles", size, tmp_path / "store")
+    assert first and all(other == first for other in others)
 
 
 def test_a_process_that_never_comes_is_named(tmp_path: Path) -> None:

@@ -9,20 +9,25 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
+from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.steps.graph import CudaCapture
 from swiftspec.smc.answer import Answer
+from tests.gpu.device import EMULATED, most, needs_kernels, real
+from tests.gpu.test_graph import VOCAB, group_of_one, new_capture, random_model
 from tests.support.roles import Alone, make_population, make_runner, opening
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+pytestmark = pytest.mark.gpu
+PENALISED: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3}
 
 
+@real
 @pytest.mark.parametrize("exact", [0, 2])
-@pytest.mark.parametrize("filters", [{}, {"top_k": 20, "top_p": 0.9}], ids=str)
-def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any]) -> None:
+@pytest.mark.parametrize("shaped", [{}, {"top_k": 20, "top_p": 0.9}, PENALISED], ids=str)
+def test_replay_equals_eager_twice_in_a_row(exact: int, shaped: dict[str, Any]) -> None:
     """In float32, with the host a round behind; the second request replays what the first has captured."""
     models = [load_model(DEMO / side, dtype=torch.float32, device="cuda", ops=unfused, max_positions=1024)
               for side in ("target", "draft")]  # fmt: skip
@@ -34,14 +39,41 @@ def test_replay_equals_eager_twice_in_a_row(exact: int, filters: dict[str, Any])
         config = PopulationConfig(4, 4, 0.5, 1.0, exact)
         workers.append(make_population(target, draft, config, longest=128, lag=1, captures=captures))
     for seed in (1, 2):
-        sampling = SamplingParams(temperature=0.7, seed=seed, **filters)
-        eager, graphed = (answer(worker, sampling) for worker in workers)
+        sampling = SamplingParams(temperature=0.7, seed=seed, **shaped)
+        eager, graphed = (answer(worker, sampling, range(50, 90), 60) for worker in workers)
         assert graphed.tokens == eager.tokens
         assert graphed.log_z == pytest.approx(eager.log_z, abs=1e-3)
 
 
-def answer(worker: Alone, sampling: SamplingParams) -> Answer:
-    worker.open(opening(range(50, 90), sampling), (), 60)
+CASES: list[tuple[int, int, dict[str, Any], int]] = [  # the last: rows that a group sums, which the logits outgrow
+    (4, 1, {}, 8), (4, 1, PENALISED, 0), (4, 3, {"top_k": 9, "min_p": 0.01}, 32), (16, 3, {}, 0), (16, 3, {}, 32),
+]  # fmt: skip
+SEEDS, LIMIT = ((1,), 4) if EMULATED else ((1, 2), 16)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("particles", "steps", "shaped", "grouped"), most(CASES, 2, 1), ids=str)
+def test_rounds_of_the_kernels_as_one_graph(particles: int, steps: int, shaped: dict[str, Any], grouped: int) -> None:
+    """To the bit, for no row depends on others. In a group too, whose logits a kernel gathers inside the graph in
+    pieces, here with itself."""
+    models = [random_model(group_of_one(rows=grouped) if grouped else None, seed) for seed in (1, 2)]
+    workers = [population(models, particles, steps, capture) for capture in (None, new_capture())]
+    assert [worker.steps_known[0].name for worker in workers] == ["eager", "graph"]
+    for seed in SEEDS:
+        sampling = SamplingParams(temperature=1.5, seed=seed, **shaped)
+        eager, graphed = (answer(worker, sampling, range(7), LIMIT) for worker in workers)
+        assert graphed == eager
+
+
+def population(models: list[Any], particles: int, steps: int, capture: Any) -> Alone:
+    """On two models of the CUDA operators, with the host a round behind."""
+    target, draft = (make_runner(model, cuda, VOCAB, context=64, tree_slots=256) for model in models)
+    config = PopulationConfig(particles, steps, 0.9, 1.0)
+    return make_population(target, draft, config, longest=24, lag=1, captures=(capture, capture))
+
+
+def answer(worker: Alone, sampling: SamplingParams, prompt: range, limit: int) -> Answer:
+    worker.open(opening(prompt, sampling), (), limit)
     while worker.launch():
         worker.collect()
     return worker.answer()

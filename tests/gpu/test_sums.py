@@ -109,6 +109,30 @@ def test_gathers_over_virtual_ranks(size: int) -> None:
                 assert torch.equal(summed, ranks.expected(x, residual))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_messages_longer_than_the_lines_go_in_pieces(size: int) -> None:
+    """A launch and an epoch for each piece, the last of any length; between sums, and across flags that return."""
+    ranks = Ranks(size, K, N, 128)
+    hold = 2 * ops.lines_of(N)  # words that the lines hold
+    for start in (0, 2**32 - 5):
+        for end in ranks.ends:
+            end.epoch.fill_(start)
+        for count, pieces in ((hold, 1), (hold + 1, 2), (3 * hold - 7, 3)):
+            before = int(ranks.ends[0].epoch)
+            mine = [words(count, r) for r in range(size)]
+            out = [torch.full((size * count + 1,), -1, dtype=torch.int32, device=DEVICE) for _ in mine]
+            _C.gather_cuda_virtual(
+                [end.native for end in ranks.ends], mine, [o[:-1] for o in out],
+                torch.cuda.current_stream().cuda_stream,
+            )  # fmt: skip
+            for found in out:
+                assert torch.equal(found[:-1].view(size, count), torch.stack(mine)) and int(found[-1]) == -1
+            assert [int(end.epoch) for end in ranks.ends] == [before + pieces] * size
+            x, residual = [rows_of(3, K, r) for r in range(size)], rows_of(3, N, 7)
+            for summed in ranks.sum(x, residual, 0):
+                assert torch.equal(summed, ranks.expected(x, residual))
+
+
 def test_a_group_of_one_through_the_plain_entry() -> None:
     ranks = Ranks(1, K, N, 128)
     x, residual = rows_of(40, K), rows_of(40, N, 5)
@@ -118,6 +142,9 @@ def test_a_group_of_one_through_the_plain_entry() -> None:
     message = torch.randn(8, 17, dtype=torch.float64, device=DEVICE)
     assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
     assert int(ranks.ends[0].epoch) == 3
+    message = torch.randn(3 * ops.lines_of(N) + 5, device=DEVICE)  # of two words to a line
+    assert ranks.ends[0].takes(message) and torch.equal(ranks.ends[0].gather(message), message[None])
+    assert int(ranks.ends[0].epoch) == 5 and not ranks.ends[0].takes(message.repeat(ops.PIECES))
 
 
 def test_launches_that_overlap() -> None:
@@ -158,7 +185,6 @@ def test_messages_are_checked() -> None:
         (whole, torch.zeros(8, device=DEVICE), "out: expected int32"),
         (whole[::2], whole, "mine: .*not contiguous"),
         (whole.view(torch.uint8)[:3], whole.view(torch.uint8)[:6], "whole words"),
-        (words(2 * ops.lines_of(N) + 2, 1), whole, "longer than the group's lines"),
     ):
         with pytest.raises(ValueError, match=message):
             _C.gather_cuda(end.native, mine, out, 0)

@@ -85,7 +85,7 @@ struct Rank {
       out.assign(ranks * count, 0);
     }
     launch.arrive_and_wait();
-    const cuda::Gather task{mine.data(), out.data(), count};
+    const cuda::Gather task{mine.data(), out.data(), count, count};
     task.send(session, cta, kCtas);
     check(task.receive(session, cta, kCtas, wait), "a line did not come");
     session.clean(cuda::word_lines(count), cta, kCtas);

@@ -18,7 +18,6 @@ from torch import Tensor
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
@@ -27,7 +26,7 @@ from swiftspec.runtime.steps.graph_expansions import GraphExpansions
 from tests.support.recording import Rerun
 from tests.support.roles import make_drafter, make_runner, opening
 from tests.support.same_rounds import as_paths, same_rounds
-from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny import make_checkpoint
 
 W, K, D = 3, 4, 3
@@ -134,16 +133,6 @@ def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: S
     assert (ours.steps.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
     if plain and mode == "serial":
         assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
-
-
-def peers(group: ThreadGroup, most: int) -> PeerParallel:
-    """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
-    sums = SimpleNamespace(takes=lambda x: x.nbytes <= most, gather=group.all_gather)
-    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(sums=sums))
-    group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]
-    joined = PeerParallel(*ends)
-    joined.all_reduce = group.all_reduce  # pyright: ignore[reportAttributeAccessIssue]
-    return joined
 
 
 @pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,11 +25,13 @@ from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs
 from swiftspec.tree import mask as tree_mask
 from tests.support.histories import HistoryModel
-from tests.support.recording import Rerun
+from tests.support.recording import Blind, Rerun
 from tests.support.roles import make_population, make_runner, opening
+from tests.support.thread_group import ThreadGroup, on_ranks, peers
 from tests.support.tiny import make_checkpoint
 
 CPU = torch.device("cpu")
+PENALISED: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3}
 
 
 def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBatch:
@@ -136,10 +139,10 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
         pair = [make_runner(model, reference, context=40, tree_slots=256) for model in models]
         plan = PopulationConfig(3, 2, 0.7, 1.0, exact)
         workers.append(make_population(pair[0], pair[1], plan, longest=20, captures=(capture, capture)))
-    requests = [(1, 0.8, {}), (2, 0.8, {}), (2, 0.8, {1: 0.5}), (2, 0.8, {1: -0.5}), (3, 1.2, {}), (3, 1.2, {})]
+    shaped: list[dict[str, Any]] = [{}, {}, {"logit_bias": {1: 0.5}}, {"logit_bias": {1: -0.5}}, PENALISED, PENALISED]
     counts = []
-    for seed, temperature, bias in requests:
-        sampling = SamplingParams(temperature=temperature, seed=seed, logit_bias=bias)
+    for number, more in enumerate(shaped):
+        sampling = SamplingParams(temperature=0.8 if number < 4 else 1.2, seed=number // 2, **more)
         for worker in workers:
             worker.open(opening([0, 1, 2], sampling), {1}, 18)
             while worker.launch():
@@ -151,6 +154,46 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
         counts.append(captures[0].captures)
     widths = counts[0]
     assert counts[3] > counts[2] > counts[0] and captures[0].replays > counts[-1] and widths <= 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"top_k": 9, "top_p": 0.9}, PENALISED))],
+    ids=str,
+)
+def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
+    checkpoint: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Two ranks whose logits a kernel gathers capture whole rounds, in which nobody looks at a value; where messages
+    are too long for it they go operator by operator. The second request replays what the first has captured."""
+    make_checkpoint(tmp_path, layers=1, seed=5)
+    longest = 9 * 64 * 4  # bytes of the target's logits in a round
+
+    def answers(group: ThreadGroup | None, most: int = longest) -> list[tuple[str, list[int], str]]:
+        joined = None if group is None else peers(group, most)
+        runners = []
+        for path in (checkpoint, tmp_path):
+            model = load_model(path, dtype=torch.float64, ops=unfused, max_positions=400, group=joined)
+            runners.append(make_runner(model, unfused, context=64, tree_slots=256))
+        capture = None if group is None else Blind()
+        plan = PopulationConfig(3, 2, 0.8, 1.5)
+        worker = make_population(runners[0], runners[1], plan, longest=40, captures=(capture, capture))
+        found = []
+        for seed in (1, 2):
+            sampling = SamplingParams(temperature=0.8, seed=seed, **more)
+            worker.open(opening([3, 1, 4, 1, 5], sampling), {7}, 14)
+            while worker.launch():
+                worker.collect()
+            answer = worker.answer()
+            found.append((worker.group.steps.name, answer.tokens, f"{answer.log_z:.9f}"))
+        assert capture is None or (capture.captures > 1) == (found[0][0] == "graph")
+        return found
+
+    alone, (one, other) = answers(None), on_ranks(2, answers)
+    assert one == other and [name for name, *_ in one] == ["graph"] * 2
+    assert [each[1:] for each in one] == [each[1:] for each in alone]
+    if not more:
+        assert on_ranks(2, lambda group: answers(group, longest - 1)) == [alone] * 2
 
 
 def noise_tokens(count: int) -> list[int]:

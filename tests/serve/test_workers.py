@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import grpc
+import httpx
 import pytest
 
 from swiftspec.assemble.options import Worker as Named
@@ -29,6 +30,7 @@ from swiftspec.serve.__main__ import main
 from swiftspec.serve.settings import Settings
 from swiftspec.serve.worker import run
 from swiftspec.serve.workers import security_of
+from tests.support.collector import collecting
 from tests.support.served import ROOT, Served, hear
 from tests.support.workers import on_workers
 
@@ -104,18 +106,14 @@ def test_a_split_over_processes_gives_the_text_of_one() -> None:
         local_draft = ("--draft-model", str(ROOT / "swiftspec/demo/draft"))
         told = answer(("generate", "--target-url", target.url, *local_draft, *sampled))
         assert told["token_ids"] == plain["token_ids"] and told["timings"]["draft_n_accepted"] > 0
-        with Served(("--draft-url", draft.url), variables={"SWIFTSPEC_TOKEN": "secret"}) as served:
-            import httpx
-
-            body = {
-                "prompt": "def read_lines(path):",
-                "max_tokens": 48,
-                "temperature": 0.8,
-                "seed": 5,
-                "ignore_eos": True,
-            }
-            came = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60).json()
-            assert came["choices"][0]["text"] == plain["text"]
+        with collecting() as collector:
+            flags = ("--draft-url", draft.url, "--otlp-endpoint", collector.url)
+            served = Served(flags, variables={"SWIFTSPEC_TOKEN": "secret"})
+            with served:
+                body = {"prompt": "def read_lines(path):", "max_tokens": 48, "temperature": 0.8, "seed": 5}
+                url, asked = f"{served.url}/v1/completions", {**body, "ignore_eos": True}
+                assert httpx.post(url, json=asked, timeout=60).json()["choices"][0]["text"] == plain["text"]
+            assert collector.names.count("draft worker") == collector.names.count("draft") > 5
         assert draft.end(signal.SIGKILL) == -signal.SIGKILL
         told = answer(("generate", *both, *sampled))
         assert told["token_ids"] == plain["token_ids"] and "not been reached" in told["metrics"]["drafter_lost"]
@@ -128,9 +126,9 @@ def stop_and_continue(found: dict[str, Worker]) -> None:
     """A drafter costs speed; a target is waited for, or ends the answer in a line and in time."""
     sampling, prompt = SamplingParams(temperature=0.7, seed=3, max_tokens=120, ignore_eos=True), [5, 17, 3]
     security = Security(token="secret")
-    named = [Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft")]
+    there, helps = (Named(found[side].url, f"--{side}-url", security, 2.0) for side in ("target", "draft"))
     target, draft = found["target"].process, found["draft"].process
-    with on_workers(*named) as running:
+    with on_workers(there, helps) as running:
         plain = running.generate(prompt, replace(sampling, verify_batch=1)).token_ids
         stream = running.stream(prompt, sampling)
         text = [*next(stream).token_ids]

@@ -175,6 +175,8 @@ inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __frsqrt_rn(float x) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(x))); }
 inline float rsqrtf(float x) { return __frsqrt_rn(x); }
 inline float __fdividef(float a, float b) { return a / b; }

@@ -20,11 +20,12 @@ COMPILER = str(shutil.which("g++"))
 FAULTS = ["nothing", "nothing", "threads wait for ever", "lanes of a warp meet at", "outside of shared memory",
           "misaligned", "a block that has left", "a copy is under way", "unspecified launch failure", "a wrong sum",
           "did not wait for the launch in front"]  # fmt: skip
-DIFFERENT = ("test_linear", "test_cuda_ops", "test_float8", "test_verify")  # from one form of the kernels to the other
+# from one form of the kernels to the other
+DIFFERENT = ("test_linear", "test_cuda_ops", "test_resampling", "test_float8", "test_verify")
 MOST = ("test_linear",)  # of these, where most of the kernels differ
 # of that, a shape without a split of K and one with, and launches of many rows
 SHORT = "test_products and (64-32 or 512-72) or test_many_rows"
-LIBRARIES = ("test_unfused", "test_smc_graph")  # operators and graphs that are torch's
+LIBRARIES = ("test_unfused",)  # operators that are torch's
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="no g++, or no Linux")
 

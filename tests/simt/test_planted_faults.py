@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from tests.simt.emulate import AMPERE, CSRC, HOPPER, build
 from tests.simt.test_emulated_gpu import COMPILER, ROOT, run_tests
 
 LINEAR, WIDE, ARRANGE = "linear/linear.cu", "linear/wide.cu", "linear/arrange.cu"
-ATTENTION = "attention/attention.cu"
-TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention"}
-FILES = {LINEAR: "test_linear", WIDE: "test_linear", ARRANGE: "test_linear", ATTENTION: "test_cuda_ops"}
+ATTENTION, RESAMPLE, GATHER = "attention/attention.cu", "particles/resample.cu", "peers/gather.cu"
+TESTS = {LINEAR: "test_products and 512-72", WIDE: "test_many_rows", ARRANGE: "test_many_rows", ATTENTION: "attention",
+         RESAMPLE: "reference", GATHER: "pieces"}  # fmt: skip
+FILES = {LINEAR: "test_linear", WIDE: "test_linear", ARRANGE: "test_linear", ATTENTION: "test_cuda_ops",
+         RESAMPLE: "test_resampling", GATHER: "test_sums"}  # fmt: skip
 SEEDS = (1, 2, 3)
 HANGS = "60"  # seconds: several times what one of these tests takes
 
@@ -40,10 +43,21 @@ class Fault:
     wrong: str = ""
     tests: tuple[str, str] | None = None  # a file and a choice of its tests, if they are others
 
+    @property
+    def watched(self) -> tuple[str, str]:
+        return self.tests or (FILES[self.kernel], TESTS[self.kernel])
+
 
 MANY_TURNS = ("test_linear", "test_many_turns")
+MANY_PARTS = ("test_cuda_ops", "more_parts")
 LONG_ROW = ("test_float8", "test_tiles_of_a_long_row")
 FAULTS = [
+    Fault("weights are zeroed before all blocks have read them", HOPPER, RESAMPLE, RESAMPLE,
+          "  ptx::cluster_sync();  // all of its blocks have read the weights\n"),
+    Fault("shares are read before all are there", AMPERE, RESAMPLE, RESAMPLE,
+          "exp(found.weights[i] - less);\n  __syncthreads();", "exp(found.weights[i] - less);"),
+    Fault("the ranks' pieces lie at their own length", HOPPER, GATHER, "peers/channel.h", "put_words(out + r * stride,",
+          "put_words(out + r * count,"),
     Fault("a tile's place is filled before all lanes have read it", AMPERE, LINEAR, "linear/linear.cuh",
           "    __syncwarp();\n    if (lane_ < ptx::kLoaders) fetch(stage_);",
           "    if (lane_ < ptx::kLoaders) fetch(stage_);", MANY_TURNS),
@@ -79,7 +93,7 @@ FAULTS = [
     Fault("a row's run goes on over a gap in the second word", AMPERE, ATTENTION, "attention/visible.h",
           "if (~word != 0) run", "if (~word != 0 && c == 0) run"),
     Fault("a part's tiles are all its first", AMPERE, ATTENTION, "attention/attention.cu",
-          "j.tile = first / F::kTile + turn + rank;", "j.tile = first / F::kTile + rank;"),
+          "j.tile = first / F::kTile + turn + rank;", "j.tile = first / F::kTile + rank;", MANY_PARTS),
     Fault("scores are taken before keys have come", AMPERE, ATTENTION, "attention/block.h",
           "      await_tile<1>(how.another);", "      await_tile<3>(how.another);"),
     Fault("what came ahead is not waited for", HOPPER, ATTENTION, "attention/block.h", "await_fetches<kLater + 2>()",
@@ -116,11 +130,18 @@ def test_a_planted_fault_is_noticed(fault: Fault, whole: Callable[[int], Path], 
     shutil.copytree(whole(fault.arch), objects)
     (objects / f"{Path(fault.kernel).name}.{fault.arch}.o").unlink()
     module = build(COMPILER, objects, fault.arch, ("-O1",), csrc)
-    stem, which = fault.tests or (FILES[fault.kernel], TESTS[fault.kernel])
-    assert any(notices(module, ROOT / "tests" / "gpu" / f"{stem}.py", which, seed) for seed in SEEDS)
+    noticed = (pytest.ExitCode.TESTS_FAILED, -signal.SIGSEGV, -signal.SIGABRT)  # or it led outside of memory
+    assert any(result(module, *fault.watched, seed) in noticed for seed in SEEDS)
 
 
-def notices(module: Path, file: Path, which: str, seed: int) -> bool:
-    """Whether a test fails; it does, too, where it is ended because a barrier's phase never ends."""
-    done = run_tests(module, [file], which, "few", "-x", "-n", "0", "--timeout", HANGS, seed=seed)
-    return done.returncode == pytest.ExitCode.TESTS_FAILED
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("arch", "file", "which"), sorted({(fault.arch, *fault.watched) for fault in FAULTS}))
+def test_without_a_fault_nothing_is_noticed(whole: Callable[[int], Path], arch: int, file: str, which: str) -> None:
+    """By the same clock, too."""
+    assert result(build(COMPILER, whole(arch), arch, ("-O1",)), file, which, SEEDS[0]) == pytest.ExitCode.OK
+
+
+def result(module: Path, file: str, which: str, seed: int) -> int:
+    """The exit status of these tests. A test fails by its clock where a barrier's phase never ends."""
+    path = ROOT / "tests" / "gpu" / f"{file}.py"
+    return run_tests(module, [path], which, "few", "-x", "-n", "0", "--timeout", HANGS, seed=seed).returncode

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
 from swiftspec.smc.answer import Answer
@@ -20,7 +21,8 @@ from swiftspec.smc.population import Group
 from tests.smc.test_smc_law import Found, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
-from tests.support.roles import Alone, opening
+from tests.support.recording import Rerun
+from tests.support.roles import Alone, make_population, make_runner, opening
 
 WARM = SamplingParams(temperature=0.8)
 FILTERED: dict[str, Any] = {"top_k": 2, "min_p": 0.05}
@@ -86,6 +88,35 @@ def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
         assert all(found[n].log_z == pytest.approx(wanted[n].log_z) for n in wanted)
         compactions += sum(answer.compactions for answer in found.values())
     assert compactions > 10
+
+
+class Capturing:
+    """The reference's operators, as ones whose forwards can be graphs whatever the sequences."""
+
+    CAPTURES = 64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(reference, name)
+
+
+@pytest.mark.parametrize(("slots", "lag"), [(64, 0), (64, 1), (400, 1)])
+def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> None:
+    """A graph runs over a power of two of groups or all: over those without a request, and those that have come to
+    their end since the last round. Here one has no more room while three go on, who were admitted later."""
+    plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
+    asked = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
+    requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]
+    found: list[dict[int, Answer]] = []
+    for capture in (None, Rerun()):
+        target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
+        worker = make_population(target, draft, plan, longest=24, lag=lag, captures=(capture, capture))
+        found.append(together(worker, requests))
+        assert (worker.steps_known[0].name == "graph") == (capture is not None)
+        assert capture is None or capture.captures > 2
+    for number, eager in found[0].items():
+        graphed = found[1][number]
+        assert graphed == replace(eager, log_z=graphed.log_z) and graphed.log_z == pytest.approx(eager.log_z)
+    assert any(answer.full for answer in found[0].values()) == (slots == 64)
 
 
 def test_several_groups_follow_the_law() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends import reference
+from swiftspec.backends.reference import resampling
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.smc import weights
 from swiftspec.smc.particles import DEAD, LIVE, SHARED, Particles
 
 N, K, VOCAB, STOP, LIMIT, SLOTS = 3, 2, 4, 3, 24, 48
@@ -127,8 +127,8 @@ class Population(RuleBasedStateMachine):
         threshold = 1.0 if always else 0.5
         u = torch.tensor([uniform], dtype=torch.float64)
         shares = p.log_weights.softmax(-1)
-        poor = float(weights.effective(shares)) < threshold * N
-        source = weights.systematic(shares, u)[0].tolist()
+        poor = float(resampling.effective(shares)) < threshold * N
+        source = resampling.systematic(shares, u)[0].tolist()
         evidence = float(p.evidence())
         p.resample(threshold, u, SLOTS)
         self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows

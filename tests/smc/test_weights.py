@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
 from swiftspec.smc import weights
 from swiftspec.smc.streams import Purpose, Streams, stream_of
@@ -83,7 +84,7 @@ def test_mass_inside_the_filters() -> None:
 
 def test_effective_sample_size() -> None:
     for shares, want in (([1 / 8] * 8, 8), ([1, 0, 0], 1), ([0.5, 0.25, 0.25], 1 / (0.25 + 2 / 16))):
-        assert float(weights.effective(torch.tensor(shares, dtype=torch.float64))) == pytest.approx(want)
+        assert float(resampling.effective(torch.tensor(shares, dtype=torch.float64))) == pytest.approx(want)
 
 
 log_weights = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
@@ -97,7 +98,7 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
     want = len(values) * shares
     copies, grid = torch.zeros(len(values), dtype=torch.float64), 200
     for step in range(grid):
-        source = weights.systematic(shares, torch.tensor((step + 0.5) / grid, dtype=torch.float64))
+        source = resampling.systematic(shares, torch.tensor((step + 0.5) / grid, dtype=torch.float64))
         got = torch.bincount(source, minlength=len(values))
         assert ((got - want).abs() < 1 + 1e-9).all()
         copies += got / grid
@@ -108,7 +109,7 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
 @given(values=log_weights, uniform=st.floats(0.001, 0.999))
 def test_survivors_keep_their_rows(values: list[float], uniform: float) -> None:
     shares = torch.tensor(values, dtype=torch.float64).softmax(0)
-    source = weights.systematic(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
+    source = resampling.systematic(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
     assert all(source[row] == row for row in source)
 
 
@@ -116,7 +117,7 @@ def test_flat_weights_change_nothing() -> None:
     for count in (1, 3, 7, 64):
         flat = torch.full((count,), -3.0, dtype=torch.float64).softmax(0)
         for uniform in (1e-9, 0.3, 1 - 1e-9):
-            source = weights.systematic(flat, torch.tensor(uniform, dtype=torch.float64))
+            source = resampling.systematic(flat, torch.tensor(uniform, dtype=torch.float64))
             assert source.tolist() == list(range(count))
 
 

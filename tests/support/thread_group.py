@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from swiftspec.distributed.groups.peers import PeerParallel
 from swiftspec.distributed.groups.sums import sum_in_rank_order
 
 T = TypeVar("T")
@@ -58,3 +60,13 @@ def on_ranks(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:
     if errors:  # rather the cause than a barrier that it broke
         raise next((error for error in errors if "Barrier" not in type(error).__name__), errors[0])
     return [future.result() for future in futures]
+
+
+def peers(group: ThreadGroup, most: int) -> PeerParallel:
+    """A group whose messages of up to `most` bytes go by a kernel; so say the ranks' threads."""
+    sums = SimpleNamespace(takes=lambda x: x.nbytes <= most, gather=group.all_gather)
+    ends: tuple[Any, Any, Any] = (None, group, SimpleNamespace(sums=sums))
+    group.name = "draft"  # pyright: ignore[reportAttributeAccessIssue]
+    joined = PeerParallel(*ends)
+    joined.all_reduce = group.all_reduce  # pyright: ignore[reportAttributeAccessIssue]
+    return joined

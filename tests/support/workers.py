@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from swiftspec.distributed.grpc.endpoint import Endpoint, Security
 from swiftspec.distributed.grpc.server import Server
 from swiftspec.distributed.world import World
 from swiftspec.llm import LLM, Running
-from swiftspec.observe.emulate import Emulation
 
 TOKENIZER = bytes(32)  # the models of tests have none
 OPTIONS: Options = {"dtype": torch.float64}
@@ -40,12 +39,12 @@ class Started:
     port: int = 0
     tokenizer: bytes = TOKENIZER
     world: World | None = None
-    emulate: Emulation | None = None
+    options: Options = field(default_factory=Options)
 
     def load(self) -> WorkerModel:
         ranks = 1 if self.world is None else self.world.size
         room = Room(self.sessions, 600.0, replace(ROOM[self.side], target_tp=ranks, draft_tp=-1))
-        return WorkerModel(self.side, self.model, room, self.world, {**OPTIONS, "emulate": self.emulate})
+        return WorkerModel(self.side, self.model, room, self.world, {**OPTIONS, **self.options})
 
     def start(self) -> Started:
         self.loaded = model = self.load()

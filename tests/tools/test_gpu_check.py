@@ -59,6 +59,8 @@ def test_all_that_must_be_done_fits_the_nine_minutes() -> None:
         "memcheck", "kernels", "decode demo", "decode Llama-3-70B,Llama-3.2-1B", "decode Llama-3-8B,Llama-3.2-1B",
     }  # fmt: skip
     assert {"racecheck", "profile"} <= {step.name for step in extra}
+    particles = next(step for step in extra if step.name == "decode Llama-3-8B,Llama-3.2-1B, particles 4,8,16")
+    assert particles.command[-4:-2] == ("--particles", "4,8,16")
     assert planned[-1].name == "kernels, the rest" and "--resume" in planned[-1].command
     assert planned[-1].result == next(step.result for step in planned if step.name == "kernels")
 

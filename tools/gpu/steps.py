@@ -105,7 +105,7 @@ def tests() -> list[Step]:
     """Three parts, so that one which takes too long leaves the others their time."""
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     groups: dict[str, tuple[str, ...]] = {
-        "operators": ("test_linear", "test_cuda_ops"),
+        "operators": ("test_linear", "test_cuda_ops", "test_resampling"),
         "ranks": ("test_sums", "test_peers"),
     }
     named = [stem for stems in groups.values() for stem in stems]

@@ -95,6 +95,7 @@ struct Session {
 
 // A message of `count` words of 4 bytes as lines: two to each, and 0 where there is none.
 SWIFTSPEC_HD int64_t word_lines(int64_t count) { return (count + 1) / 2; }
+SWIFTSPEC_HD int64_t words_of_lines(int64_t lines) { return 2 * lines; }
 
 SWIFTSPEC_HD uint64_t words_of(const uint32_t* words, int64_t count, int64_t line) {
   const uint64_t high = 2 * line + 1 < count ? words[2 * line + 1] : 0;
@@ -106,11 +107,11 @@ SWIFTSPEC_HD void put_words(uint32_t* words, int64_t count, int64_t line, uint64
   if (2 * line + 1 < count) words[2 * line + 1] = static_cast<uint32_t>(payload >> 32);
 }
 
-// A thread's share of a launch by which every rank of a group learns the message of every other.
+// A thread's share of a launch by which every rank of a group learns the message of every other, or a piece of it.
 struct Gather {
   const uint32_t* mine;  // [count]
-  uint32_t* out;         // [ranks, count]
-  int64_t count;
+  uint32_t* out;         // [ranks, stride], of which the first `count` of each rank are written
+  int64_t count, stride;
 
   template <class Memory>
   SWIFTSPEC_HD void send(const Session<Memory>& session, int64_t thread, int64_t threads) const {
@@ -127,7 +128,7 @@ struct Gather {
       if (!session.collect(line, payload, wait)) return false;
       SWIFTSPEC_UNROLL
       for (int r = 0; r < kMaxPeers; ++r) {
-        if (r < session.channel.layout.ranks) put_words(out + r * count, count, line, payload[r]);
+        if (r < session.channel.layout.ranks) put_words(out + r * stride, count, line, payload[r]);
       }
     }
     return true;

@@ -38,24 +38,35 @@ int32_t blocks_for(int64_t count) {
   return static_cast<int32_t>(std::clamp<int64_t>((word_lines(count) + kThreads - 1) / kThreads, 1, kMostBlocks));
 }
 
+// The piece of a message that begins at word `first`.
+Gather piece_of(const GatherArgs& args, int64_t first) {
+  const int64_t count = std::min(args.count - first, words_of_lines(args.channel->layout.lines));
+  return {args.mine + first, args.out + first, count, args.count};
+}
+
 }  // namespace
 
 void gather(const GatherArgs& args, Stream stream) {
-  if (args.count == 0) return;
-  Gathers one{{*args.channel}, {{args.mine, args.out, args.count}}, blocks_for(args.count)};
-  const Launch how{.grid = dim3(static_cast<unsigned>(one.blocks)), .threads = kThreads, .early = true};
-  launch("gather", gather_kernel, how, stream, one);
+  for (int64_t first = 0; first < args.count; first += words_of_lines(args.channel->layout.lines)) {
+    const Gather piece = piece_of(args, first);
+    const Gathers one{{*args.channel}, {piece}, blocks_for(piece.count)};
+    const Launch how{.grid = dim3(static_cast<unsigned>(one.blocks)), .threads = kThreads, .early = true};
+    launch("gather", gather_kernel, how, stream, one);
+  }
 }
 
 void gather_virtual(const GatherArgs* ranks, int count, Stream stream) {
-  Gathers all{};
-  all.blocks = blocks_for(ranks[0].count);
-  for (int r = 0; r < count; ++r) {
-    all.channels[r] = *ranks[r].channel;
-    all.tasks[r] = {ranks[r].mine, ranks[r].out, ranks[r].count};
+  const int64_t step = words_of_lines(ranks[0].channel->layout.lines);
+  for (int64_t first = 0; first < ranks[0].count; first += step) {
+    Gathers all{};
+    for (int r = 0; r < count; ++r) {
+      all.channels[r] = *ranks[r].channel;
+      all.tasks[r] = piece_of(ranks[r], first);
+    }
+    all.blocks = blocks_for(all.tasks[0].count);
+    const Launch how{.grid = dim3(static_cast<unsigned>(all.blocks * count)), .threads = kThreads, .together = true};
+    launch("gather", gather_kernel, how, stream, all);
   }
-  const Launch how{.grid = dim3(static_cast<unsigned>(all.blocks * count)), .threads = kThreads, .together = true};
-  launch("gather", gather_kernel, how, stream, all);
 }
 
 }  // namespace swiftspec::cuda

@@ -67,12 +67,15 @@ void Particles::take(int64_t group, const int64_t* drafts, const Verdict& verdic
 }
 
 void Particles::resample(int64_t group, double threshold) const {
+  resample(group, threshold, resampling[group * rounds_known + rounds[group]]);
+}
+
+void Particles::resample(int64_t group, double threshold, double uniform) const {
   double* weights = log_weights + group * count;
   const double whole = resample::log_sum(weights, count);
   std::vector<double> shares(static_cast<size_t>(count));
   std::transform(weights, weights + count, shares.begin(), [&](double w) { return std::exp(w - whole); });
   const double size = resample::effective(shares.data(), count);
-  const double uniform = resampling[group * rounds_known + rounds[group]];
   ess[group] += size;
   rounds[group] += 1;
   if (!(size < threshold * static_cast<double>(count))) return;

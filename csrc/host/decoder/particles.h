@@ -56,8 +56,9 @@ struct Particles {
   // Appends a round to every row that is not finished: `drafts` [N, K] as far as they stay, then the extra token.
   void take(int64_t group, const int64_t* drafts, const Verdict& verdict) const;
 
-  // Where the effective sample size is below `threshold` N.
+  // Where the effective sample size is below `threshold` N; by the round's number of `resampling`, or by another one.
   void resample(int64_t group, double threshold) const;
+  void resample(int64_t group, double threshold, double uniform) const;
 
   // How many leading tokens all rows share.
   int64_t common(int64_t group) const;

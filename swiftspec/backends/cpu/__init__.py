@@ -19,6 +19,7 @@ from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import Packed, pack
 from swiftspec.backends.reference import CAPTURES, PLAIN, Scores, device_tree, embed, rope_tables
+from swiftspec.backends.reference.resampling import Weighed
 from swiftspec.model.stack import Cache
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ __all__ = [
     "pack_norm",
     "peak",
     "prepare",
+    "resample",
     "rope_tables",
     "set_threads",
     "threads",
@@ -236,6 +238,11 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
     _C.draw_keyed(logits, vocab, scores.bias, scores.temperature, keys.contiguous(), tokens, out)
     return tokens, out
+
+
+def resample(groups: Weighed, uniform: Tensor, threshold: float, width: int) -> None:
+    """`reference.resampling.resample`, as a native round has it."""
+    _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
 
 
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:

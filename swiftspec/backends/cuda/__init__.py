@@ -20,7 +20,7 @@ from swiftspec.backends.cuda.attention import HEAD_DIMS, MOST_HEADS, prepare, tr
 from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.backends.cuda.devices import usable
 from swiftspec.backends.cuda.linear import linear_residual, norm_head, norm_linear, norm_swiglu, pack
-from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k
+from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_rows, log_probs, log_top_k, resample
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import PLAIN, Scores, rope_tables
 from swiftspec.errors import UserError
@@ -53,12 +53,13 @@ __all__ = [
     "pack_norm",
     "prepare",
     "require",
+    "resample",
     "rope_tables",
     "tree_attention",
 ]
 
 AHEAD = 8 << 20  # bytes of the next projection's tiles; what its memory gives in about 2 us of an H200, to be measured
-CAPTURES = 2  # sequences of a forward that can be a graph: it touches the host nowhere
+CAPTURES = 64  # sequences of a forward that can be a graph: with any number it touches the host nowhere
 PROMPT_ROWS = 1024  # of a prompt at a time, so that a library's product is bound by compute and weights expand rarely
 
 

@@ -25,6 +25,7 @@ from swiftspec.model.weights import Weight
 
 MAX_ROWS = 32  # of one launch that sums over ranks
 WORD, LINE = 4, 8  # bytes that a message counts in, and of an LL line
+PIECES = 64  # launches of a message at most, longer ones go through a library; an estimate, not measured
 TILE_GROUPS = (32, 64, 128)  # inputs of an int4 group, as the tiles hold them
 
 
@@ -108,15 +109,16 @@ class Communicator:
 
     @property
     def epoch(self) -> Tensor:
-        """[1] int64 on the device: how many products have been summed."""
+        """[1] int64 on the device: how many products have been summed, and pieces of messages gathered."""
         return self._epoch
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and as short as the longest product."""
-        return on_gpu(x.device) and x.nbytes % WORD == 0 and x.nbytes <= self._lines * LINE
+        """Whether `gather` takes x: on a GPU, whole words of 4 bytes, and at most PIECES times the longest product."""
+        return on_gpu(x.device) and x.nbytes % WORD == 0 and x.nbytes <= PIECES * self._lines * LINE
 
     def gather(self, x: Tensor) -> Tensor:
-        """The ranks' x, in rank order: [...] -> [size, ...]. Nothing waits for the host, so a graph may hold it."""
+        """The ranks' x, in rank order: [...] -> [size, ...], a launch for each piece of it that the group's lines hold.
+        Nothing waits for the host, so a graph may hold it."""
         out = x.new_empty(self.size, *x.shape)
         _C.gather_cuda(self.native, x.contiguous(), out, current_stream())
         return out

@@ -9,6 +9,7 @@ from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cuda.checks import current_stream
 from swiftspec.backends.reference import PLAIN, Scores
+from swiftspec.backends.reference.resampling import Weighed
 
 MOST_CANDIDATES = 64
 
@@ -75,6 +76,11 @@ def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, of equal
     ones the earlier token, never above 0 and never NaN."""
     return children(scores, scores.shape[1], k)
+
+
+def resample(groups: Weighed, uniform: Tensor, threshold: float, width: int) -> None:
+    """`reference.resampling.resample` in one launch of a fixed grid (csrc/cuda/particles), at most 1024 particles."""
+    _C.resample_cuda(**groups.fields(), uniform=uniform, threshold=threshold, width=width, stream=current_stream())
 
 
 def _taken(logits: Tensor, k: int) -> bool:

@@ -1,5 +1,5 @@
-"""Tensor parallelism over the GPUs of one machine: small sums in the projections' kernels, short messages in one
-of their own, the rest by NCCL."""
+"""Tensor parallelism over the GPUs of one machine: small sums in the projections' kernels, messages in one of
+their own, the rest by NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEAVING = PATIENCE + 5  # seconds that a rank waits for the others, whose kernel
 class PeerParallel:
     """A `model.group.Group` whose products of few rows are summed over peer memory (csrc/cuda/peers/channel.h), in
     rank order and rounded as `sum_in_rank_order` does it: bitwise equal on all ranks, and to what NCCL's part gives. So
-    are short messages gathered.
+    are messages gathered, a population's logits too.
 
     A peer that does not come ends the kernels that wait for it, and with them the process's use of its GPU.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from swiftspec.runtime.steps import Steps
 from swiftspec.runtime.steps.eager import EagerSteps
 from swiftspec.runtime.steps.graph import ROWS, Capture, GraphForwards, Graphs
@@ -86,10 +86,11 @@ def for_population(
     fused = tools.fused, draft_tools.fused
     if alone and fused[0] is not None and fused[1] is not None and config.smc_exact == 0:
         found.append(NativeRounds(target, draft, (fused[0], fused[1]), config))
-    # a graph has no room for the gathering of whole logits, a library's
-    captured = alone and groups <= max(tools.ops.CAPTURES, 1)
-    if captured and tools.graphs is not None and draft_tools.graphs is not None:
-        found.append(GraphRounds(tools.graphs))
+    sequences = min(tools.ops.CAPTURES, draft_tools.ops.CAPTURES)
+    if groups <= max(sequences, 1) and tools.graphs is not None and draft_tools.graphs is not None:
+        rows = min(groups * config.slots, PREFILL_CHUNK)  # of a forward, whose whole logits a group's ranks gather
+        if all(_captures(runner, rows, runner.vocab) for runner in (target, draft)):
+            found.append(GraphRounds(tools.graphs))
     return [*found, EagerRounds()]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,6 +27,23 @@ def test_prompts_are_the_embedded_tokenizers() -> None:
 
 def test_agreement() -> None:
     assert step.agreement([[1, 2, 3, 4], [5, 6]], [[1, 2, 9, 4], [5, 6]]) == pytest.approx(4 / 6)
+
+
+def test_particles_are_measured_warm_on_models_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At temperature 0 there would be nothing to draw, and mode smc refuses it."""
+    made: list[object] = []
+    whole = step.load_model
+
+    def counted(*path: Any, **options: Any) -> Any:
+        made.append(path)
+        return whole(*path, **options)
+
+    monkeypatch.setattr(step, "load_model", counted)
+    args = Namespace(prompts=1, tokens=5, context=64, device="cpu", ops="auto", particles=[2, 3])
+    told: list[set[str]] = []
+    found = step.measure_particles("demo", args, lambda result: told.append(set(result)))
+    assert [found[f"smc {count}"]["tok/s"] > 0 for count in (2, 3)] == [True, True] and len(made) == 2
+    assert "smc 3" in told[0] and "smc 2" not in told[0] and found["rounds"] in ("native", "eager")
 
 
 def test_a_step_is_timed_as_a_graph_where_the_model_can_be_captured() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -72,6 +73,16 @@ def test_the_text_is_that_of_one_process(
             answer = running.generate(PROMPT, params)
             assert answer.token_ids == plain(pair[0], name) and answer.stats.drafter_lost is None
             assert answer.stats.accepted > 3 and answer.stats.draft_busy_time > 0 and answer.stats.target_busy_time > 0
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_sides_may_compute_in_different_dtypes(pair: tuple[Path, Path], target: Started, shape: str) -> None:
+    """As those on different devices do: a draft that rounds otherwise guesses otherwise."""
+    with started("draft", pair[1], options={"dtype": torch.bfloat16}) as draft:
+        for there in (target.named(), pair[0]):
+            with on_workers(there, draft.named(), **SHAPES[shape]) as running:
+                answer = running.generate(PROMPT, SAMPLED)
+                assert answer.token_ids == plain(pair[0], "sampled") and answer.stats.accepted > 3
 
 
 def test_a_request_that_wants_no_tree_leaves_the_draft_alone(

@@ -61,10 +61,10 @@ def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, Worker]]:
 
 
 @contextmanager
-def slow(side: Any, model: Path, seconds: float, **how: Any) -> Iterator[Started]:
+def slow(side: Any, model: Path, seconds: float) -> Iterator[Started]:
     """A worker whose steps take so long."""
     step = StepTimes(((1, 1, seconds),))
-    with started(side, model, emulate=Emulation(**{side: step}), **how) as worker:
+    with started(side, model, options={"emulate": Emulation(**{side: step})}) as worker:
         yield worker
 
 

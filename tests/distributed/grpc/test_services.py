@@ -234,7 +234,7 @@ def test_health_is_told_until_a_worker_drains(target: Started) -> None:
     """By the standard service's own client, of the worker, of each service, and of none that is there."""
     worker = Started("target", target.model).start()
     channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
-    health = health_pb2_grpc.HealthStub(channel)
+    health: Any = health_pb2_grpc.HealthStub(channel)
     serving = HEALTH.HealthCheckResponse.SERVING
     for name in ("", TARGET):
         assert health.Check(HEALTH.HealthCheckRequest(service=name), timeout=10).status == serving
@@ -252,20 +252,22 @@ def test_health_is_told_until_a_worker_drains(target: Started) -> None:
 class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
     """A client that shows the token with each call."""
 
-    def _call(self, continuation: Any, details: Any, request: Any) -> Any:
-        return continuation(details._replace(metadata=Security("secret").metadata), request)
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=Security("secret").metadata), request)
 
-    intercept_unary_unary = intercept_stream_stream = _call
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self.intercept_unary_unary(continuation, client_call_details, request_iterator)
 
 
 def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started) -> None:
     """By the standard service's own client, who makes a call of what it has read."""
     with started("target", target.model, security=Security("secret")) as worker:
         bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+        health: Any = health_pb2_grpc.HealthStub(bare)
         with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
             list(ProtoReflectionDescriptorDatabase(bare).get_services())
         with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
-            health_pb2_grpc.HealthStub(bare).Check(HEALTH.HealthCheckRequest(), timeout=10)
+            health.Check(HEALTH.HealthCheckRequest(), timeout=10)
         channel = grpc.intercept_channel(bare, Shows())
         read = ProtoReflectionDescriptorDatabase(channel)
         assert {TARGET, "grpc.health.v1.Health"} < {*read.get_services()}

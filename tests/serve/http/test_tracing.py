@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from swiftspec.serve.http.engine import Ask, Refused
 from swiftspec.serve.http.frames import Chunk
 from swiftspec.serve.http.tracing import Tracing
 from swiftspec.serve.http.watch import VISIT, Visit, Watched
+from tests.support.collector import collecting
 from tests.support.played import Played, Ticks, served, whole
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -88,26 +87,13 @@ def test_exchanges_with_workers_are_below_their_request() -> None:
 
 
 def test_a_collector_gets_it_over_http() -> None:
-    got: list[tuple[str, bytes]] = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        traced = Tracing(f"http://127.0.0.1:{server.server_port}", "m")
+    with collecting() as collector:
+        traced = Tracing(collector.url, "m")
         asyncio.run(served(Watched(Played(whole(Stats(), [1])), [traced.record]), Ask([1], {})))
         traced.close()
-        server.shutdown()
-    ((path, body),) = got
+    ((path, body),) = collector.got
     (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
-    assert path == "/v1/traces" and [span.name for span in told.scope_spans[0].spans] == ["text_completion m"]
+    assert path == "/v1/traces" and collector.names == ["text_completion m"]
     assert "swiftspec" in [item.value.string_value for item in told.resource.attributes if item.key == "service.name"]
 
 

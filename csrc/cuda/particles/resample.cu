@@ -1,0 +1,108 @@
+// Groups of particles resampled, weights to rows, in one launch of a fixed grid. common/resample.h has the arithmetic.
+//
+// A cluster of 8 blocks, or a block where there are no clusters, takes a group. Each of its blocks weighs all particles
+// by itself and so finds what the others find; exponentials go side by side, sums in the order of the rows. Then a block
+// copies every eighth row, in place: a particle that is copied keeps its row, so nobody reads what another block writes.
+#include <cuda_runtime.h>
+
+#include "common/ieee.h"
+#include "common/resample.h"
+#include "cuda/launch.cuh"
+#include "cuda/ptx.cuh"
+#include "cuda/sampling/sampling.h"
+#include "cuda/shared.cuh"
+
+namespace swiftspec::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// What a block knows of its group.
+struct Weighed {
+  double weights[kMostParticles], shares[kMostParticles];
+  int64_t source[kMostParticles];
+  double whole, size;  // the logarithm of the sum of all weights; the effective sample size
+  bool poor;
+};
+
+// shares[i] = e^(weights[i] - less).
+__device__ void raise(Weighed& found, int64_t count, double less) {
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) found.shares[i] = exp(found.weights[i] - less);
+  __syncthreads();
+}
+
+__device__ void weigh(const ResampleArgs& a, int64_t group, Weighed& found) {
+  const int64_t n = a.count;
+  const bool first = threadIdx.x == 0;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) found.weights[i] = a.log_weights[group * n + i];
+  __syncthreads();
+  if (first) found.whole = resample::highest(found.weights, n);
+  __syncthreads();
+  const double top = found.whole;
+  raise(found, n, top);
+  if (first) found.whole = ieee::add(top, log(resample::sum(found.shares, n)));
+  __syncthreads();
+  raise(found, n, found.whole);
+  if (first) {
+    found.size = resample::effective(found.shares, n);
+    found.poor = found.size < ieee::mul(a.threshold, static_cast<double>(n));
+    if (found.poor) resample::systematic(found.shares, n, a.uniform[group], found.source);
+  }
+  __syncthreads();
+}
+
+// A thread's share of `bytes`: by eight where all of it comes in eights.
+__device__ void copy(uint8_t* to, const uint8_t* from, int64_t bytes) {
+  const bool eights = ((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | bytes) & 7) == 0;
+  if (eights) {
+    auto* words = reinterpret_cast<uint64_t*>(to);
+    const auto* given = reinterpret_cast<const uint64_t*>(from);
+    for (int64_t i = threadIdx.x; i < bytes / 8; i += kThreads) words[i] = given[i];
+  } else {
+    for (int64_t i = threadIdx.x; i < bytes; i += kThreads) to[i] = from[i];
+  }
+}
+
+// All that a copy takes over.
+__device__ void copy_row(const ResampleArgs& a, int64_t from, int64_t to) {
+  copy(a.mask + to * a.slots, a.mask + from * a.slots, a.width);
+  copy(a.ends + to * a.ends_bytes, a.ends + from * a.ends_bytes, a.ends_bytes);
+  copy(a.path + to * a.path_bytes, a.path + from * a.path_bytes, a.path_bytes);
+}
+
+__global__ void __launch_bounds__(kThreads) resample_kernel(const __grid_constant__ ResampleArgs a) {
+  Weighed& found = shared_variable<Weighed>();
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const auto block = static_cast<int64_t>(ptx::cluster_rank());
+  const int64_t group = blockIdx.y, first = group * a.count;
+  weigh(a, group, found);
+  ptx::cluster_sync();  // all of its blocks have read the weights
+  if (block == 0 && threadIdx.x == 0) {
+    a.ess[group] += found.size;
+    a.rounds[group] += 1;
+    if (found.poor) {
+      a.log_z[group] += found.whole - log(static_cast<double>(a.count));
+      a.resampled[group] += 1;
+    }
+  }
+  if (!found.poor) return;
+  if (block == 0) {
+    for (int64_t i = threadIdx.x; i < a.count; i += kThreads) a.log_weights[first + i] = 0.0;
+  }
+  for (int64_t row = block; row < a.count; row += sampling::kBlocks) {
+    if (found.source[row] != row) copy_row(a, first + found.source[row], first + row);
+  }
+}
+
+}  // namespace
+
+void resample(const ResampleArgs& a, Stream stream) {
+  if (a.groups == 0) return;
+  const int cluster = sampling::blocks(device_here());
+  const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(a.groups));
+  const Launch how{.grid = grid, .threads = kThreads, .cluster = cluster, .early = true};
+  launch("resample", resample_kernel, how, stream, a);
+}
+
+}  // namespace swiftspec::cuda

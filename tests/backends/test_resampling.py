@@ -1,0 +1,47 @@
+"""Resampling as an operator: the host's equals the reference's, and both follow the law by enumeration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cpu
+from swiftspec.backends.reference import resampling
+from tests.support.resampling import ALWAYS, checked, groups_of, law_holds
+
+
+@pytest.mark.parametrize("operator", [resampling.resample, cpu.resample], ids=["reference", "host"])
+@pytest.mark.parametrize(("count", "parts"), [(1, 3), (2, 7), (3, 5), (4, 4)])
+def test_every_way_to_share_the_weight(operator: Any, count: int, parts: int) -> None:
+    law_holds(operator, count, parts, "cpu")
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, ALWAYS])
+@pytest.mark.parametrize("count", [1, 4, 33])
+def test_the_host_does_what_the_reference_does(count: int, threshold: float) -> None:
+    dice = torch.Generator().manual_seed(count)
+    weights = 2 * torch.randn(40, count, dtype=torch.float64, generator=dice)
+    weights[0] = 0
+    weights[1, 1:] = -torch.inf
+    weights[2, 0] = torch.nan
+    uniform = torch.rand(40, dtype=torch.float64, generator=dice)
+    for slots, width in ((24, 24), (30, 13)):
+        found = checked(cpu.resample, groups_of(weights, slots, 11, slots), uniform, threshold, width, "cpu")
+        assert bool(found.ess[2].isnan()), "a weight that is no number spoils its group, and no other"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    groups, uniform = groups_of(torch.zeros(2, 3), 8, 9, 1), torch.full((2,), 0.5, dtype=torch.float64)
+    named: dict[str, Any] = {**groups.fields(), "uniform": uniform, "threshold": 0.5, "width": 8}
+    for name, value, said in (
+        ("width", 9, "the window is wider"),
+        ("uniform", uniform[:1], "uniform: expected"),
+        ("mask", groups.mask[:, :2], "mask: expected"),
+        ("ends", groups.ends.byte(), "ends: expected"),
+        ("path", groups.path[..., :3].contiguous(), "paths are too short"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            _C.resample(**{**named, name: value})

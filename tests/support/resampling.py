@@ -1,0 +1,77 @@
+"""Groups of particles for the operators that resample them, and what must become of them; with and without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends.reference import resampling
+from swiftspec.backends.reference.resampling import Resample, Weighed
+
+ALWAYS = 2.0  # a threshold that no effective sample size reaches
+
+
+def groups_of(log_weights: Tensor, slots: int, words: int, seed: int) -> Weighed:
+    """Groups with these weights [G, N] on the CPU, in which no two rows are alike."""
+    dice = torch.Generator().manual_seed(seed)
+    count = log_weights.shape[:2]
+    path = torch.randint(2**40, (*count, words), generator=dice)
+    mask, ends = (torch.rand(*count, width, generator=dice) < 0.5 for width in (slots, 2))
+    books = [torch.rand(count[0], dtype=torch.float64, generator=dice) for _ in range(2)]
+    counted = [torch.randint(9, (count[0],), generator=dice) for _ in range(2)]
+    return Weighed(log_weights.to(torch.float64, copy=True), mask, ends, path, *books, *counted)
+
+
+def on(device: torch.device | str, groups: Weighed) -> Weighed:
+    """A copy there."""
+    return Weighed(**{name: tensor.to(device, copy=True) for name, tensor in groups.fields().items()})
+
+
+def agree(found: Weighed, wanted: Weighed, bits: bool = False) -> None:
+    """To the bit; but for logarithms and sizes where these are other libraries' and not `bits`."""
+    for field in fields(Weighed):
+        ours, theirs = getattr(found, field.name).cpu(), getattr(wanted, field.name).cpu()
+        if bits or field.name not in ("log_z", "ess"):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True, msg=field.name)
+        else:
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=field.name)
+
+
+def checked(operator: Resample, groups: Weighed, uniform: Tensor, threshold: float, width: int, device: str) -> Weighed:
+    """What an operator makes of groups, which must be what the reference does."""
+    found, wanted = on(device, groups), on("cpu", groups)
+    operator(found, uniform.to(device), threshold, width)
+    resampling.resample(wanted, uniform, threshold, width)
+    agree(found, wanted)
+    assert torch.equal(found.mask[..., width:].cpu(), groups.mask[..., width:]), "beyond the window nothing is copied"
+    return found
+
+
+def shares_of(count: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """All ways to share so many parts among so many particles."""
+    if count == 1:
+        yield (parts,)
+        return
+    for first in range(parts + 1):
+        for rest in shares_of(count - 1, parts - first):
+            yield (first, *rest)
+
+
+def law_holds(operator: Resample, count: int, parts: int, device: str) -> None:
+    """By enumeration, all in one call: weights in whole parts, under as many numbers as decide differently. Over these
+    a particle has just its share of the copies; one that is copied keeps its row; the mean of the weights is booked."""
+    shares = torch.tensor([*shares_of(count, parts)], dtype=torch.float64)
+    log_weights = (shares.log() - 3).repeat_interleave(parts, 0)
+    uniform = ((torch.arange(parts, dtype=torch.float64) + 0.5) / parts).repeat(len(shares))
+    groups = groups_of(log_weights, 8, 9, 1)
+    groups.path.copy_(torch.arange(count)[:, None].expand_as(groups.path))
+    found = checked(operator, groups, uniform, ALWAYS, 8, device)
+    source = found.path[..., 0].cpu()
+    copies = torch.nn.functional.one_hot(source, count).sum(1).view(len(shares), parts, count).sum(1)
+    assert torch.equal(copies.double(), count * shares)
+    assert torch.equal(source.gather(1, source), source)
+    booked = (found.log_z.cpu() - groups.log_z).exp() * count
+    torch.testing.assert_close(booked, torch.full_like(booked, parts).mul_(torch.tensor(-3.0).double().exp()))
