@@ -92,6 +92,7 @@ class Population:
         law: str,
         power: float,
         threshold: float,
+        deferred_bonus: bool,
     ) -> None:
         """`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive."""
     def compact(self, group: int, promoted: int, keep: Sequence[int]) -> None:

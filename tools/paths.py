@@ -21,7 +21,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.steps import Kind, Steps, choose, features, kinds
 from swiftspec.runtime.steps.rounds import Rounds
 from swiftspec.sampling.vocab import HEAD
-from swiftspec.smc.population import check_sampling
+from swiftspec.smc.limits import check_sampling
 from swiftspec.tree.reject import Rejection
 
 REFUSED = "refused"

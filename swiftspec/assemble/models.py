@@ -54,7 +54,8 @@ from swiftspec.runtime.threaded import FIRST, BesideDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.sampling.grammar import Grammars
 from swiftspec.setting import require
-from swiftspec.smc.population import SMC, region
+from swiftspec.smc.limits import region
+from swiftspec.smc.population import SMC
 from swiftspec.tree.children import BestChildren, Children
 from swiftspec.tree.drawn import LIFETIME, DrawnChildren
 from swiftspec.tree.reject import Rejection

@@ -35,7 +35,8 @@ from swiftspec.runtime.threaded import ThreadedVerifier, warm_up
 from swiftspec.runtime.verifier import Verifier
 from swiftspec.sampling.grammar import Grammars
 from swiftspec.smc.decoding import ParticleDecoding
-from swiftspec.smc.population import SMC, check_sampling
+from swiftspec.smc.limits import check_sampling
+from swiftspec.smc.population import SMC
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from numpy.typing import NDArray
 
 from swiftspec.config import PopulationConfig
-from swiftspec.errors import NotFinite, UserError
+from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening
-from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.steps import choose, features
 from swiftspec.runtime.steps.rounds import Mail, Rounds
@@ -31,44 +30,8 @@ from swiftspec.smc.answer import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
 from swiftspec.smc.round import SMCRound
 from swiftspec.smc.texts import Texts
-from swiftspec.tree.mask import WIDTHS
 
-REGION = 32768  # tree slots at most, of all groups
 WHOSE = "the target's or the draft's"  # logits are no numbers
-
-
-def region(config: PopulationConfig, context: int) -> int:
-    """Tree slots of each group: all that N texts of `context` tokens could need, if that is not too many. A multiple of
-    the widest window. Raises UserError where two rounds of every group would not fit."""
-    widest, groups = WIDTHS[-1], config.smc_groups
-    if config.chains is not None:  # a chain's slots are in the prefix two rounds later
-        return -(-4 * config.slots // widest) * widest
-    share = REGION // groups // widest * widest
-    most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
-    if config.particles > most:
-        of = "" if groups == 1 else f" in each of {groups} groups"
-        fewer = "" if groups == 1 else ", or take fewer groups"
-        raise UserError(
-            f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
-            f" {REGION} slots: at most {most} particles do{fewer}"
-        )
-    return -(-min(config.particles * context + 2 * config.slots, share) // widest) * widest
-
-
-def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:
-    """Refuses what groups of particles cannot follow. `chains`: those that are verified exactly."""
-    who, instead = ("a batch", "take max_num_seqs 1") if chains else ("mode smc", "take mode serial")
-    if sampling.greedy and not chains:
-        raise UserError("mode smc samples, and temperature 0 leaves nothing to sample: raise it, or take mode serial")
-    if sampling.guided:
-        why = "a group has one sequence of the cache, and a negative prompt needs another"
-        raise UserError(f"{who} knows no guidance ({why}): leave guidance_scale at 1, or {instead}")
-    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-        raise UserError(f"{who} gives no log-probabilities: leave them out, or {instead}")
-    if sampling.verify_batch is not None or sampling.draft_steps is not None:
-        raise UserError(f"{who} has no draft tree: leave verify_batch and draft_steps out, or {instead}")
-    if sampling.grammar is not None:
-        raise UserError(f"{who} knows no grammar: leave it out, or {instead}")
 
 
 @dataclass(slots=True, eq=False)
@@ -229,7 +192,7 @@ class SMC:
         row, shares = weights.pick(p.log_weights[at].tolist(), uniform)
         texts = zip(p.tokens[at, :, : max(lengths)].tolist(), lengths, strict=True)
         found = zip(texts, p.stopped[at].tolist(), shares, strict=True)
-        particles = tuple(Particle(tuple(text[:length]), *rest) for (text, length), *rest in found)
+        particles = tuple(Particle(tuple(text[:n]), stopped, share) for (text, n), stopped, share in found)
         return Answer(
             tokens=[*particles[row].tokens],
             stopped=particles[row].stopped,

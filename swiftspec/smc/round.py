@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, repeat
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from swiftspec.runtime.steps.graph import shaping
 from swiftspec.smc.judge import Drafted, Judged, judge
 from swiftspec.smc.particles import Particles
-from swiftspec.smc.shaper import Shaper, Span, joined, penalised
+from swiftspec.smc.shaper import Shaper, Span, joined, penalised, spans_of
 from swiftspec.smc.streams import Streams
 
 
@@ -142,7 +142,7 @@ class SMCRound:
         """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
         their temperature and bias."""
         if groups not in self._shaped:
-            shapers = [(span.groups.stop - span.groups.start, span.shaper) for span in self._spans(groups)]
+            shapers = [(span.groups.stop - span.groups.start, span.shaper) for span in spans_of(self._shapers[:groups])]
             assert not any(shaper.filtered or shaper.penalised for _, shaper in shapers)
             self._shaped[groups] = [(count, shaper.temperature, shaper.bias) for count, shaper in shapers]
         return self._shaped[groups]
@@ -150,7 +150,7 @@ class SMCRound:
     @property
     def key(self) -> Hashable:
         """Equal for rounds that have the same tensors and operators by value."""
-        return tuple((span.shaper, span.groups.stop) for span in self._spans(len(self._shapers)))
+        return tuple((span.shaper, span.groups.stop) for span in spans_of(self._shapers))
 
     @torch.inference_mode()  # saves a microsecond an operator
     def __call__(self, width: int, groups: int) -> Tensor:
@@ -163,7 +163,7 @@ class SMCRound:
         """
         p = self._some[groups]
         kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
-        here = Here(p, self._spans(groups), width, p.new_slots(), kv_len)
+        here = Here(p, spans_of(self._shapers[:groups]), width, p.new_slots(), kv_len)
         keys = self._keys(here)
         chains = self._draft_tokens(here, keys)
         judged = self._judge(here, self._score(here, chains), chains, next(keys))
@@ -173,17 +173,6 @@ class SMCRound:
             p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
         books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1), judged.kept.sum(-1)), 1)
         return torch.cat((books, p.tokens[:, 0], p.columns(width)), 1)
-
-    def _spans(self, groups: int) -> list[Span]:
-        """Those of the first groups. One that never had a request joins its neighbour."""
-        spans: list[Span] = []
-        for shaper, run in groupby(range(groups), lambda group: self._shapers[group]):
-            places = [*run]
-            if shaper is None:
-                before = spans.pop()
-                shaper, places = before.shaper, [before.groups.start, *places]
-            spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
-        return spans
 
     def _keys(self, here: Here) -> Iterator[Tensor | None]:
         """Of the noise of the draft's tokens [A N], step by step, and of the one after them. Where chains are matched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -94,6 +95,18 @@ class Span:
     def rows(self, particles: int) -> slice:
         """Theirs among the rows of a forward of N rows a group."""
         return slice(self.groups.start * particles, self.groups.stop * particles)
+
+
+def spans_of(shapers: Sequence[Shaper | None]) -> list[Span]:
+    """Those of groups with these shapers. One that never had a request joins its neighbour."""
+    spans: list[Span] = []
+    for shaper, run in groupby(range(len(shapers)), lambda group: shapers[group]):
+        places = [*run]
+        if shaper is None:
+            before = spans.pop()
+            shaper, places = before.shaper, [before.groups.start, *places]
+        spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
+    return spans
 
 
 def penalised(spans: Sequence[Span], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from swiftspec.messages import Opening
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
-from swiftspec.smc.population import check_sampling
+from swiftspec.smc.limits import check_sampling
 from tests.support.roles import verifier_of
 from tests.support.tiny import make_pair
 

@@ -20,7 +20,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.smc.decoding import ParticleDecoding, Request
-from swiftspec.smc.population import region
+from swiftspec.smc.limits import region
 from tests.model.test_loader import quantise
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.roles import opening, population_of

@@ -18,7 +18,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import PREFILL_CHUNK
 from swiftspec.smc.decoding import decode_smc
-from swiftspec.smc.population import region
+from swiftspec.smc.limits import region
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode
 from tests.support.roles import make_population, make_runner, opening, population_of
