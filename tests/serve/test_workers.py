@@ -92,6 +92,7 @@ def answer(flags: Sequence[str]) -> dict:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # it starts a dozen processes
 def test_a_split_over_processes_gives_the_text_of_one() -> None:
     sampled = (*PROMPT, "--temperature", "0.8", "--seed", "5")
     plain = answer((*sampled, "--mode", "ar"))
