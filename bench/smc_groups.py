@@ -92,26 +92,27 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     ]
     requests = [llm.engine.request(i, *asked) for i, asked in enumerate(zip(prompts, sampling, strict=True))]
     waiting, here, decoding = iter(requests), 0, llm.roles.decoding
-    spent = 0.0  # in forwards, while no prompt was read
+    came: list[float] = []  # seconds in forwards until each request came
 
     def arriving() -> Request | None:
-        nonlocal here, spent
+        nonlocal here
         request = None if here == at_once else next(waiting, None)
-        here += request is not None
-        spent += 0.0 if request is None else sum(decoding.busy)
+        if request is not None:
+            here += 1
+            came.append(sum(decoding.busy))
         return request
 
     began, busy = time.perf_counter(), sum(decoding.busy)
     for _, chunk in llm.engine.together(arriving, lambda request: False):
         here -= chunk.finish_reason is not None
-    spent += sum(decoding.busy) - busy - sum(sum(request.spent) for request in requests)
+    prompts_read = sum(sum(request.spent) for request in requests) - sum(came)
     reading = sum(request.stats.prompt_time for request in requests)
     seconds = time.perf_counter() - began - reading
     tokens = sum(request.stats.tokens for request in requests)
     total.rates.append(tokens / seconds)
     total.tokens, total.seconds = total.tokens + tokens, total.seconds + seconds
     if args.device == "cpu":  # of a GPU the host knows when forwards begin
-        total.forwards += spent
+        total.forwards += sum(decoding.busy) - busy - prompts_read
     total.rounds += sum(request.stats.rounds for request in requests)
 
 

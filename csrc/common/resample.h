@@ -1,4 +1,4 @@
-// Weights of a group of particles, from logarithms to who is copied; swiftspec/smc/weights.py has the same in operators.
+// Weights of a group of particles, from logarithms to who is copied; backends/reference/resampling.py has the same in operators.
 #pragma once
 
 #include <cmath>
