@@ -31,6 +31,10 @@ void resample(const Array& log_weights, const Array& mask, const Array& ends, co
   p.ess = ess.at<double>(kCpu, "ess", {g});
   p.resampled = resampled.at<int64_t>(kCpu, "resampled", {g});
   p.rounds = rounds.at<int64_t>(kCpu, "rounds", {g});
+  for (int64_t row = 0; row < g * n; ++row) {
+    const int64_t length = p.path[row * (Particles::kHead + p.text)];
+    check(length >= 0 && length <= p.text, "a path says that it has more tokens than there is room for");
+  }
   const double* numbers = uniform.at<double>(kCpu, "uniform", {g});
   for (int64_t group = 0; group < g; ++group) p.resample(group, threshold, numbers[group]);
 }

@@ -49,7 +49,7 @@ class Particles:
         # What a copy takes over lies in three tensors, so that resampling has three kinds of rows to copy.
         self.mask = zeros(g, n, slots, dtype=torch.bool)
         self._ends = zeros(g, n, 2, dtype=torch.bool)
-        self._path = zeros(g, n, 7 + longest + step)
+        self._path = zeros(g, n, resampling.HEAD + longest + step)
         self.base = zeros(g)  # tree slots handed out
         self.clock = zeros(g)  # draws so far, counted from the prompt's end: what keys the noise
         self.log_z = zeros(g, dtype=torch.float64)  # of all resamplings so far
@@ -66,7 +66,7 @@ class Particles:
         self.length = self._path[..., 0]
         # The two tokens whose KV the draft lacks; the target lacks that of the second, which is the pending one.
         self.tail_tokens, self.tail_slots, self.tail_positions = self._path[..., 1:7].split(2, -1)
-        self.tokens = self._path[..., 7:]
+        self.tokens = self._path[..., resampling.HEAD :]
         self._weighed = resampling.Weighed(
             self.log_weights, self.mask, self._ends, self._path, self.log_z, self.ess, self.resampled, self.rounds
         )

@@ -42,6 +42,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("mask", groups.mask[:, :2], "mask: expected"),
         ("ends", groups.ends.byte(), "ends: expected"),
         ("path", groups.path[..., :3].contiguous(), "paths are too short"),
+        ("path", torch.full_like(groups.path, 3), "more tokens than there is room for"),
     ):
         with pytest.raises(ValueError, match=said):
             _C.resample(**{**named, name: value})

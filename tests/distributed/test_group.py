@@ -172,7 +172,7 @@ def test_a_draft_that_sleeps_and_wakes_changes_nothing(pool: Pool, pairs: Pairs,
     ("mode", "x", "y", "how"),
     [
         ("async", 1, 1, {"verify": "reject"}),
-        ("async", 1, 2, {"calibration": 1.3}),
+        slow("async", 1, 2, {"calibration": 1.3}),
         *(
             slow(mode, x, y, {"verify": "reject"})
             for mode, x, y in (("async", 2, 1), ("serial", 2, 2), ("async", 2, 2))

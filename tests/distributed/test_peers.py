@@ -221,10 +221,12 @@ def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that fit the lines of the longest product, in whole words; others by the library."""
+    """Those that fit the lines of the longest product in so many pieces, in whole words; others by the library."""
     end: Any = object.__new__(cuda_linear.Communicator)
     end._lines = 4
-    sizes = {(8, torch.float32): True, (4, torch.float64): True, (9, torch.float32): False, (3, torch.bfloat16): False}
+    most = 8 * cuda_linear.PIECES
+    sizes = {(8, torch.float32): True, (most, torch.float32): True, (most + 1, torch.float32): False}
+    sizes |= {(4, torch.float64): True, (3, torch.bfloat16): False}
     for (count, dtype), taken in sizes.items():
         x: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=count * dtype.itemsize)
         assert end.takes(x) == taken

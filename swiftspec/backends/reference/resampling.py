@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+HEAD = 7  # words of a path before its tokens; the first says how many tokens there are
+
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
@@ -21,7 +23,7 @@ class Weighed:
     log_weights: Tensor  # [G, N] float64
     mask: Tensor  # [G, N, slots] bool
     ends: Tensor  # [G, N, 2] bool
-    path: Tensor  # [G, N, words] int64
+    path: Tensor  # [G, N, HEAD + room] int64; what stands behind the tokens that there are is nobody's
     log_z: Tensor  # [G] float64, of all resamplings so far
     ess: Tensor  # [G] float64, summed over the rounds
     resampled: Tensor  # [G] int64, rounds that were

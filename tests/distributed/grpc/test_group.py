@@ -42,6 +42,7 @@ def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, pla
         assert lost == [None, None] and accepted > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("side", ["target", "draft"])
 def test_all_ranks_use_the_steps_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
