@@ -16,6 +16,7 @@ from swiftspec.config import EngineConfig
 from swiftspec.distributed.grpc.status import Full, SessionGone
 
 GONE = "the session is gone: begin again from the tokens"
+MOMENT = 0.5  # seconds; what a session still does once its answer is out is over by then
 ID_BYTES = 16  # drawn by the system's generator: nobody guesses one
 
 
@@ -149,14 +150,13 @@ class Sessions(Generic[W]):
                 self._drop(session)
 
     def _evict(self) -> None:
-        for session in sorted(self._known.values(), key=lambda each: each.used):
-            if self._drop(session):
-                return
-        raise Full(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
+        rested = sorted(self._known.values(), key=lambda each: each.used)
+        if not any(map(self._drop, rested)) and not self._drop(rested[0], MOMENT):
+            raise Full(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
 
-    def _drop(self, session: Session[W]) -> bool:
-        """Ends a session, unless somebody is at work in it."""
-        if not session.lock.acquire(blocking=False):
+    def _drop(self, session: Session[W], wait: float = 0.0) -> bool:
+        """Ends a session, unless somebody is at work in it for so many more seconds."""
+        if not session.lock.acquire(timeout=wait):
             return False
         session.gone = True
         session.lock.release()
