@@ -331,6 +331,20 @@ def test_sessions_end_by_rest_and_make_room() -> None:
         pass
 
 
+def test_a_session_that_is_about_to_rest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered and does what is left to do, when another one is opened."""
+    monkeypatch.setattr("swiftspec.distributed.grpc.sessions.MOMENT", 60.0)
+    sessions, opened = Sessions(Work, most=1, idle=10.0), SimpleQueue[Any]()
+    first = sessions.open(b"", SHAPE)
+    with sessions.at_work(first):
+        other = threading.Thread(target=lambda: opened.put(sessions.open(b"", SHAPE)))
+        other.start()
+        other.join(0.05)
+        assert opened.empty()
+    other.join()
+    assert opened.get() is not first and first.gone
+
+
 def test_turns_go_round_in_order() -> None:
     turns, order, threads = Turns(), list[int](), list[threading.Thread]()
 
