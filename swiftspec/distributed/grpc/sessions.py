@@ -127,6 +127,13 @@ class Sessions(Generic[W]):
             if session.work.shape == shape:
                 return session
             self.end(name)
+        try:
+            return self._another(shape)
+        except Full:  # what one of them still does after its answer is over in a moment; the others go on meanwhile
+            self._await_rest()
+            return self._another(shape)
+
+    def _another(self, shape: EngineConfig) -> Session[W]:
         with self._lock:
             while len(self._known) >= self._most:
                 self._evict()
@@ -150,13 +157,23 @@ class Sessions(Generic[W]):
                 self._drop(session)
 
     def _evict(self) -> None:
-        rested = sorted(self._known.values(), key=lambda each: each.used)
-        if not any(map(self._drop, rested)) and not self._drop(rested[0], MOMENT):
+        if not any(map(self._drop, self._rested())):
             raise Full(f"all {self._most} sessions of this worker are at work: start it with more --max-sessions")
 
-    def _drop(self, session: Session[W], wait: float = 0.0) -> bool:
-        """Ends a session, unless somebody is at work in it for so many more seconds."""
-        if not session.lock.acquire(timeout=wait):
+    def _await_rest(self) -> None:
+        """Until nobody is at work in the session that rested longest, or for a moment."""
+        with self._lock:
+            rested = self._rested()
+        if rested and rested[0].lock.acquire(timeout=MOMENT):
+            rested[0].lock.release()
+
+    def _rested(self) -> list[Session[W]]:
+        """All, the one that rested longest first."""
+        return sorted(self._known.values(), key=lambda each: each.used)
+
+    def _drop(self, session: Session[W]) -> bool:
+        """Ends a session, unless somebody is at work in it."""
+        if not session.lock.acquire(blocking=False):
             return False
         session.gone = True
         session.lock.release()
