@@ -20,11 +20,11 @@ from typing import TypeVar
 import torch
 from transformers import AutoTokenizer
 
+from bench.common.roles import growing_ahead, local_roles
 from bench.data.heldout import DEMO, read_prompts
-from bench.shared.roles import growing_ahead, local_roles
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.control.record import Measured
+from swiftspec.control.round_stats import Measured
 from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.decode import decode
 from swiftspec.llm import LLM

@@ -27,17 +27,17 @@ from typing import Any
 
 import torch
 
+from bench.baselines.engines import load_transformers, write_dense
+from bench.baselines.llama_plain import LlamaCpp, has_llama_cpp
+from bench.baselines.to_gguf import TYPES, write_gguf
 from bench.data import tasks
 from bench.data.heldout import DEMO, read_prompts
-from bench.rivals.engines import load_transformers, write_dense
-from bench.rivals.llama_plain import LlamaCpp, has_llama_cpp
-from bench.rivals.to_gguf import TYPES, write_gguf
 from swiftspec.backends import cpu as host
 from swiftspec.config import PROPOSALS, VERIFY, EngineConfig
-from swiftspec.distributed.world import available_cores, join_world, run_on
+from swiftspec.distributed.launch.world import available_cores, join_world, run_on
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM, serve_rank
-from swiftspec.model.files import read_config
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.params import SamplingParams
 
 DEFAULTS = EngineConfig()

@@ -25,20 +25,20 @@ from torch.distributed.distributed_c10d import PrefixStore
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.options import Options
+from swiftspec.builder.load_options import Options
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.keeping import Keeping
-from swiftspec.distributed.mailbox import SharedChannel
-from swiftspec.distributed.world import World, join_world
+from swiftspec.distributed.launch.supervision import Keeping
+from swiftspec.distributed.launch.world import World, join_world
+from swiftspec.distributed.transport.mailbox import SharedChannel
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.native import NativeSteps, NativeTree
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps.native import NativeSteps, NativeTree
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.serve.keeping.control import first_message
-from swiftspec.serve.keeping.kept import Kept
-from swiftspec.tree import walk as tree_walk
+from swiftspec.serve.supervisor.control_protocol import first_message
+from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.tree import acceptance as tree_walk
 from swiftspec.tree.tree import DraftTree
 
 TIMED: list[tuple[Any, str]] = [

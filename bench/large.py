@@ -31,14 +31,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from bench import large_report as report
+from bench.baselines.llama_plain import CONTEXT, has_llama_cpp
+from bench.baselines.llama_server import LlamaServer, find_server
 from bench.data.heldout import ROOT, read_token_ids
-from bench.grown import Model, check_room, warm
 from bench.large_report import FIRST, OURS, PEER, SECOND, Row
-from bench.measured import Measured, Task, Work
-from bench.rivals.llama_plain import CONTEXT, has_llama_cpp
-from bench.rivals.llama_server import LlamaServer, find_server
+from bench.width_expanded import Model, check_room, warm
+from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings import Settings, flag_name
+from swiftspec.serve.settings.settings import Settings, flag_name
 
 PARTS = ("starts", "decode", "llama", "server")
 KINDS = ("q4_1", "q4_0")  # of the peer's files
@@ -111,7 +111,7 @@ class Bench:
                 with self._measured(PEER, name, "plain", [file]) as add:
                     if python is not None:
                         task = Task({"file": str(file), "threads": threads}, work)
-                        add(self._child([python, "-m", "bench.rivals.llama_plain"], task))
+                        add(self._child([python, "-m", "bench.baselines.llama_plain"], task))
                     elif server is not None:
                         add(server.measure(work, file, threads))
 
@@ -146,7 +146,7 @@ class Bench:
         flags = ["--raw", *(word for name, value in settings.items() for word in (flag_name(name), value))]
         what = {"flags": flags, "cache": None if cache is None or CACHE not in known else str(cache)}
         with self._measured(OURS, options.name, options.kind, files) as add:
-            add(self._child([sys.executable, "-m", "bench.one_start"], Task(what, work)))
+            add(self._child([sys.executable, "-m", "bench.startup"], Task(what, work)))
 
     @contextmanager
     def _measured(self, system: str, name: str, kind: str, files: list[Path]) -> Iterator[Callable[[Measured], None]]:
@@ -211,7 +211,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="keeps the models and files; default: a temporary one")
     parser.add_argument("--shapes", type=_words, default=["8b", "1b"], help="target and draft: 1b, 3b, 8b, 70b, or what"
-                        " tools.grow takes")  # fmt: skip
+                        " tools.width_expand takes")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a long prompt")
     parser.add_argument("--requests", type=int, default=10)

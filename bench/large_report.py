@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.measured import Measured
+from bench.workload import Measured
 
 FIRST, SECOND = "first start", "second start"
 OURS, PEER = "swiftspec", "llama.cpp"

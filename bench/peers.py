@@ -1,5 +1,5 @@
-"""Where the tests find `bench.rivals.engines`."""
+"""Where the tests find `bench.baselines.engines`."""
 
-from bench.rivals.engines import load_transformers
+from bench.baselines.engines import load_transformers
 
 __all__ = ["load_transformers"]

@@ -21,8 +21,8 @@ from statistics import fmean, stdev
 import torch
 from transformers import AutoTokenizer
 
+from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, read_prompts
-from bench.shared.roles import decode_on, growing_ahead, local_roles
 from swiftspec.config import PROPOSALS, EngineConfig
 from swiftspec.decode import decode
 from swiftspec.llm import LLM

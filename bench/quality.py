@@ -38,7 +38,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.serve.text import TextCodec
+from swiftspec.serve.text.codec import TextCodec
 
 SHAPES = ((1, 4, 1.0), (4, 4, 1.0), (16, 4, 1.0), (4, 1, 1.0), (4, 4, 2.0), (16, 4, 2.0), (16, 4, 4.0))  # N, K, alpha
 FEW = 4  # answers of which any may pass, where there are no particles

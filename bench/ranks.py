@@ -18,10 +18,10 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
+from swiftspec.builder.load_options import Options
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.world import World, join_world, run_on
+from swiftspec.distributed.launch.world import World, join_world, run_on
 from swiftspec.llm import LLM, serve_rank
 from swiftspec.params import SamplingParams
 

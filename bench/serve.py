@@ -70,10 +70,10 @@ def session(flags: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
 def answer_here(flags: list[str]) -> None:
     """Answers each line of standard input, a JSON list of token ids and a number of tokens, as text in this process."""
     from swiftspec.params import SamplingParams
-    from swiftspec.serve.cli import parse
+    from swiftspec.serve.cli.arguments import parse
     from swiftspec.serve.session import open_session
-    from swiftspec.serve.stream import TextStream
     from swiftspec.serve.terminal import Phases
+    from swiftspec.serve.text.stream import TextStream
 
     opened = open_session(parse(flags).settings, Phases(quiet=True), warm_up=True)
     print("ready", flush=True)

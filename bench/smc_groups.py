@@ -30,7 +30,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.steps.graph import CudaCapture
+from swiftspec.runtime.executors.graph import CudaCapture
 from swiftspec.smc.decoding import Request
 from swiftspec.smc.population import SMC
 
@@ -226,7 +226,7 @@ def kinds(text: str) -> list[str]:
 def add_flags(parser: argparse.ArgumentParser, target: Path, draft: Path) -> None:
     """Those that only this reads."""
     parser.add_argument("--kinds", type=kinds, default=[*KINDS], help="of --groups: particles, and exact chains")
-    parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.grow, say")
+    parser.add_argument("--target", type=Path, default=target, help="of --groups: a folder of tools.width_expand, say")
     parser.add_argument("--draft", type=Path, default=draft)
     parser.add_argument("--device", default="cpu", help="where the models run: cpu or cuda")
     parser.add_argument("--rounds", choices=("native", "graph", "eager"), help="of --groups: no other, but eager ones")

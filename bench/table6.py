@@ -17,12 +17,12 @@ import torch
 from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
-from swiftspec.assemble.options import Options
+from swiftspec.builder.load_options import Options
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.world import join_world
-from swiftspec.lab import measure, timeline
-from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.distributed.launch.world import join_world
+from swiftspec.lab import measurement, timeline
 from swiftspec.lab.timeline import Trace
+from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
 from swiftspec.llm import LLM
 from swiftspec.profiles import emulation
 
@@ -36,7 +36,7 @@ def spec(side: str) -> tuple[str, float, float]:
     return text, 1e-3 * row["target_ms"], 1e-3 * row["draft_ms"]
 
 
-def show(name: str, d: int, run: measure.Run, more: str = "") -> float:
+def show(name: str, d: int, run: measurement.Run, more: str = "") -> float:
     """A line of the table."""
     print(f"{name:8} d {d}: {run.speed:6.1f} tok/s, {run.tokens_per_round:.2f} tok/round{more}", flush=True)
     return run.speed
@@ -64,7 +64,7 @@ def main() -> None:
         for d in DEPTHS:
             file = Path(folder) / "rounds.jsonl"
             with pool.engine(Order(EngineConfig("async", draft_steps=d), trace=str(file))) as llm:
-                run = measure.decode_all(llm, prompts, args.max_tokens)
+                run = measurement.decode_all(llm, prompts, args.max_tokens)
             costs = timeline.costs(Trace.read(file))
             own = statistics.median(timeline.orchestration(costs, target, draft))
             length = statistics.median(cost.length for cost in costs)
@@ -74,7 +74,7 @@ def main() -> None:
     options["emulate"] = emulation.parse(spec("serial")[0])
     for d in DEPTHS:
         llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig("serial", draft_steps=d), **options)
-        in_turn.append(show("serial", d, measure.decode_all(llm, prompts, args.max_tokens)))
+        in_turn.append(show("serial", d, measurement.decode_all(llm, prompts, args.max_tokens)))
     paper = emulation.paper()["table6"]
     print(f"ratio of the best {max(ahead) / max(in_turn):.2f}; the paper's (quoted)"
           f" {paper['parallel']['tokens_per_second'] / paper['serial']['tokens_per_second']:.2f}")  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.timing import copy_speed, graph_timer
-from swiftspec.chains import law as verify
+from swiftspec.smc import chain_verification as verify
 
 
 def loop(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ each other.
 from dataclasses import dataclass, replace
 
 from swiftspec.params import SamplingParams
-from swiftspec.setting import check_fields, require, setting
+from swiftspec.settings_schema import check_fields, require, setting
 
 MODES = ("ar", "serial", "async", "smc")
 DEFAULT_STEPS = 3  # d where nothing else is said: the best for the embedded pair in mode serial (docs/decisions.md)

@@ -16,11 +16,13 @@ Event = Literal[
 Observer = Callable[..., None]  # told of each event, with what it is about, at the moment when it has happened
 
 
-def nobody(event: Event, *about: Any) -> None:
+def no_observer(event: Event, *about: Any) -> None:
     """Observes nothing."""
 
 
-def decode(drafter: Drafter, verifier: Verifier, tell: Observer = nobody) -> Iterator[tuple[Proposal, VerifyResult]]:
+def decode(
+    drafter: Drafter, verifier: Verifier, notify: Observer = no_observer
+) -> Iterator[tuple[Proposal, VerifyResult]]:
     """Decodes the request that both roles have opened, a round at a time, until the consumer stops asking.
 
     A round is handed out once its result is on the way to the drafter. So what the consumer does with it (detokenising,
@@ -28,15 +30,15 @@ def decode(drafter: Drafter, verifier: Verifier, tell: Observer = nobody) -> Ite
     """
     while True:
         proposal = drafter.propose()
-        tell("proposed", proposal)
+        notify("proposed", proposal)
         pending = verifier.submit(proposal)
         drafter.grow()
-        tell("grown")
+        notify("grown")
         result = pending.wait()
-        tell("verified", proposal, result)
+        notify("verified", proposal, result)
         drafter.observe(result)
-        tell("observed", result)
+        notify("observed", result)
         verifier.settle()
-        tell("settled", proposal, result)
+        notify("settled", proposal, result)
         yield proposal, result
-        tell("taken")
+        notify("taken")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swiftspec.decode import Observer, decode, nobody
+from swiftspec.decode import Observer, decode, no_observer
 from swiftspec.errors import UserError
 from swiftspec.messages import Likelihood, Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
@@ -69,11 +69,11 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class StopCriteria:
     """What ends a text: so many tokens, or one of these."""
 
-    budget: int
-    stops: Collection[int]
+    max_tokens: int
+    stop_token_ids: Collection[int]
 
 
 class Decoding(Protocol):
@@ -84,11 +84,11 @@ class Decoding(Protocol):
         """Seconds that target and draft have spent in forwards."""
         ...
 
-    def open(self, opening: Opening, ends: Ends) -> int:
+    def open(self, opening: Opening, ends: StopCriteria) -> int:
         """Begins a request. Returns how many of its tokens were kept from earlier ones."""
         ...
 
-    def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
+    def chunks(self, ends: StopCriteria, stats: Stats) -> Iterator[Chunk]:
         """A chunk a round, counted in `stats`; the last one says why it is the last."""
         ...
 
@@ -101,7 +101,7 @@ class TreeDecoding:
     """A draft tree and its verification."""
 
     def __init__(
-        self, drafter: Drafter, verifier: Verifier, tell: Observer = nobody,
+        self, drafter: Drafter, verifier: Verifier, tell: Observer = no_observer,
         lost: Callable[[], str | None] = lambda: None, report: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
         """`lost` says why the drafter is gone, should it be, and `report` what a controller around it has decided."""
@@ -113,7 +113,7 @@ class TreeDecoding:
     def busy(self) -> tuple[float, float]:
         return self.verifier.busy, self.drafter.busy
 
-    def open(self, opening: Opening, ends: Ends) -> int:
+    def open(self, opening: Opening, ends: StopCriteria) -> int:
         self._tell("opening", opening)
         self.asked = NoDrafter() if opening.sampling.verify_batch == 1 else self.drafter
         self.asked.open(opening)  # first: elsewhere it reads the prompt meanwhile
@@ -122,11 +122,11 @@ class TreeDecoding:
         self._tell("opened")
         return kept
 
-    def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
+    def chunks(self, ends: StopCriteria, stats: Stats) -> Iterator[Chunk]:
         for proposal, result in decode(self.asked, self.verifier, self._tell):
             _count(stats, proposal, result)
             stats.drafter_lost = self._lost() if self.asked is self.drafter else None
-            chunk = _cut(result, ends.budget - stats.tokens, ends.stops)
+            chunk = _cut(result, ends.max_tokens - stats.tokens, ends.stop_token_ids)
             stats.tokens += len(chunk.token_ids)
             stats.finish_reason = chunk.finish_reason
             yield chunk
@@ -197,12 +197,12 @@ class Engine:
             if self._requests == request:  # else the caches are a later request's
                 decoding.close(stats)
 
-    def _ends(self, prompt: Sequence[int], sampling: SamplingParams) -> Ends:
+    def _ends(self, prompt: Sequence[int], sampling: SamplingParams) -> StopCriteria:
         negative = sampling.negative_prompt_ids if sampling.guided else ()
         budget = self.limits.max_model_len - max(len(prompt), len(negative))
         budget = budget if sampling.max_tokens is None else min(budget, sampling.max_tokens)
         eos = self.limits.eos_token_ids if sampling.grammar is not None or not sampling.ignore_eos else ()
-        return Ends(budget, {*sampling.stop_token_ids, *eos})
+        return StopCriteria(budget, {*sampling.stop_token_ids, *eos})
 
 
 def _count(stats: Stats, proposal: Proposal, result: VerifyResult) -> None:

@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from swiftspec.assemble.models import Models
-from swiftspec.assemble.options import Options
-from swiftspec.assemble.roles import MakeDrafter, Roles, assemble
-from swiftspec.assemble.turns import OneAtATime
-from swiftspec.backends.cpu.cache import Writer
+from swiftspec.backends.cpu.packed_weight_cache import Writer
+from swiftspec.builder.load_options import Options
+from swiftspec.builder.locked_engine import OneAtATime
+from swiftspec.builder.model_pair import Models
+from swiftspec.builder.roles import MakeDrafter, Roles, assemble
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.facts import telling
-from swiftspec.distributed.patient import Outage
-from swiftspec.distributed.rank import Rank
-from swiftspec.distributed.world import World
+from swiftspec.distributed.draft.failover import Outage
+from swiftspec.distributed.launch.config_check import telling
+from swiftspec.distributed.launch.world import World
+from swiftspec.distributed.rank_startup import Rank
 from swiftspec.engine import Chunk, Completion, Stats
 from swiftspec.observe.recorder import Listener
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.pause import Pause
+from swiftspec.runtime.cancellation import Pause
 from swiftspec.smc.decoding import Request
 
 
@@ -161,7 +161,7 @@ def _drafter_elsewhere(options: Options) -> MakeDrafter | None:
     worker = options.get("draft_worker")
     if worker is None:
         return None
-    from swiftspec.assemble.elsewhere import remote_drafter  # gRPC takes a while to import
+    from swiftspec.builder.remote_roles import remote_drafter  # gRPC takes a while to import
 
     return partial(remote_drafter, worker, options.get("note") or (lambda line: None))
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from swiftspec.setting import check_fields, require, setting
+from swiftspec.settings_schema import check_fields, require, setting
 
 MIN_TEMPERATURE = 0.001  # float32 logits divided by less may overflow
 MAX_BIAS = 1e9  # as good as infinite, and safe in float32

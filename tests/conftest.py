@@ -12,7 +12,8 @@ from tests.support.ranks import Pool
 # The models here are tiny: a second thread costs more in barriers than it computes, above all on a busy machine.
 torch.set_num_threads(1)
 
-LONGEST = ("test_emulated_gpu", "test_group", "test_lives", "test_serve_ranks", "test_chaos", "test_sanitized")
+LONGEST = ("test_emulated_gpu", "test_group", "test_restarts_end_to_end", "test_serve_ranks",
+           "test_chaos", "test_sanitized")  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -19,10 +19,10 @@ from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.fallback import FallbackDrafter
+from swiftspec.runtime.fallback_drafter import FallbackDrafter
 from tests.support import slow_reference
 from tests.support.roles import drafter_of, make_drafter, opening, put, verifier_of
-from tests.support.tiny import ROPES, make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import ROPES, make_checkpoint, make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 TOKENS = 100

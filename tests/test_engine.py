@@ -13,9 +13,9 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
-from swiftspec.serve.plan import mismatch
+from swiftspec.serve.rank_plan import mismatch
 from tests.support.roles import drafter_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 PROMPT = [5, 17, 3, 29]
 FREE = SamplingParams(temperature=0, ignore_eos=True)

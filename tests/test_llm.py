@@ -16,7 +16,7 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 PROMPT = [5, 17, 3, 29]
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

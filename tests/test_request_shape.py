@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.control.record import Measured
+from swiftspec.control.round_stats import Measured
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.threaded import ThreadedVerifier
-from swiftspec.serve import answer
+from swiftspec.runtime.overlapped import ThreadedVerifier
+from swiftspec.serve import answer_stats
 from tests.support.roles import drafter_of, make_drafter, put, verifier_of
-from tests.support.tiny import make_pair
+from tests.support.tiny_checkpoints import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 TOKENS = 20
@@ -74,7 +74,7 @@ def test_every_shape_has_the_same_text(pair: Pair, name: str, request_: str) -> 
         assert got.token_ids == plain and got.stats.drafter_lost is None, (bs, d)
         sizes = [len(parents) for parents, _, _ in got.stats.verified]
         assert max(sizes) == (bs or config.verify_batch), (bs, d)
-        told = answer.metrics(llm.config.for_request(asked), got.stats, TOKENS)
+        told = answer_stats.metrics(llm.config.for_request(asked), got.stats, TOKENS)
         assert told["verify_batch"] == max(sizes) and told["policy"] is None
         assert told["draft_steps"] == (0 if bs == 1 else d or config.steps)
         if bs == 1:

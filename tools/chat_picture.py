@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from swiftspec.serve.chat import Chat
-from swiftspec.serve.layers import load
+from swiftspec.serve.cli.chat import Chat
 from swiftspec.serve.session import open_session
+from swiftspec.serve.settings.config_sources import load
 from swiftspec.serve.terminal import Phases
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "chat.svg"

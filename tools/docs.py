@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from swiftspec.runtime.steps.graph import ROWS
+from swiftspec.runtime.executors.graph import ROWS
 from swiftspec.sampling.noise import PositionNoise
-from swiftspec.serve.cli import PRECEDENCE, run_flags
-from swiftspec.serve.flags import GROUPS, Flag, Table
-from swiftspec.serve.settings import env_name, flag_name
-from tools import paths
+from swiftspec.serve.cli.arguments import PRECEDENCE, run_flags
+from swiftspec.serve.settings.flags import GROUPS, Flag, Table
+from swiftspec.serve.settings.settings import env_name, flag_name
+from tools import execution_paths
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_HEAD = f"""\
@@ -70,10 +70,12 @@ Some single steps go another way than the request they belong to:
 def paths_page() -> str:
     """Which kind of steps runs which request, and what the kinds are."""
     parts = [PATHS_HEAD]
-    head = ("request", *(machine.name for machine in paths.MACHINES))
-    for title, step, requests in paths.STEPS:
-        parts += [f"## {title}\n", table(head, paths.rows(step, requests))]
-    about = [(kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py")) for kind in paths.met()]
+    head = ("request", *(machine.name for machine in execution_paths.MACHINES))
+    for title, step, requests in execution_paths.STEPS:
+        parts += [f"## {title}\n", table(head, execution_paths.rows(step, requests))]
+    about = [
+        (kind.name, _summary(kind), _code(kind.__module__.replace(".", "/") + ".py")) for kind in execution_paths.met()
+    ]
     return "\n".join([*parts, "## The kinds\n", table(("kind", "what it is", "file"), about), PATHS_NOTES])
 
 

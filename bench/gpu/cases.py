@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.baselines import kernels as rivals
+from bench.baselines.kernels import Rivals, Tree
 from bench.gpu.shapes import SPLITS, RankShape
 from bench.gpu.timing import Call
-from bench.rivals import kernels as rivals
-from bench.rivals.kernels import Rivals, Tree
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
 from swiftspec.backends.cuda.linear import Communicator, inbox, lines_of

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from bench.baselines.kernels import Rivals
 from bench.gpu import targets
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED, Constants
-from bench.rivals.kernels import Rivals
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build" / "constants"

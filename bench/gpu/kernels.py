@@ -9,7 +9,7 @@ after `--budget` seconds the rest is left out and said to be.
 
 Compared are: `swiftspec` (backends/cuda, where it is there: norm, activation, residual, RoPE, KV append included), and
 with `summed` an all-reduce among a group of one; `unfused` (the same work through libraries); the bare products and
-attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/rivals/kernels.py. The
+attention of `cublas bf16`, `torch int4`, `sdpa` and, where they can be had, those of bench/baselines/kernels.py. The
 measuring is done by a process that is begun again where it dies or hangs (watchdog.py). Not run on a GPU yet.
 """
 
@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 
+from bench.baselines import kernels as rivals
 from bench.gpu import targets
 from bench.gpu.cases import OURS, RIVALS, Case, Made, Maker, cases
 from bench.gpu.timing import GpuLost, Timer, alive, copy_speed, graph_timer
 from bench.gpu.watchdog import FAILED, watch
-from bench.rivals import kernels as rivals
 
 PATIENCE = 45.0  # seconds that one competitor of one case may take
 ORDINARY, SLOW_START = 1.0, 10.0  # seconds for a case, and what a rival, which may compile, takes beyond it in all
@@ -67,7 +67,7 @@ class Findings:
     failed: list[str] = field(default_factory=list)
     rivals: list[str] = field(default_factory=list)  # which are there, which failed at what, and why others are not
     left_out: list[str] = field(default_factory=list)
-    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as lab/latency.py reads them
+    points: list[dict[str, Any]] = field(default_factory=list)  # ours at 8 rows, as lab/latency_model.py reads them
     done: list[str] = field(default_factory=list)
     at: str | None = None
 

@@ -28,10 +28,10 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
-from bench.shared.roles import decode_on, growing_ahead, local_roles
-from swiftspec.assemble.options import CacheName, HeadName, Load, Options
 from swiftspec.backends import cuda
+from swiftspec.builder.load_options import CacheName, HeadName, Load, Options
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -40,17 +40,17 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.executors import Request
+from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors.graph import FORWARDS, GraphForwards
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.steps import Request
-from swiftspec.runtime.steps.eager import EagerSteps
-from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
-from swiftspec.runtime.threaded import ThreadedVerifier
+from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.smc.population import SMC
 from swiftspec.tree import mask as tree_mask
-from tools.grow.checkpoint import write_config
-from tools.grow.model import load as load_grown
-from tools.grow.shapes import read_shape
+from tools.width_expand.checkpoint import write_config
+from tools.width_expand.model import load as load_grown
+from tools.width_expand.shapes import read_shape
 
 REPEATS = 20
 WARM = 0.7  # the temperature of particles, which have nothing to do at 0
@@ -245,7 +245,7 @@ def _numbers(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--pair", default="demo", help="demo, or two shapes of tools/grow/shapes.py with a comma between"
+        "--pair", default="demo", help="demo, or two shapes of tools/width_expand/shapes.py with a comma between"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ops", default="auto", choices=("auto", "reference", "unfused"))

@@ -1,4 +1,5 @@
-"""Chains of draft tokens against the target on a GPU, in one launch (csrc/cuda/chains; chains/law.py has the law)."""
+"""Chains of draft tokens against the target on a GPU, in one launch (csrc/cuda/chains; smc/chain_verification.py has
+the law)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ MARK_WORDS = 4  # of a position
 
 
 class ChainVerifier:
-    """`greedy`, `match` and `reject` of chains/law.py for B requests of K draft tokens each, over V tokens.
+    """`greedy`, `match` and `reject` of smc/chain_verification.py for B requests of K draft tokens each, over V tokens.
 
     Logits are shaped already, float32 or bfloat16, and read where they are: rows may be padded, neighbours in a row
     must be neighbours in memory. Noise is not given but made, of `keys` [B, K + 1] int32: a row key

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swiftspec.control import policy
-from swiftspec.control.record import Decision, Measured, MeasuredRound
+from swiftspec.control.round_stats import Decision, Measured, MeasuredRound
 from swiftspec.control.step_times import SteppedDrafter
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams

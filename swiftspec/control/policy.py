@@ -8,8 +8,8 @@ second: those of one shape (d, bs) with those of another, and those of the best 
 from __future__ import annotations
 
 from swiftspec.config import MOST_STEPS
-from swiftspec.control.forecast import Forecast
-from swiftspec.control.record import PLAIN, PROBE, WINDOW, Decision, Measured
+from swiftspec.control.cost_model import Forecast
+from swiftspec.control.round_stats import PLAIN, PROBE, WINDOW, Decision, Measured
 
 EVERY = 8  # rounds between two decisions; one takes about a tenth of a millisecond
 REFRESH = 512  # rounds after which the time of a plain round is measured again

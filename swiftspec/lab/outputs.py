@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from swiftspec.lab import report, results
+from swiftspec.lab import html_report, results
 from swiftspec.profiles import store
 
 
@@ -24,5 +24,5 @@ def write(profile: Mapping[str, Any], file: Path) -> Iterator[Path]:
         store.save(settings, results.as_yaml(winner, file.name))
         yield settings
     page = base.with_name(base.name + ".html")
-    store.save(page, report.html(profile))
+    store.save(page, html_report.html(profile))
     yield page

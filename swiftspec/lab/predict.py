@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from swiftspec.config import MOST_REQUESTS, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import apart, batches, latency, simulate
-from swiftspec.lab.link import Link
-from swiftspec.lab.simulate import Acceptance, Times
-from swiftspec.observe.emulate import Emulation
+from swiftspec.lab import batching_prediction, latency_model, network_prediction, simulation
+from swiftspec.lab.network_link import Link
+from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.observe.step_time_emulation import Emulation
 from swiftspec.profiles import emulation, store
 
 ACCEPTANCE = Path(__file__).with_name("acceptance.json")
@@ -42,7 +42,7 @@ class Row:
     speed: float
     high: float
     times: Times
-    outcome: simulate.Outcome
+    outcome: simulation.Outcome
     advice: tuple[str, float]
 
     @property
@@ -71,30 +71,30 @@ def predict(ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: Ste
     for mode, x, y in candidates(ranks):
         slow, fast = step_times(x, max(y, 1), 1 if mode == "ar" else bs)
         depths = [1] if mode == "ar" else acceptance.depths(mode, bs, w)
-        middle = simulate.between(slow, fast)
-        speeds = {d: simulate.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
+        middle = simulation.between(slow, fast)
+        speeds = {d: simulation.run(mode, _rounds(acceptance, mode, bs, w, d), d, middle).speed for d in depths}
         rows.append(_row(mode, x, y, max(depths, key=speeds.__getitem__), slow, fast, acceptance, bs, w))
     return sorted(rows, key=lambda row: -row.speed)
 
 
 def _row(mode: str, x: int, y: int, d: int, slow: Times, fast: Times, known: Acceptance, bs: int, w: int) -> Row:
     rounds = _rounds(known, mode, bs, w, d)
-    middle = simulate.between(slow, fast)
-    low, speed, high = simulate.interval(mode, rounds, d, slow, fast)
-    advice = simulate.help_most(mode, rounds, d, middle)
-    return Row(mode, x, y, d, low, speed, high, middle, simulate.run(mode, rounds, d, middle), advice)
+    middle = simulation.between(slow, fast)
+    low, speed, high = simulation.interval(mode, rounds, d, slow, fast)
+    advice = simulation.help_most(mode, rounds, d, middle)
+    return Row(mode, x, y, d, low, speed, high, middle, simulation.run(mode, rounds, d, middle), advice)
 
 
-def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulate.Rounds:
+def _rounds(known: Acceptance, mode: str, bs: int, w: int, d: int) -> simulation.Rounds:
     return [(0, 0)] if mode == "ar" else known.rounds(mode, bs, w, d)
 
 
 def over_link(link: Link, ranks: int, acceptance: Acceptance, bs: int, w: int, step_times: StepTimesOf) -> str:
     """What drafting over a link gives beside one side alone: the target on all ranks, the draft on one elsewhere."""
-    near, split = (simulate.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
-    plain = simulate.between(*step_times(ranks, 1, 1))
-    found = apart.plans(link, acceptance, bs, w, plain, near, split)
-    return f"\n{apart.table(found)}\n{apart.verdict(found, link, bs, w, split)}\n"
+    near, split = (simulation.between(*step_times(ranks, y, bs)) for y in (ranks, 1))
+    plain = simulation.between(*step_times(ranks, 1, 1))
+    found = network_prediction.plans(link, acceptance, bs, w, plain, near, split)
+    return f"\n{network_prediction.table(found)}\n{network_prediction.verdict(found, link, bs, w, split)}\n"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -124,8 +124,8 @@ def side_by_side(args: argparse.Namespace, acceptance: Acceptance, step_times: S
     def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
         return step_times(1, 1, rows, drafted, requests)
 
-    found = batches.batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
-    return f"\nside by side on one rank, tokens of all requests:\n{batches.table(found)}\n"
+    found = batching_prediction.batches(groups, config.particles, config.smc_draft_tokens, acceptance, forwards)
+    return f"\nside by side on one rank, tokens of all requests:\n{batching_prediction.table(found)}\n"
 
 
 def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> str:
@@ -151,11 +151,13 @@ def against(rows: Sequence[Row], profile: dict[str, Any], bs: int, w: int) -> st
 def parser() -> argparse.ArgumentParser:
     """The flags."""
     made = argparse.ArgumentParser(prog="python -m swiftspec.profile predict", description=__doc__)
-    made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency.GPUS)}")
+    made.add_argument("--hardware", help=f"GPU and number, such as h200x8; known are {', '.join(latency_model.GPUS)}")
     made.add_argument("--model", type=Path, help="config.json of the target, or its directory")
     made.add_argument("--draft-model", type=Path, help="the same of the draft")
     made.add_argument("--int4", action="store_true", help="take 4-bit weights where the config has none")
-    made.add_argument("--context", type=int, default=latency.CONTEXT, help="tokens before the rows (default 1000)")
+    made.add_argument(
+        "--context", type=int, default=latency_model.CONTEXT, help="tokens before the rows (default 1000)"
+    )
     made.add_argument("--kernels", type=Path, help="measured operators (default profiles/GPU-kernels.json, if there)")
     made.add_argument(
         "--emulate", metavar="SPEC", help="step times as `serve --emulate` has them, in place of hardware"
@@ -237,20 +239,24 @@ def _table(args: argparse.Namespace, given: Emulation, around: dict[str, float])
 
 
 def _gpus(args: argparse.Namespace, around: dict[str, float]) -> tuple[int, StepTimesOf, str]:
-    name, count = latency.hardware(args.hardware)
+    name, count = latency_model.hardware(args.hardware)
     if args.model is None or args.draft_model is None:
         raise UserError("--hardware needs --model and --draft-model: a config.json each, or its directory")
-    target, draft = latency.config_at(args.model), latency.config_at(args.draft_model)
+    target, draft = latency_model.config_at(args.model), latency_model.config_at(args.draft_model)
     kernels = args.kernels or Path("profiles") / f"{name}-kernels.json"
     measured = args.kernels is not None or kernels.is_file()
-    ends = latency.fitted(kernels, latency.GPUS[name]) if measured else latency.constants(latency.GPUS[name])
+    ends = (
+        latency_model.fitted(kernels, latency_model.GPUS[name])
+        if measured
+        else latency_model.constants(latency_model.GPUS[name])
+    )
 
     def step_times(x: int, y: int, rows: int, leaves: int | None = None, sequences: int = 1) -> tuple[Times, Times]:
         drafted = leaves or args.draft_leaves
         slow, fast = (
             Times(
-                latency.forward(target, x, rows, lines, args.int4, args.context, sequences),
-                latency.forward(draft, y, drafted, lines, args.int4, args.context, sequences),
+                latency_model.forward(target, x, rows, lines, args.int4, args.context, sequences),
+                latency_model.forward(draft, y, drafted, lines, args.int4, args.context, sequences),
                 **around,
             )
             for lines in ends

@@ -18,17 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftspec import files
+from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.model.files import read_config
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.serve.__main__ import guarded, own_world
-from swiftspec.serve.flags import Table
+from swiftspec.serve.settings.flags import Table
 
 if TYPE_CHECKING:
-    from swiftspec.distributed.world import World
+    from swiftspec.distributed.launch.world import World
     from swiftspec.lab.sweep import Sweep
     from swiftspec.lab.trials import Wish
-    from swiftspec.serve.settings import Settings
+    from swiftspec.serve.settings.settings import Settings
 
 LARGEST_PROMPTS = 64 << 20  # bytes
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.settings.settings import UsageError
 
     try:
         if argv[:1] == ["trace"]:
@@ -86,10 +86,10 @@ def model_settings() -> list[str]:
 
 def sweep(args: argparse.Namespace) -> int:
     """The whole phase, on any rank."""
-    from swiftspec.lab.pool import Pair, WorkerPool
-    from swiftspec.serve.found import Found
-    from swiftspec.serve.layers import load
+    from swiftspec.lab.worker_pool import Pair, WorkerPool
+    from swiftspec.serve.model_resolution import Found
     from swiftspec.serve.session import load_options
+    from swiftspec.serve.settings.config_sources import load
     from swiftspec.serve.terminal import Phases
 
     given = {name: getattr(args, name) for name in model_settings() if getattr(args, name) is not None}
@@ -141,7 +141,7 @@ def _prepare(
 def _wish(args: argparse.Namespace, ranks: int, target: Path, draft: Path, settings: Settings) -> Wish:
     from swiftspec.lab import trials
     from swiftspec.lab.trials import Wish
-    from swiftspec.serve.text import TextCodec
+    from swiftspec.serve.text.codec import TextCodec
 
     for name in ("limit", "max_tokens", "repeats"):
         if getattr(args, name) < 1:
@@ -185,11 +185,11 @@ def _measure(sweep: Sweep) -> int:
 def read_prompts(file: Path, family: str | None = None) -> list[str]:
     """The field `prompt` of every line. Raises UserError on a file that has none."""
     name, texts = f"--prompts {file}", []
-    for number, line in enumerate(files.lines(file, name, most=LARGEST_PROMPTS), 1):
+    for number, line in enumerate(file_io.lines(file, name, most=LARGEST_PROMPTS), 1):
         where = f"{name}, line {number},"
-        text = files.decoded(line, where).strip()
+        text = file_io.decoded(line, where).strip()
         if text:
-            data = files.parse_json(text, where)
+            data = file_io.parse_json(text, where)
             if not isinstance(data, dict) or not isinstance(data.get("prompt"), str):
                 raise UserError(f'{name} must hold a JSON object with a field "prompt" on every line')
             if family in (None, data.get("family")):

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swiftspec.errors import UserError
-from swiftspec.profiles import layout, store
+from swiftspec.profiles import schema, store
 
 COLUMNS = (
-    *store.PLAN, *layout.PARTICLES, "ops", "tokens_per_second", "least", "most", "repeats", "tokens_per_round",
+    *store.PLAN, *schema.PARTICLES, "ops", "tokens_per_second", "least", "most", "repeats", "tokens_per_round",
     "target_busy", "verification_ms", "expansion_ms", "dropped",
 )  # fmt: skip
 
@@ -25,7 +25,7 @@ def as_csv(profile: Mapping[str, Any]) -> str:
         plan, times = run["plan"], run["steps"] or (None, None)
         speeds = store.spread(run["speeds"]) if run["speeds"] else (None, None, None)
         writer.writerow(
-            [*(plan.get(name) for name in (*store.PLAN, *layout.PARTICLES)), run["ops"], *speeds, len(run["speeds"]),
+            [*(plan.get(name) for name in (*store.PLAN, *schema.PARTICLES)), run["ops"], *speeds, len(run["speeds"]),
              run["tokens_per_round"], run["target_busy"], *(None if t is None else 1e3 * t for t in times),
              run["dropped"]]
         )  # fmt: skip

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
-from swiftspec.lab import measure, timeline, trials
-from swiftspec.lab.pool import Order, WorkerPool
+from swiftspec.lab import measurement, timeline, trials
 from swiftspec.lab.timeline import Trace
 from swiftspec.lab.trials import Trial, Wish
+from swiftspec.lab.worker_pool import Order, WorkerPool
 from swiftspec.profiles import store
 
 Json = dict[str, Any]
@@ -76,7 +76,7 @@ class Sweep:
             self._later(self._variations)
             self._later(lambda: trials.ablation(self.profile["runs"]))
             self._later(lambda: trials.populations(self.profile["runs"]))
-        except measure.OutOfTime:
+        except measurement.OutOfTime:
             self.profile["stopped"] = f"the budget of {self._wish.budget:g} s was spent (--budget gives more)"
             self._show.note(self.profile["stopped"])
         if not any(run["speeds"] for run in self.profile["runs"]):
@@ -133,15 +133,15 @@ class Sweep:
             with self._crew.engine(order) as llm:
                 times = None
                 if trial.mode == "async":
-                    times = measure.lane_times(llm)
+                    times = measurement.lane_times(llm)
                     steps = trials.depths(*times) if not known else steps
-                measure.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
+                measurement.decode_all(llm, self._wish.prompts[:1], WARM_UP, self._deadline())
                 for d in steps:
                     self._entry(trial, d, variation)  # whoever resumes sees which d are missing
                 for d in steps:
                     if d is not None:
-                        measure.tree_of(llm).drafter.draft_steps = d
-                    run = measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+                        measurement.tree_of(llm).drafter.draft_steps = d
+                    run = measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
                     self._add(trial, d, run, times, variation)
                     self._save()
         except UserError as error:
@@ -163,7 +163,7 @@ class Sweep:
         return run
 
     def _add(
-        self, trial: Trial, d: int | None, run: measure.Run, times: tuple[float, float] | None, variation: bool
+        self, trial: Trial, d: int | None, run: measurement.Run, times: tuple[float, float] | None, variation: bool
     ) -> None:
         entry = self._entry(trial, d, variation)
         entry["speeds"].append(run.speed)
@@ -192,7 +192,9 @@ class Sweep:
                     with self._crew.engine(Order(plan, alone=side)) as llm:
                         room = llm.max_model_len - 1
                         for rows in trials.ROWS:
-                            seconds = list(measure.step_times(measure.tree_of(llm).verifier, rows, room, STEP_REPEATS))
+                            seconds = list(
+                                measurement.step_times(measurement.tree_of(llm).verifier, rows, room, STEP_REPEATS)
+                            )
                             self.profile["steps"].append({"side": side, "tp": tp, "rows": rows, "seconds": seconds})
                 except UserError as error:
                     self._show.note(f"no step times of the {side} on {tp} ranks: {error}")
@@ -208,7 +210,7 @@ class Sweep:
                 self._step(f"rounds of {store.title(plan)}")
                 trial = replace(Trial.of(plan), target_tp=1, draft_tp=1)
                 trace = self._traced(trial, plan)
-                self.profile["rounds"].append({"plan": shape, "rounds": measure.rounds_of(trace)})
+                self.profile["rounds"].append({"plan": shape, "rounds": measurement.rounds_of(trace)})
                 self._save()
 
     def _lanes(self) -> None:
@@ -218,8 +220,8 @@ class Sweep:
             self._step("both lanes")
             trace = self._traced(Trial.of(winner["plan"]), winner["plan"], paced=True)
             last = [line for line in trace.rounds if line["request"] == trace.rounds[-1]["request"]]
-            self.profile["lanes"] = [measure.lane_of(line) for line in last[len(last) // 2 :][:LANES]]
-            self.profile["around"] = measure.around_of(trace)
+            self.profile["lanes"] = [measurement.lane_of(line) for line in last[len(last) // 2 :][:LANES]]
+            self.profile["around"] = measurement.around_of(trace)
             self.profile["orchestration"] = self._orchestration(trace, winner["plan"])
 
     def _orchestration(self, trace: Trace, plan: Json) -> Json | None:
@@ -238,7 +240,7 @@ class Sweep:
             file = Path(folder) / "rounds.jsonl"
             order = Order(trial.plan(plan["draft_steps"]), paced=paced, trace=str(file))
             with self._crew.engine(order) as llm:
-                measure.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
+                measurement.decode_all(llm, self._wish.prompts, self._wish.max_tokens, self._deadline())
             return Trace.read(file)
 
     # ---- the budget
@@ -250,7 +252,7 @@ class Sweep:
         if self._done > 0:
             self._longest = max(self._longest, now - self._last)
         if self._done > 0 and spent + self._longest > self._wish.budget:
-            raise measure.OutOfTime
+            raise measurement.OutOfTime
         left = max(self._wish.budget - spent, 0.0)
         total = max(self._total(), self._done + 1)
         if self._done > 0:

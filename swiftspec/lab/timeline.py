@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftspec.observe import trace_file
-from swiftspec.profiles import layout
+from swiftspec.profiles import schema
 
 Json = dict[str, Any]
 LARGEST = 1 << 30  # bytes of a trace: half a million rounds
@@ -33,10 +33,10 @@ class Trace:
         rounds: list[Json] = []
         for name, data in trace_file.read(file, LARGEST):
             if not head:
-                layout.check(layout.Head, data, name)
+                schema.check(schema.Head, data, name)
                 head = data
             elif "round" in data or not data.keys() & {"begin", "end"}:
-                layout.check(layout.Round, data, name)
+                schema.check(schema.Round, data, name)
                 rounds.append(data)
         return Trace(head, rounds)
 

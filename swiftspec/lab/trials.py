@@ -16,7 +16,7 @@ from swiftspec.control.step_times import DraftTimes, steps_for
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.shard import Shard
-from swiftspec.profiles import layout, store
+from swiftspec.profiles import schema, store
 
 ROWS = (1, 2, 4, 8, 16, 32)  # of the step times
 SERIAL_STEPS = (1, 2, 3, 4, 6)  # the best d in turn follows from acceptance, not from a ratio of times
@@ -47,16 +47,16 @@ class Trial:
     @staticmethod
     def of(plan: Mapping[str, Any], ops: str = "auto", steps: tuple[int, ...] = ()) -> Trial:
         """The engine of a profile's plan."""
-        particles = {name: plan[name] for name in layout.PARTICLES if plan.get(name) is not None}
+        particles = {name: plan[name] for name in schema.PARTICLES if plan.get(name) is not None}
         return Trial(ops=ops, steps=steps, **{name: plan[name] for name in ENGINE}, **particles)
 
     def plan(self, draft_steps: int | None) -> EngineConfig:
         """The plan of the engine."""
-        return layout.engine_of(self.row(draft_steps))
+        return schema.engine_of(self.row(draft_steps))
 
     def row(self, draft_steps: int | None) -> dict[str, Any]:
         """The plan as a profile holds it."""
-        names = (*ENGINE, *(layout.PARTICLES if self.mode == "smc" else ()))
+        names = (*ENGINE, *(schema.PARTICLES if self.mode == "smc" else ()))
         engine = {name: getattr(self, name) for name in names}
         return {**engine, "draft_steps": draft_steps if self.mode in ("serial", "async") else None}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from swiftspec.errors import UserError, shown
-from swiftspec.files import Fields
+from swiftspec.file_io import Fields
 from swiftspec.model.config import ModelConfig, RopeConfig
 
 Json = Mapping[str, Any]

@@ -6,7 +6,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from swiftspec import files
+from swiftspec import file_io
 
 LARGEST = 256 << 20  # bytes of a tokenizer; no configuration comes near
 HEAD = 1 << 20
@@ -17,13 +17,13 @@ def fingerprint(path: Path) -> str:
     Raises UserError where one of them cannot be read; what is no regular file belongs to no model."""
     digest = hashlib.sha256()
     for file in _regular(path, "*.json"):
-        digest.update(os.fsencode(file.name) + files.read_bytes(file, most=LARGEST))
+        digest.update(os.fsencode(file.name) + file_io.read_bytes(file, most=LARGEST))
     for file in _regular(path, "*.safetensors"):
-        with files.open_file(file) as stream:
+        with file_io.open_file(file) as stream:
             digest.update(os.fsencode(file.name) + f" {os.fstat(stream.fileno()).st_size}".encode())
             digest.update(stream.read(HEAD))
     return digest.hexdigest()
 
 
 def _regular(path: Path, pattern: str) -> list[Path]:
-    return sorted(file for file in path.glob(pattern) if files.is_file(file))
+    return sorted(file for file in path.glob(pattern) if file_io.is_file(file))

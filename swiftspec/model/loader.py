@@ -10,13 +10,13 @@ import torch
 
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Checkpoint
-from swiftspec.model.files import Progress, open_tensors, read_config
+from swiftspec.model.checkpoint_files import Progress, open_tensors, read_config
 from swiftspec.model.float8 import FLOAT8, Fit
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.int8 import Rounding
-from swiftspec.model.group import Group
+from swiftspec.model.packed_model import Stack
 from swiftspec.model.shard import Shard
-from swiftspec.model.stack import Stack
+from swiftspec.model.tensor_parallel import Group
 from swiftspec.model.transformer import Ops, Transformer
 from swiftspec.model.weights import ModelWeights
 
@@ -35,7 +35,7 @@ class Entry(Protocol):
 
 
 class Kept(Protocol):
-    """Packed weights of earlier starts; backends/cpu/cache.py has some."""
+    """Packed weights of earlier starts; backends/cpu/packed_weight_cache.py has some."""
 
     def entry(self, facts: Mapping[str, object], /) -> Entry:
         """Of the model whose packed weights follow from these facts."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.group import Group
-from swiftspec.model.stack import Cache, Fused, Layer, Stack
+from swiftspec.model.packed_model import Cache, Fused, Layer, Stack
+from swiftspec.model.tensor_parallel import Group
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from swiftspec.engine import Stats
 from swiftspec.messages import Opening
-from swiftspec.observe.lines import Record, given
-from swiftspec.observe.rounds import Noted, Round
+from swiftspec.observe.round_records import Noted, Round
 from swiftspec.observe.trace_file import TraceFile
-from swiftspec.runtime.pause import Cancelled
+from swiftspec.observe.trace_format import Record, given
+from swiftspec.runtime.cancellation import Cancelled
 
 Listener = Callable[[Sequence[Noted]], None]
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.observe.hops import Hop
-from swiftspec.observe.lines import Record
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.rounds import Forward, Grown, Round, lane_of
+from swiftspec.observe.round_records import Forward, Grown, Round, lane_of
+from swiftspec.observe.rpc_latency import Hop
+from swiftspec.observe.trace_format import Record
 
 Observer = Callable[..., None]  # as swiftspec.decode has it
 Probabilities = Callable[

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from swiftspec import files
+from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.observe.lines import VERSION, Record, Texts, plain
-from swiftspec.observe.rounds import Noted, opened
+from swiftspec.observe.round_records import Noted, opened
+from swiftspec.observe.trace_format import VERSION, Record, Texts, plain
 
 LONGEST = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
 
@@ -64,12 +64,12 @@ def read(path: Path, most: int) -> Iterator[tuple[str, Record]]:
     was cut off is left out. Raises UserError on a file that is no trace, and on a line that is none."""
     no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None
-    for number, line in enumerate(files.lines(path, most=most, longest=LONGEST), 1):
+    for number, line in enumerate(file_io.lines(path, most=most, longest=LONGEST), 1):
         if bad is not None:
             raise bad
         name = f"{path}, line {number},"
         try:
-            data = files.parse_json(files.decoded(line, name), name)
+            data = file_io.parse_json(file_io.decoded(line, name), name)
         except UserError as error:
             bad = UserError(f"{error}: was it made with --trace?")
             continue

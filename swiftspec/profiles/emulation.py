@@ -8,10 +8,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from swiftspec import files
+from swiftspec import file_io
 from swiftspec.errors import UserError, shown
-from swiftspec.files import Fields
-from swiftspec.observe.emulate import Emulation, StepTimes
+from swiftspec.file_io import Fields
+from swiftspec.observe.step_time_emulation import Emulation, StepTimes
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 BATCH = 8  # rows that Table 1 was measured at
@@ -56,7 +56,7 @@ def _times(value: str) -> StepTimes:
 
 def _from_file(file: Path) -> Emulation:
     name = f"--emulate {file}"
-    fields = Fields(files.read_object(file, name, files.SMALL))
+    fields = Fields(file_io.read_object(file, name, file_io.SMALL))
     unknown = sorted(set(fields.data) - {"target", "draft"})
     try:
         if unknown or not fields.data:

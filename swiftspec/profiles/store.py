@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 
-from swiftspec import files
+from swiftspec import file_io
 from swiftspec.errors import UserError, shown
 from swiftspec.model.fingerprint import fingerprint
-from swiftspec.observe.emulate import Emulation
-from swiftspec.profiles import layout
+from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.profiles import schema
 
 Json = dict[str, Any]
 VERSION = 1
@@ -118,9 +118,9 @@ def name_of(key: Key, model: str) -> str:
 def load(file: Path) -> Json:
     """A profile, which holds what layout.py says. Raises UserError on a file that is damaged, old, or no profile."""
     again = "measure again with `python -m swiftspec.profile`"
-    text = files.read_text(file, f"profile {file}")
+    text = file_io.read_text(file, f"profile {file}")
     try:
-        data = files.parse_json(text, "it")
+        data = file_io.parse_json(text, "it")
     except UserError as error:
         raise UserError(f"profile {file} is damaged ({error}): {again}") from None
     if not isinstance(data, dict) or "swiftspec_profile" not in data:
@@ -129,7 +129,7 @@ def load(file: Path) -> Json:
     if version != VERSION:
         raise UserError(f"profile {file} has version {shown(version)}, this program reads {VERSION}: measure again")
     try:
-        layout.check(layout.Profile, data, f"profile {file}")
+        schema.check(schema.Profile, data, f"profile {file}")
     except UserError as error:
         raise UserError(f"{error}: {again}") from None
     if not file.name.endswith(PARTIAL) and not all(run["speeds"] or run["dropped"] for run in data["runs"]):
@@ -192,7 +192,7 @@ def title(plan: Mapping[str, Any]) -> str:
     """`async 3+1 bs 8 w 8 d 4`; without d where that is open."""
     split = f"{plan['target_tp']}+{plan['draft_tp']}" if plan["mode"] == "async" else str(plan["target_tp"])
     if plan["mode"] == "smc":
-        words = zip(("N", "K", "G"), layout.PARTICLES, strict=True)
+        words = zip(("N", "K", "G"), schema.PARTICLES, strict=True)
         return " ".join([f"smc {split}", *(f"{letter} {plan[name]}" for letter, name in words if plan.get(name))])
     if plan["mode"] == "ar":
         return f"ar {split}"

@@ -7,9 +7,9 @@ from typing import Any
 
 from swiftspec.config import EngineConfig
 from swiftspec.messages import Opening, Proposal
+from swiftspec.runtime.executors import Steps
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import Steps
 from swiftspec.tree.children import Children
 from swiftspec.tree.tree import DraftTree
 

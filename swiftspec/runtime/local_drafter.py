@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.runtime.executors import Expansion, Request, Steps, choose, features
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import Expansion, Request, Steps, choose, features
 from swiftspec.tree.children import Children
 from swiftspec.tree.tree import DraftTree
 

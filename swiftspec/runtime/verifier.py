@@ -8,11 +8,11 @@ from typing import Protocol
 from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors import Features, Request, Steps, choose, features
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import Features, Request, Steps, choose, features
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.tree.walk import Accept, Match
+from swiftspec.tree.acceptance import Accept, Match
 
 
 class Pending(Protocol):

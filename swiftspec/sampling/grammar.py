@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swiftspec.errors import RequestEnds, UserError
 from swiftspec.sampling.sampler import Paths
-from swiftspec.setting import require
+from swiftspec.settings_schema import require
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]

@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from swiftspec.distributed.keeping import LOST, JobOver
-from swiftspec.distributed.launcher import Launched, launched, own_rank
+from swiftspec.distributed.launch.launcher import Launched, launched, own_rank
+from swiftspec.distributed.launch.supervision import LOST, JobOver
 from swiftspec.errors import RankLost, UserError
 from swiftspec.serve.signals import GRACE, SIGNALS, Ending
-from swiftspec.serve.streams import taken, warn
+from swiftspec.serve.stdio import taken, warn
 
 if TYPE_CHECKING:
-    from swiftspec.distributed.keeping import Keeping
-    from swiftspec.distributed.world import World
-    from swiftspec.serve.cli import Command
-    from swiftspec.serve.keeping.kept import Kept
+    from swiftspec.distributed.launch.supervision import Keeping
+    from swiftspec.distributed.launch.world import World
+    from swiftspec.serve.cli.arguments import Command
+    from swiftspec.serve.supervisor.supervisor_client import Kept
 
 
 PATIENCE = 5.0  # seconds in which rank 0 says what is wrong; the first rank that leaves makes the launcher end all
@@ -79,7 +79,7 @@ def leave(code: int) -> NoReturn:
 
 def _warn_of_strays() -> None:
     if any(name.startswith("SWIFTSPEC_") for name in os.environ):  # which needs a good deal of imports to know
-        from swiftspec.serve.layers import strays
+        from swiftspec.serve.settings.config_sources import strays
 
         for line in strays():
             warn(line)
@@ -87,7 +87,7 @@ def _warn_of_strays() -> None:
 
 def _complain(error: UserError, rank: int) -> int:
     """One line for what the user can mend. Returns the exit code."""
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.settings.settings import UsageError
 
     if rank == 0:
         print(f"swiftspec: error: {error}", file=sys.stderr)
@@ -104,15 +104,15 @@ def _keep_or_run(argv: Sequence[str], first: bool) -> int:
         return _beside_workers(argv[0], argv[1:], here)
     if not first:
         assert here is not None
-        from swiftspec.serve.keeping.job import keep_rank
+        from swiftspec.serve.supervisor.job import keep_rank
 
         return keep_rank(here, argv)
     if argv[:1] == ["replay"]:
         from swiftspec.serve.http import replay
 
         return replay.main(argv[1:])
-    from swiftspec.serve.cli import parse
-    from swiftspec.serve.plan import ranks_asked
+    from swiftspec.serve.cli.arguments import parse
+    from swiftspec.serve.rank_plan import ranks_asked
 
     command = parse(argv)
     settings, ranks = command.settings, 1
@@ -123,16 +123,16 @@ def _keep_or_run(argv: Sequence[str], first: bool) -> int:
         return _keep_server(command, here, ranks, argv)
     if here is None and ranks == 1:
         return run(command, True)
-    from swiftspec.serve.keeping.job import keep_command
+    from swiftspec.serve.supervisor.job import keep_command
 
     return keep_command(here, ranks, argv)
 
 
 def _beside_workers(name: str, argv: Sequence[str], here: Launched | None) -> int:
     """A worker, or one answer that workers decode."""
-    from swiftspec.serve import oneshot, worker
-    from swiftspec.serve.cli import parse
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.cli import generate, worker
+    from swiftspec.serve.cli.arguments import parse
+    from swiftspec.serve.settings.settings import UsageError
 
     if name == "worker":
         return worker.main(argv, own_world)
@@ -143,24 +143,24 @@ def _beside_workers(name: str, argv: Sequence[str], here: Launched | None) -> in
         raise UsageError("`swiftspec generate` decodes on a worker: name the target's with --target-url")
     if command.settings.port is not None:
         raise UsageError("`swiftspec generate` gives one answer: leave out --port")
-    prompt = oneshot.read_prompt(command)
+    prompt = generate.read_prompt(command)
     if prompt is None:
         raise UsageError("no prompt: give one with --prompt or --prompt-file, or pipe it in")
-    return oneshot.run(command, prompt)
+    return generate.run(command, prompt)
 
 
 def _keep_server(command: Command, here: Launched | None, ranks: int, argv: Sequence[str]) -> int:
-    from swiftspec.serve.http import front
-    from swiftspec.serve.keeping.job import keep_server
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.http.engine_link import frontend_process
+    from swiftspec.serve.settings.settings import UsageError
+    from swiftspec.serve.supervisor.job import keep_server
 
     if command.json or command.prompt is not None or command.prompt_file is not None:
         raise UsageError("--port serves clients, who bring their prompts: leave out --prompt, --prompt-file and --json")
     settings = command.settings
-    front.check(settings)
-    with front.listen(settings.host, settings.port or 0) as listening:
-        url = front.address(listening)
-        return keep_server(here, ranks, argv, front.program(settings, listening), url)
+    frontend_process.check(settings)
+    with frontend_process.listen(settings.host, settings.port or 0) as listening:
+        url = frontend_process.address(listening)
+        return keep_server(here, ranks, argv, frontend_process.program(settings, listening), url)
 
 
 def run(command: Command, first: bool, kept: Kept | None = None) -> int:
@@ -176,17 +176,17 @@ def run(command: Command, first: bool, kept: Kept | None = None) -> int:
         serve_rank(command.settings, world)
         return 0
     if serving:
-        from swiftspec.serve.http import service
+        from swiftspec.serve.http.engine_link import engine_server
 
         assert kept is not None
-        return service.run(command.settings, kept, own_world)
-    from swiftspec.serve import oneshot
+        return engine_server.run(command.settings, kept, own_world)
+    from swiftspec.serve.cli import generate
 
     keeping = None if kept is None else kept.keeping()
-    prompt = oneshot.read_prompt(command)
+    prompt = generate.read_prompt(command)
     if prompt is not None:
-        return oneshot.run(command, prompt, own_world(keeping))
-    from swiftspec.serve import chat
+        return generate.run(command, prompt, own_world(keeping))
+    from swiftspec.serve.cli import chat
 
     return chat.run(command.settings, own_world(keeping))
 
@@ -196,7 +196,7 @@ def own_world(keeping: Keeping | None = None) -> World | None:
     starts ranks again."""
     if launched() is None:
         return None
-    from swiftspec.distributed.world import join_world
+    from swiftspec.distributed.launch.world import join_world
 
     return join_world(lambda text: print(f"swiftspec: {text}", file=sys.stderr, flush=True), keeping=keeping)
 

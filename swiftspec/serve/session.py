@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.serve.found import Found, emulation_of, generation_defaults
-from swiftspec.serve.machine import cache_folder, cpus_here, device_of, dtype_of, use_threads
-from swiftspec.serve.plan import mismatch
-from swiftspec.serve.settings import Settings
-from swiftspec.serve.stream import TextStream
-from swiftspec.serve.streams import warn
-from swiftspec.serve.template import Renderer
+from swiftspec.serve.hardware import cache_folder, cpus_here, device_of, dtype_of, use_threads
+from swiftspec.serve.model_resolution import Found, emulation_of, generation_defaults
+from swiftspec.serve.rank_plan import mismatch
+from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.stdio import warn
 from swiftspec.serve.terminal import Phases
-from swiftspec.serve.text import Message, TextCodec, check_pair, may_have_template
-from swiftspec.serve.workers import draft_worker
+from swiftspec.serve.text.codec import Message, TextCodec, check_pair, may_have_template
+from swiftspec.serve.text.stream import TextStream
+from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.worker_endpoints import draft_worker
 
 if TYPE_CHECKING:
-    from swiftspec.assemble.options import Options
-    from swiftspec.distributed.world import World
+    from swiftspec.builder.load_options import Options
+    from swiftspec.distributed.launch.world import World
     from swiftspec.engine import Chunk
     from swiftspec.llm import Running
 
@@ -159,7 +159,7 @@ def open_session(
 def serve_rank(settings: Settings, world: World) -> None:
     """What every rank but 0 does, until rank 0 leaves. Raises UserError as that would, and RankLost."""
     from swiftspec import llm
-    from swiftspec.distributed.facts import telling
+    from swiftspec.distributed.launch.config_check import telling
 
     with telling(world):
         found = Found.of(settings, world.size, Phases(quiet=True))

@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from swiftspec.decode import Observer, nobody
-from swiftspec.engine import Chunk, Ends, Stats
+from swiftspec.decode import Observer, no_observer
+from swiftspec.engine import Chunk, Stats, StopCriteria
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.messages import Opening
-from swiftspec.runtime.pause import Cancelled
-from swiftspec.smc.answer import Answer
+from swiftspec.runtime.cancellation import Cancelled
+from swiftspec.smc.group_result import Answer
 from swiftspec.smc.population import WHOSE, Group
 
 
@@ -40,7 +40,7 @@ class Population(Protocol):
 
 
 def decode_smc(
-    population: Population, admit: Callable[[], bool] = lambda: False, tell: Observer = nobody
+    population: Population, admit: Callable[[], bool] = lambda: False, tell: Observer = no_observer
 ) -> Iterator[tuple[Group, tuple[int, ...]]]:
     """Decodes the groups of a population, a round of all of them at a time, until the last has left.
 
@@ -86,7 +86,7 @@ class Request:
     """One request of a batch, which its opening numbers. Its times begin when it is admitted."""
 
     opening: Opening
-    ends: Ends
+    ends: StopCriteria
     stats: Stats
     error: UserError | None = None  # what has ended it, where its finish reason is "error"
     began: float = 0.0
@@ -110,7 +110,7 @@ IsCancelled = Callable[[Request], bool]
 class ParticleDecoding:
     """Groups of particles. A chunk often has no token: only what all particles share. The rest comes last."""
 
-    def __init__(self, population: Population, tell: Observer = nobody) -> None:
+    def __init__(self, population: Population, tell: Observer = no_observer) -> None:
         self.population, self._tell = population, tell
         self._group: Group | None = None  # that of a request alone
 
@@ -118,14 +118,14 @@ class ParticleDecoding:
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: Opening, ends: Ends) -> int:
+    def open(self, opening: Opening, ends: StopCriteria) -> int:
         self._clear()
         self._tell("opening", opening)
-        self._group = self.population.admit(opening, ends.stops, ends.budget)
+        self._group = self.population.admit(opening, ends.stop_token_ids, ends.max_tokens)
         self._tell("opened")
         return self._group.kept
 
-    def chunks(self, ends: Ends, stats: Stats) -> Iterator[Chunk]:
+    def chunks(self, ends: StopCriteria, stats: Stats) -> Iterator[Chunk]:
         for group, tokens in decode_smc(self.population, tell=self._tell):
             if group.broken:
                 raise NotFinite(WHOSE)
@@ -179,7 +179,7 @@ class ParticleDecoding:
 
     def _admit(self, request: Request) -> Group:
         request.began = time.perf_counter()
-        group = self.population.admit(request.opening, request.ends.stops, request.ends.budget)
+        group = self.population.admit(request.opening, request.ends.stop_token_ids, request.ends.max_tokens)
         request.opened, request.spent = time.perf_counter(), self.busy
         request.stats.kept_tokens, request.stats.prompt_time = group.kept, request.opened - request.began
         return group

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import NotFinite
 from swiftspec.messages import Opening
+from swiftspec.runtime.executors import choose, features
+from swiftspec.runtime.executors.population_rounds import Mail, Rounds
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import choose, features
-from swiftspec.runtime.steps.rounds import Mail, Rounds
 from swiftspec.smc import weights
-from swiftspec.smc.answer import Answer, Particle
+from swiftspec.smc.group_result import Answer, Particle
 from swiftspec.smc.particles import LIVE, SHARED
+from swiftspec.smc.prefix_reuse import Texts
 from swiftspec.smc.round import SMCRound
-from swiftspec.smc.texts import Texts
 
 WHOSE = "the target's or the draft's"  # logits are no numbers
 

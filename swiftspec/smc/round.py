@@ -28,12 +28,12 @@ from swiftspec.backends.reference.resampling import Resample
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph import shaping
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
-from swiftspec.runtime.steps.graph import shaping
-from swiftspec.smc.judge import Drafted, Judged, judge
+from swiftspec.smc.logits_processor import Shaper, Span, joined, penalised, spans_of
+from swiftspec.smc.noise_streams import Streams
 from swiftspec.smc.particles import Particles
-from swiftspec.smc.shaper import Shaper, Span, joined, penalised, spans_of
-from swiftspec.smc.streams import Streams
+from swiftspec.smc.verification import Drafted, Judged, judge
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import swiftspec
 from swiftspec import _C
-from swiftspec.assemble.options import Options
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
+from swiftspec.builder.load_options import Options
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
@@ -26,7 +26,7 @@ from swiftspec.model.weights import DenseWeight
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from tests.support.roles import drafter_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from swiftspec import _C
-from swiftspec.assemble.options import operators
 from swiftspec.backends import library as unfused
 from swiftspec.backends import reference
+from swiftspec.builder.load_options import operators
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
 

@@ -17,9 +17,9 @@ from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
+from swiftspec.model.formats.activation_quantization import round_rows
 from swiftspec.model.formats.int4 import Int4Weight
 from swiftspec.model.formats.int8 import Int8Weight, Rounding, Unrounded
-from swiftspec.model.formats.rounding import round_rows
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
 from swiftspec.params import SamplingParams
 from tests.backends.test_cpu import BF16, F32, dense, int4, random

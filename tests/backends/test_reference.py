@@ -18,7 +18,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
 from swiftspec.model.config_json import parse_rope
 from swiftspec.model.weights import DenseWeight
-from tests.support.tiny import ROPES, make_model
+from tests.support.tiny_checkpoints import ROPES, make_model
 
 POISON = 2.0**13  # exact in every dtype
 # bounds on |got - exact| relative to the largest |exact|, for results of a few roundings

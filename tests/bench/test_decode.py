@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import decode
-from bench.rivals.llama_plain import has_llama_cpp
-from bench.rivals.to_gguf import TYPES
+from bench.baselines.llama_plain import has_llama_cpp
+from bench.baselines.to_gguf import TYPES
 
 needs_llama_cpp = pytest.mark.skipif(not has_llama_cpp(), reason="llama-cpp-python is not installed")
 

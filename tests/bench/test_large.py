@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from bench import grown, large, one_start
-from bench.grown import Model, check_room, pad_tokenizer, warm
+from bench import large, startup, width_expanded
 from bench.large import Bench, Options, arguments
 from bench.large_report import Row, agreement, table, verdicts
-from bench.measured import Measured, Task, Work
+from bench.width_expanded import Model, check_room, pad_tokenizer, warm
+from bench.workload import Measured, Task, Work
 from swiftspec.errors import UserError
-from swiftspec.serve.settings import Settings
+from swiftspec.serve.settings.settings import Settings
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -93,8 +93,8 @@ def test_one_start_answers_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Task({"flags": ["--raw", "--mode", "serial"], "cache": None}, WORK).write(tmp_path / "task.json")
     monkeypatch.setattr(sys, "argv", ["one_start", str(tmp_path / "task.json")])
     answers: list[Measured] = []
-    monkeypatch.setattr(one_start, "answer", answers.append)
-    one_start.main()
+    monkeypatch.setattr(startup, "answer", answers.append)
+    startup.main()
     found = answers[0]
     assert [len(text) for text in found.texts] == [4, 4] and len(found.rates) == 2 and len(found.prompts) == 1
     assert found.load is not None and 0 < found.load < found.start and found.peak > 2**26
@@ -104,7 +104,7 @@ def test_one_start_answers_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_files_that_come_and_go_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "part").write_text("x")
     (tmp_path / "lost").symlink_to(tmp_path / "nowhere")
-    assert [Path(name).name for name, _, _ in one_start.state(tmp_path)] == ["part"]
+    assert [Path(name).name for name, _, _ in startup.state(tmp_path)] == ["part"]
 
 
 def test_the_work_has_no_two_prompts_alike() -> None:
@@ -150,7 +150,7 @@ def test_what_is_there_is_reused_and_what_failed_is_not_there(tmp_path: Path, mo
         out.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grown, "write", write)
+    monkeypatch.setattr(width_expanded, "write", write)
     with pytest.raises(KeyboardInterrupt):
         tiny.make((), said.append)
     assert not list(tmp_path.glob("target*")) and tiny.bytes_missing(("q4_1",)) > 0

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import SKIP, Controller
-from swiftspec.control.forecast import Forecast
+from swiftspec.control.cost_model import Forecast
 from swiftspec.control.policy import decide
-from swiftspec.control.record import HOLD, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
+from swiftspec.control.round_stats import HOLD, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from tests.support.roles import opening

@@ -11,14 +11,14 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import SKIP, Controller
 from swiftspec.control.policy import EVERY, FIRST, REFRESH, decide
-from swiftspec.control.record import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
-from swiftspec.distributed.wire import pack, read_result
+from swiftspec.control.round_stats import PATIENCE, PLAIN, PROBE, WINDOW, Decision, Measured, MeasuredRound
+from swiftspec.distributed.transport.codec import pack, read_result
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
-from tests.support.jobs import switched_by_dice
+from tests.support.rank_jobs import switched_by_dice
 from tests.support.roles import drafter_of, make_drafter, opening, put
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 from tests.test_decode import GREEDY, PROMPT, SAMPLED
 
 TRIAL, GLANCE = SKIP + WINDOW, SKIP + PROBE

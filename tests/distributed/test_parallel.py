@@ -14,17 +14,17 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.distributed.groups.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.sums import sum_in_rank_order
 from swiftspec.errors import UserError
-from swiftspec.model.files import read_config
-from swiftspec.model.group import Group
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
+from swiftspec.model.tensor_parallel import Group
 from swiftspec.runtime.kv_cache import KVCache
 from tests.model.test_loader import quantise
 from tests.support.ranks import Pool
 from tests.support.thread_group import on_ranks
-from tests.support.tiny import chain, make_checkpoint
+from tests.support.tiny_checkpoints import chain, make_checkpoint
 
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30, 44, 1]
 SIZES = range(1, 8)
@@ -176,8 +176,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from swiftspec.errors import RankLost
-from swiftspec.distributed.groups.gloo import TensorParallel
-from swiftspec.distributed.groups.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.torch_dist import TensorParallel
+from swiftspec.distributed.collectives.sums import sum_in_rank_order
 
 rank, store = int(sys.argv[1]), dist.FileStore(sys.argv[2], 3)
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.ranks import Pool
 from tests.support.requests import VOCAB, a_request, a_shape
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 CONTEXT = 96
 SPLITS: dict[str, tuple[int, dict[str, Any]]] = {

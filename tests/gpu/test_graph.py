@@ -18,22 +18,22 @@ from swiftspec.backends import cuda
 from swiftspec.backends import library as unfused
 from swiftspec.backends.cuda.linear import Communicator, inbox
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.groups.peers import PeerParallel
+from swiftspec.distributed.collectives.peers import PeerParallel
 from swiftspec.llm import LLM
-from swiftspec.model.files import read_config
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.loader import load_model
 from swiftspec.model.shard import Shard
 from swiftspec.model.transformer import Transformer
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.steps import Request
-from swiftspec.runtime.steps.eager import EagerSteps
-from swiftspec.runtime.steps.graph import Capture, CudaCapture, GraphForwards, Graphs
-from swiftspec.runtime.steps.graph_expansions import GraphExpansions
-from swiftspec.runtime.steps.graph_verifications import GraphVerifications
+from swiftspec.runtime.executors import Request
+from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors.graph import Capture, CudaCapture, GraphForwards, Graphs
+from swiftspec.runtime.executors.graph_expansions import GraphExpansions
+from swiftspec.runtime.executors.graph_verifications import GraphVerifications
 from swiftspec.tree import mask as tree_mask
 from tests.gpu.device import DEVICE, EMULATED, most, needs_kernels, real
-from tests.support.recording import Rerun
+from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, make_verifier
 from tests.support.same_rounds import same_rounds, same_verdicts
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import FileStore
 
 from swiftspec.backends.cuda import linear as ops
 from swiftspec.backends.cuda.peers import Peers
-from swiftspec.distributed.groups.peers import PeerParallel
+from swiftspec.distributed.collectives.peers import PeerParallel
 from swiftspec.params import SamplingParams
 from tests.gpu.device import DEVICE, EMULATED, captured, most, needs_kernels
 from tests.gpu.test_graph import new_capture, random_model

@@ -14,8 +14,8 @@ from swiftspec.backends import library as unfused
 from swiftspec.config import PopulationConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.steps.graph import CudaCapture
-from swiftspec.smc.answer import Answer
+from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.smc.group_result import Answer
 from tests.gpu.device import EMULATED, most, needs_kernels, real
 from tests.gpu.test_graph import VOCAB, group_of_one, new_capture, random_model
 from tests.support.roles import Alone, make_population, make_runner, opening

@@ -1,4 +1,4 @@
-"""Chains verified in one launch, against chains/law.py in float64 on the CPU."""
+"""Chains verified in one launch, against smc/chain_verification.py in float64 on the CPU."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from swiftspec.lab.exactness.statistics import chi_square, compare, holm, pooled
 from swiftspec.llm import LLM
 from swiftspec.messages import VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.full_verifier import FullVerifier
+from swiftspec.runtime.executors import selection
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.steps import kinds
+from swiftspec.runtime.rejection_verifier import FullVerifier
 from tests.serve.test_serve import bare_environment, pair
-from tests.support.biased import LongestBranch
+from tests.support.biased_acceptance import LongestBranch
 from tests.support.roles import put, tools, verifier_of
 
 __all__ = ["bare_environment", "pair"]  # fixtures
@@ -82,7 +82,7 @@ def test_the_biased_verifier_is_caught_and_the_exact_one_is_not(pair: list[str])
     tree = LLM(target, draft, EngineConfig(verify="reject", draft_steps=2))
     assert trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
     runner = verifier_of(tree).runner
-    put(tree, verifier=FullVerifier(runner, kinds.for_target(runner, tools(runner)), LongestBranch))
+    put(tree, verifier=FullVerifier(runner, selection.for_target(runner, tools(runner)), LongestBranch))
     assert not trial.draw(plain, tree, [5, 17, 40], sampling, 300, lambda: None).same
 
 

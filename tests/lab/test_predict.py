@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
-from swiftspec.lab import latency, predict, simulate
+from swiftspec.lab import latency_model, predict, simulation
 from swiftspec.lab.profile import main
-from swiftspec.lab.simulate import Acceptance, Times
+from swiftspec.lab.simulation import Acceptance, Times
 from swiftspec.model.config_json import parse_config
 from swiftspec.profiles import emulation
-from swiftspec.serve.text import TextCodec
+from swiftspec.serve.text.codec import TextCodec
 from tests.support.profiles import KEY, profile, run
 from tests.support.ranks import Pool
 
@@ -35,40 +35,40 @@ LLAMA_3B = llama(28, 3072, 24, 8, 8192, head_dim=128)
 
 
 def test_a_round_in_which_the_draft_has_time() -> None:
-    found = simulate.asynchronous([(1, 0)] * 4, 2, Times(10, 3))
+    found = simulation.asynchronous([(1, 0)] * 4, 2, Times(10, 3))
     assert (found.round, found.waiting, found.tokens_per_round) == (10, 0, 2)
     assert found.speed == pytest.approx(0.2)
 
 
 def test_a_draft_that_is_late_or_must_expand_first() -> None:
-    late = simulate.asynchronous([(1, 0)] * 4, 4, Times(10, 3))
+    late = simulation.asynchronous([(1, 0)] * 4, 4, Times(10, 3))
     assert (late.round, late.waiting) == (12, 2)
-    short = simulate.asynchronous([(0, 1)] * 4, 2, Times(10, 3))
+    short = simulation.asynchronous([(0, 1)] * 4, 2, Times(10, 3))
     assert (short.round, short.waiting) == (13, 3)
 
 
 def test_what_surrounds_the_models_counts_where_it_lies() -> None:
     times = Times(10, 3, verify=0.5, settle=0.4, expand=0.25, answer=0.3, link=0.1)
-    assert simulate.asynchronous(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.3 + 0.2 + 3.25 / 3)
-    assert simulate.serial(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.4 + 0.3 + 2 * 3.25)
-    assert simulate.plain(times).round == pytest.approx(10.9)
+    assert simulation.asynchronous(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.3 + 0.2 + 3.25 / 3)
+    assert simulation.serial(ROUNDS, 2, times).round == pytest.approx(10.5 + 0.4 + 0.3 + 2 * 3.25)
+    assert simulation.plain(times).round == pytest.approx(10.9)
 
 
 def test_growing_that_outlasts_a_round_delays_the_next_one() -> None:
     """An expansion in the answer gives the target a late start, which lets the draft catch up."""
-    found = simulate.asynchronous([(0, 0), (0, 1), (0, 0)], 4, Times(10, 3))
+    found = simulation.asynchronous([(0, 0), (0, 1), (0, 0)], 4, Times(10, 3))
     assert found.round * 3 == pytest.approx(12 + 15 + 12)
 
 
 def test_the_advice_names_the_side_that_limits() -> None:
-    assert simulate.help_most("async", [(1, 0)] * 9, 2, Times(10, 3))[0] == "a target step shorter by a tenth"
-    assert simulate.help_most("async", [(1, 0)] * 9, 4, Times(10, 3))[0] == "a draft step shorter by a tenth"
-    assert simulate.help_most("ar", [(0, 0)], 1, Times(1, 1, verify=9))[0] == "no time outside the two models"
+    assert simulation.help_most("async", [(1, 0)] * 9, 2, Times(10, 3))[0] == "a target step shorter by a tenth"
+    assert simulation.help_most("async", [(1, 0)] * 9, 4, Times(10, 3))[0] == "a draft step shorter by a tenth"
+    assert simulation.help_most("ar", [(0, 0)], 1, Times(1, 1, verify=9))[0] == "no time outside the two models"
 
 
 def test_the_interval_holds_the_middle() -> None:
     rounds = [(i % 5, i % 3 == 0) for i in range(200)]
-    low, middle, high = simulate.interval("async", rounds, 3, Times(11, 3.3), Times(9, 2.7))
+    low, middle, high = simulation.interval("async", rounds, 3, Times(11, 3.3), Times(9, 2.7))
     assert low < middle < high
 
 
@@ -79,7 +79,10 @@ def test_the_interval_holds_the_middle() -> None:
 def test_the_latency_model_gives_the_targets_it_was_made_from(
     config: dict[str, Any], tp: int, slow: float, fast: float
 ) -> None:
-    made = [latency.forward(parse_config(config), tp, 8, c, True) for c in latency.constants(latency.GPUS["h200"])]
+    made = [
+        latency_model.forward(parse_config(config), tp, 8, c, True)
+        for c in latency_model.constants(latency_model.GPUS["h200"])
+    ]
     assert [1e3 * t for t in made] == pytest.approx([slow, fast], rel=0.08)
 
 
@@ -87,13 +90,13 @@ def test_measured_operators_take_the_place_of_targets(tmp_path: Path) -> None:
     file = tmp_path / "h200-kernels.json"
     points = [{"op": "linear", "bytes": size, "us": 4.0 + size / 2e6} for size in (1e6, 5e6, 50e6)]
     file.write_text(json.dumps({"points": points}))
-    slow, fast = latency.fitted(file, latency.GPUS["h200"])
+    slow, fast = latency_model.fitted(file, latency_model.GPUS["h200"])
     assert slow.origin == "measured"
     assert (slow.linear.fixed, slow.linear.bandwidth) == (pytest.approx(4e-6), pytest.approx(2e12))
-    assert fast.attention == latency.constants(latency.GPUS["h200"])[1].attention
+    assert fast.attention == latency_model.constants(latency_model.GPUS["h200"])[1].attention
     file.write_text("{}")
     with pytest.raises(UserError, match="does not hold measured operators"):
-        latency.fitted(file, latency.GPUS["h200"])
+        latency_model.fitted(file, latency_model.GPUS["h200"])
 
 
 def test_the_command_predicts_a_node_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,7 +162,7 @@ def test_every_split_is_as_fast_as_predicted(tmp_path: Path, pool: Pool) -> None
     for plan, run_ in zip(PLANS, found, strict=True):
         times = Times(given.target.at(plan["target_tp"], 8), given.draft.at(plan.get("draft_tp", 1), 8))
         rounds = [tuple(round_) for round_ in run_["rounds"]] or [(0, 0)]
-        predicted = simulate.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
+        predicted = simulation.run(plan["mode"], rounds, plan.get("draft_steps", 1), times).speed
         assert predicted == pytest.approx(run_["speed"], rel=0.1), plan
         speeds[predicted] = run_["speed"]
     assert speeds[max(speeds)] >= 0.97 * max(speeds.values())
@@ -178,5 +181,5 @@ def test_what_cannot_be_predicted(argv: list[str], capsys: pytest.CaptureFixture
 def test_the_recorded_rounds_of_the_embedded_pair_are_there() -> None:
     known = Acceptance(json.loads(predict.ACCEPTANCE.read_text())["rounds"])
     assert known.depths("async", 8, 8)[:4] == [1, 2, 3, 4]
-    means = [simulate.serial(known.rounds("serial", 8, 8, d), d, Times(1, 1)).tokens_per_round for d in (1, 2, 4)]
+    means = [simulation.serial(known.rounds("serial", 8, 8, d), d, Times(1, 1)).tokens_per_round for d in (1, 2, 4)]
     assert 1 < means[0] < means[1] < means[2] < 8

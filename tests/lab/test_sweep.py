@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from swiftspec.errors import UserError
-from swiftspec.lab import measure, trials
-from swiftspec.lab.measure import Books
-from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.lab import measurement, trials
+from swiftspec.lab.measurement import Books
 from swiftspec.lab.profile import main
+from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
 from swiftspec.llm import LLM
-from swiftspec.serve import found as serve_found
-from swiftspec.serve.cli import parse
+from swiftspec.serve import model_resolution as serve_found
+from swiftspec.serve.cli.arguments import parse
 from swiftspec.serve.terminal import Phases
 from tests.support.ranks import Pool
 from tests.support.toy_pair import make_pair
@@ -90,7 +90,7 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
     pair: list[str], short: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[tuple[str, int, str]] = []
-    engine, decode_all = WorkerPool.engine, measure.decode_all
+    engine, decode_all = WorkerPool.engine, measurement.decode_all
 
     def counting(self: WorkerPool, order: Order) -> Any:
         if len(built) == stop_at:
@@ -98,14 +98,14 @@ def test_what_was_interrupted_goes_on_and_repeats_nothing(
         built.append((order.plan.mode, order.plan.steps, str(order.alone)))
         return engine(self, order)
 
-    def by_rounds(llm: LLM, *args: Any) -> measure.Run:
+    def by_rounds(llm: LLM, *args: Any) -> measurement.Run:
         """A clock of its own: what a sweep repeats and varies follows from the speeds, and they must not be chance."""
         run = decode_all(llm, *args)
         run.seconds = run.rounds * (1 + llm.config.steps * 0.1 * (llm.config.mode == "serial"))
         return run
 
     monkeypatch.setattr(WorkerPool, "engine", counting)
-    monkeypatch.setattr(measure, "decode_all", by_rounds)
+    monkeypatch.setattr(measurement, "decode_all", by_rounds)
     args = [*pair, *short, "--modes", "ar,serial"]
     stop_at = -1
     assert main(args) == 0
@@ -130,16 +130,16 @@ def test_what_was_killed_between_two_d_goes_on_with_the_next(
 ) -> None:
     """Nothing is tidied up: what is on disk is what was finished."""
     decoded: list[int] = []
-    decode_all = measure.decode_all
+    decode_all = measurement.decode_all
 
-    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float) -> measure.Run:
+    def counting(llm: LLM, prompts: Any, max_tokens: int, deadline: float) -> measurement.Run:
         if max_tokens == 8:
             if len(decoded) == killed_at:
                 raise KeyboardInterrupt
-            decoded.append(measure.tree_of(llm).drafter.draft_steps)
+            decoded.append(measurement.tree_of(llm).drafter.draft_steps)
         return decode_all(llm, prompts, max_tokens, deadline)
 
-    monkeypatch.setattr(measure, "decode_all", counting)
+    monkeypatch.setattr(measurement, "decode_all", counting)
     args = [*pair, *short, "--modes", "serial", "--repeats", "1"]
     killed_at = 2
     assert main(args) == 130
@@ -154,7 +154,7 @@ def interrupted(*args: object) -> None:
 
 
 def test_a_request_counts_from_its_second_round_on() -> None:
-    run = measure.Run()
+    run = measurement.Run()
     run.add(Books(3, 1, 0.5, 0.4), Books(9, 4, 2.0, 1.3))
     assert (run.tokens, run.rounds, run.speed, run.busy) == (6, 3, 4.0, pytest.approx(0.9))
     run.add(Books(2, 1, 0.5, 0.4), Books(2, 1, 0.5, 0.4))
@@ -209,7 +209,7 @@ def test_a_deadline_ends_a_run(pair: list[str]) -> None:
     crew = WorkerPool(Pair(Path(pair[1]), Path(pair[3]), {"dtype": torch.float32}), None)
     from swiftspec.config import EngineConfig
 
-    with crew.engine(Order(EngineConfig("serial"))) as llm, pytest.raises(measure.OutOfTime):
-        measure.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
+    with crew.engine(Order(EngineConfig("serial"))) as llm, pytest.raises(measurement.OutOfTime):
+        measurement.decode_all(llm, [[1, 2, 3]], 8, deadline=0.0)
     order = Order(EngineConfig("serial", draft_steps=2), alone="draft", trace="t")
     assert Order.unpack(order.pack()) == order

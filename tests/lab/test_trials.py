@@ -10,8 +10,8 @@ from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import trials
 from swiftspec.lab.profile import read_prompts, seconds
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig
-from swiftspec.model.files import read_config
 from swiftspec.profiles import store
 from tests.support.profiles import run
 from tests.support.toy_pair import make_pair

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.config import ModelConfig, RopeConfig
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.files import read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.model.formats.compressed_tensors import CompressedTensors
-from tests.support.tiny import ROPES, make_model
+from tests.support.tiny_checkpoints import ROPES, make_model
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

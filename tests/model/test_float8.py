@@ -14,13 +14,13 @@ from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.checkpoint import Checkpoint
-from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.float8 import FLOAT8, LARGEST, Fit
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
 from tests.support.roles import make_runner, population_of, verifier_of
-from tests.support.tiny import make_checkpoint, make_pair
+from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.9, seed=7)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from swiftspec.backends import reference
 from swiftspec.errors import UserError
-from swiftspec.model.files import open_tensors
+from swiftspec.model.checkpoint_files import open_tensors
 from swiftspec.model.formats.int4 import AWQ_ORDER
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.kv_cache import KVCache
 from tests.model.test_weights import words
-from tests.support.tiny import chain, make_checkpoint
+from tests.support.tiny_checkpoints import chain, make_checkpoint
 
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30]
 WEIGHTS = "model.safetensors"

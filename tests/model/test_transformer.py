@@ -15,7 +15,7 @@ from swiftspec.model.batch import Batch
 from swiftspec.model.loader import load_model
 from swiftspec.model.transformer import Transformer
 from swiftspec.runtime.kv_cache import KVCache
-from tests.support.tiny import ROPES, chain, make_checkpoint, make_model
+from tests.support.tiny_checkpoints import ROPES, chain, make_checkpoint, make_model
 
 CAPACITY = 96
 TOKENS = [5, 17, 3, 29, 11, 8, 2, 30, 44, 1, 7, 9, 60, 3, 3, 21, 50, 33, 4, 6]

@@ -1,4 +1,4 @@
-"""The device's verification of chains, run on a CPU under sanitizers, against chains/law.py in float64."""
+"""The device's verification of chains, run on a CPU under sanitizers, against smc/chain_verification.py in float64."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.tree.walk import walk
+from swiftspec.tree.acceptance import walk
 
 
 def test_one_round_by_hand() -> None:

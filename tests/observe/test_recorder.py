@@ -16,7 +16,7 @@ from swiftspec.llm import LLM
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.rounds import Noted, Round, opened
+from swiftspec.observe.round_records import Noted, Round, opened
 from swiftspec.params import SamplingParams
 from tests.support.roles import drafter_of, verifier_of
 

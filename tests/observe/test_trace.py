@@ -13,19 +13,19 @@ import torch
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.lab import timeline
-from swiftspec.lab.measure import rounds_of
+from swiftspec.lab.measurement import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
-from swiftspec.observe.hops import Hop, Hops
 from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.rpc_latency import Hop, Hops
 from swiftspec.observe.trace import TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
 from tests.support.roles import drafter_of, verifier_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]

@@ -17,7 +17,7 @@ import yaml
 from swiftspec.errors import UserError
 from swiftspec.lab import outputs, results
 from swiftspec.profiles import store
-from swiftspec.serve.layers import load as load_settings
+from swiftspec.serve.settings.config_sources import load as load_settings
 from tests.support.profiles import KEY, profile, run
 
 
@@ -194,7 +194,7 @@ def test_settings_and_table_say_what_was_found(tmp_path: Path) -> None:
 
 def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from swiftspec.lab import report
+    from swiftspec.lab import html_report
 
     lane = {
         "wait": [0.0, 0.1], "target": {"verify": [0.1, 1.0]}, "path": [0], "draft": {"forwards": [[0.2, 0.6, 8]]},
@@ -204,11 +204,11 @@ def test_the_report_is_one_file_with_every_plot(tmp_path: Path) -> None:
         run("serial", 4, 4, 100, d=2, ops="reference"), lanes=[lane],
         steps=[{"side": "target", "tp": tp, "rows": 8, "seconds": [1 / tp, 2 / tp]} for tp in (1, 2)],
     )  # fmt: skip
-    page = report.html(whole)
-    assert page.count("<svg") == len(report.FIGURES) == 5
+    page = html_report.html(whole)
+    assert page.count("<svg") == len(html_report.FIGURES) == 5
     assert "async 3+1 bs 8 w 8 d 4" in page
     assert "src=" not in page and "@import" not in page
-    nothing = report.html(profile(run("ar", 4, 0, 1.0)))
+    nothing = html_report.html(profile(run("ar", 4, 0, 1.0)))
     assert nothing.count("<svg") == 1
 
 

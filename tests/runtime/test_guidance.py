@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.wire import pack, read_opening
+from swiftspec.distributed.transport.codec import pack, read_opening
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
@@ -22,7 +22,7 @@ from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.smc.limits import check_sampling
 from tests.support.roles import verifier_of
-from tests.support.tiny import make_pair
+from tests.support.tiny_checkpoints import make_pair
 
 PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
 LONG = [1 + (11 * i) % 62 for i in range(300)]  # without 0, which pads in transformers

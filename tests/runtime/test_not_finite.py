@@ -23,7 +23,7 @@ from swiftspec.errors import NotFinite
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 BAD_TOKEN = 7  # whose embedding is damaged
 GOOD, BAD = [5, 17, 3, 29], [5, BAD_TOKEN, 3, 29]

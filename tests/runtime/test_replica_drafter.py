@@ -26,9 +26,9 @@ from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.tree.replica import Replica, TreeDelta
 from swiftspec.tree.tree import DraftTree
-from tests.support.fed import FedLink, dawdle
 from tests.support.roles import make_drafter, make_runner, make_verifier, opening
 from tests.support.toy_pair import VOCAB, make_pair
+from tests.support.tree_delta_source import FedLink, dawdle
 
 PROMPT = [5, 17, 3, 29, 11]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

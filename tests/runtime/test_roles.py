@@ -25,7 +25,7 @@ from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
 from tests.support import roles
 from tests.support.roles import opening
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 VOCAB = 40
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

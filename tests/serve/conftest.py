@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swiftspec.serve import session
-from swiftspec.serve.template import Renderer
+from swiftspec.serve.text.template import Renderer
 
 
 class Kept(Renderer):

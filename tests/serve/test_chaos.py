@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 
 from tests.support.chaos import Chaos, Plan, grown
-from tests.support.served import Served
-from tests.support.victims import SHARED, Job, hurt, until
+from tests.support.server_process import Served
+from tests.support.server_processes import SHARED, Job, hurt, until
 
 
 @pytest.mark.timeout(300)

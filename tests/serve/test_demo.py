@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from bench.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.model.files import read_config
+from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.formats import format_of
 from swiftspec.model.formats.awq import Awq
 from swiftspec.params import SamplingParams

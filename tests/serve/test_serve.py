@@ -13,11 +13,12 @@ import torch
 
 from swiftspec.config import EngineConfig
 from swiftspec.engine import Stats
-from swiftspec.serve import answer, oneshot
+from swiftspec.serve import answer_stats
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.cli import parse
-from swiftspec.serve.settings import Settings, env_name
-from swiftspec.serve.template import Renderer
+from swiftspec.serve.cli import generate
+from swiftspec.serve.cli.arguments import parse
+from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.serve.text.template import Renderer
 from tests.support.toy_pair import (
     CONTEXT,
     byte_level_tokenizer,
@@ -151,7 +152,7 @@ def test_the_process_of_the_template(command: Command, pair: list[str], monkeypa
         started.append(popen(*args, **options))
         return started[-1]
 
-    monkeypatch.setattr("swiftspec.serve.template.subprocess.Popen", noted)
+    monkeypatch.setattr("swiftspec.serve.text.template.subprocess.Popen", noted)
     monkeypatch.setattr("swiftspec.serve.session.Renderer", Renderer)
     command.json(*pair, "--raw", "--prompt", "a", "--max-tokens", "1")
     assert not started
@@ -299,7 +300,7 @@ def test_models_that_are_no_pair(command: Command, pair: list[str], tmp_path: Pa
 
 
 def test_the_embedded_pair_may_be_missing(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("swiftspec.serve.found.DEMO", tmp_path)
+    monkeypatch.setattr("swiftspec.serve.model_resolution.DEMO", tmp_path)
     assert "the embedded models are missing" in command.refuses("--prompt", "a", code=1)
 
 
@@ -327,23 +328,23 @@ def test_the_prompt_decides_between_chat_and_one_answer(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("sys.stdin", Terminal())
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert oneshot.read_prompt(parse([])) is None
-    assert oneshot.read_prompt(parse(["--prompt", "a"])) == "a"
-    with pytest.raises(oneshot.UsageError, match="no prompt"):
-        oneshot.read_prompt(parse(["--json"]))
+    assert generate.read_prompt(parse([])) is None
+    assert generate.read_prompt(parse(["--prompt", "a"])) == "a"
+    with pytest.raises(generate.UsageError, match="no prompt"):
+        generate.read_prompt(parse(["--json"]))
     monkeypatch.setattr("sys.stdout", io.StringIO())
-    with pytest.raises(oneshot.UsageError, match="no prompt"):
-        oneshot.read_prompt(parse([]))
+    with pytest.raises(generate.UsageError, match="no prompt"):
+        generate.read_prompt(parse([]))
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(oneshot.UsageError, match="no prompt"):
-        oneshot.read_prompt(parse([]))
+    with pytest.raises(generate.UsageError, match="no prompt"):
+        generate.read_prompt(parse([]))
 
 
 def test_no_number_is_nan() -> None:
-    empty = answer.metrics(EngineConfig("serial"), Stats(), 0)
+    empty = answer_stats.metrics(EngineConfig("serial"), Stats(), 0)
     assert empty["speculative_decoding"]["mean_acceptance_length"] == 0
-    numbers = json.dumps([empty, answer.timings(Stats(decode_time=5e-324), 9, 0.0)], allow_nan=False)
+    numbers = json.dumps([empty, answer_stats.timings(Stats(decode_time=5e-324), 9, 0.0)], allow_nan=False)
     assert math.isfinite(len(numbers))
     lost = Stats(tokens=312, rounds=91, accepted=221, decode_time=0.897, first_token_time=0.041, drafter_lost="it fell")
     line = "312 tok, 348 tok/s, TTFT 41 ms, 3.4 tok/round, the drafter was lost (it fell), the target went on alone"
-    assert answer.footer(lost, 312) == line
+    assert answer_stats.footer(lost, 312) == line

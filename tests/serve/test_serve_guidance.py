@@ -10,7 +10,7 @@ import pytest
 
 from swiftspec import llm
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.settings import Settings, env_name
+from swiftspec.serve.settings.settings import Settings, env_name
 from tests.support.toy_pair import byte_level_tokenizer, make_pair
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from swiftspec.serve.__main__ import main
 from tests.support.pty_terminal import Terminal
-from tests.support.served import hear
+from tests.support.server_process import hear
 from tests.support.toy_pair import CONTEXT, make_pair
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,12 +13,12 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.answer import footer, population
-from swiftspec.serve.layers import load
+from swiftspec.serve.answer_stats import footer, population
 from swiftspec.serve.session import open_session
-from swiftspec.serve.settings import Settings, UsageError, env_name
+from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.settings import Settings, UsageError, env_name
 from swiftspec.serve.terminal import Phases
-from swiftspec.smc.answer import Answer
+from swiftspec.smc.group_result import Answer
 from tests.support.toy_pair import make_pair
 
 ASK = ["--prompt", "def add(a, b):\n", "--threads", "1", "--temperature", "0.8"]

@@ -12,8 +12,8 @@ import pytest
 
 from swiftspec.errors import UserError
 from swiftspec.profiles import store
-from swiftspec.serve.found import DEMO, planned
-from swiftspec.serve.settings import Settings, UsageError
+from swiftspec.serve.model_resolution import DEMO, planned
+from swiftspec.serve.settings.settings import Settings, UsageError
 from swiftspec.serve.terminal import Phases
 from tests.support.profiles import profile, run
 

@@ -22,16 +22,16 @@ import grpc
 import httpx
 import pytest
 
-from swiftspec.assemble.options import Worker as Named
-from swiftspec.distributed.grpc.endpoint import Security
+from swiftspec.builder.load_options import Worker as Named
+from swiftspec.distributed.rpc.endpoint import Security
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
 from swiftspec.serve.__main__ import main
-from swiftspec.serve.settings import Settings
-from swiftspec.serve.worker import run
-from swiftspec.serve.workers import security_of
+from swiftspec.serve.cli.worker import run
+from swiftspec.serve.settings.settings import Settings
+from swiftspec.serve.worker_endpoints import security_of
 from tests.support.collector import collecting
-from tests.support.served import ROOT, Served, hear
+from tests.support.server_process import ROOT, Served, hear
 from tests.support.workers import on_workers
 
 SERVE = (sys.executable, "-m", "swiftspec.serve")
@@ -194,8 +194,8 @@ def test_a_worker_that_cannot_listen_sends_its_other_ranks_home(monkeypatch: pyt
     rank = SimpleNamespace(leave=lambda: left.append("home"))
     model = SimpleNamespace(side="draft", path=Path("model"), rank=rank)
     service = SimpleNamespace(name="none", handlers=lambda: grpc.method_handlers_generic_handler("none", {}))
-    monkeypatch.setattr("swiftspec.serve.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
-    monkeypatch.setattr("swiftspec.assemble.workers.service_of", lambda *args: service)
+    monkeypatch.setattr("swiftspec.serve.cli.worker._load", lambda *args: (model, SimpleNamespace(digest=b"")))
+    monkeypatch.setattr("swiftspec.builder.worker_model.service_of", lambda *args: service)
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="nothing can listen there"):
         run("draft", Settings(listen=f"127.0.0.1:{taken.getsockname()[1]}"), lambda: None)
     assert left == ["home"]
@@ -223,7 +223,7 @@ def test_nonsense_is_told_in_a_line(flags: Sequence[str], told: str, capsys: pyt
 
 
 def test_tokens_and_certificates_are_read(tmp_path: Path) -> None:
-    from swiftspec.serve.cli import parse
+    from swiftspec.serve.cli.arguments import parse
 
     (tmp_path / "token").write_text("secret\n")
     (tmp_path / "ca.pem").write_text("-----BEGIN CERTIFICATE-----\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import cpu, reference
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.engine import Ends, Stats
+from swiftspec.engine import Stats, StopCriteria
 from swiftspec.errors import NotFinite, UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
@@ -24,7 +24,7 @@ from swiftspec.smc.limits import region
 from tests.model.test_loader import quantise
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.roles import opening, population_of
-from tests.support.tiny import make_pair
+from tests.support.tiny_checkpoints import make_pair
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
     worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, longest=12, slots=64, lag=lag)
     decoding = ParticleDecoding(worker)
     bias = {3: -1e9}  # nobody says it
-    ends = Ends(9, ())
+    ends = StopCriteria(9, ())
     requests = [
         Request(
             opening((1, 3 if i == 1 else 2), SamplingParams(0.8, seed=i, logit_bias=bias), request=i), ends, Stats()

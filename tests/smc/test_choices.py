@@ -8,7 +8,7 @@ import pytest
 
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.answer import Answer, Particle
+from swiftspec.smc.group_result import Answer, Particle
 from tests.smc.test_smc_law import PROMPT, STOPS, Found, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode

@@ -14,14 +14,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.answer import Answer
 from swiftspec.smc.decoding import decode_smc
+from swiftspec.smc.group_result import Answer
 from swiftspec.smc.particles import DEAD
 from swiftspec.smc.population import Group
 from tests.smc.test_smc_law import Found, check_unbiased
+from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
-from tests.support.recording import Rerun
 from tests.support.roles import Alone, make_population, make_runner, opening
 
 WARM = SamplingParams(temperature=0.8)

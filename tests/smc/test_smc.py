@@ -22,7 +22,7 @@ from swiftspec.smc.limits import region
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode
 from tests.support.roles import make_population, make_runner, opening, population_of
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 WARM = SamplingParams(temperature=0.8, seed=5)
 PLANS = [

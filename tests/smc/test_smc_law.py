@@ -18,7 +18,7 @@ import torch
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.streams import Streams
+from swiftspec.smc.noise_streams import Streams
 from tests.support.histories import (
     HistoryModel,
     Law,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
 from swiftspec.smc import weights
-from swiftspec.smc.streams import Purpose, Streams, stream_of
+from swiftspec.smc.noise_streams import Purpose, Streams, stream_of
 
 POWERS = [0.5, 1.0, 2.0]
 

@@ -1,4 +1,5 @@
-"""Chains for the device's verification, and what chains/law.py says of them; for tests with and without a GPU."""
+"""Chains for the device's verification, and what smc/chain_verification.py says of them; for tests with and without
+a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference import noise
-from swiftspec.chains import law as verify
-from swiftspec.chains.law import Verified
+from swiftspec.smc import chain_verification as verify
+from swiftspec.smc.chain_verification import Verified
 
 MARGIN = 2e-4  # of a logarithm: decisions that float32 may take differently are left out
 

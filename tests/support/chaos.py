@@ -20,9 +20,9 @@ from typing import Any
 
 import httpx
 
-from tests.support.asked import BOUND, Asked, Told, ask, cutting, fault
-from tests.support.served import Served
-from tests.support.victims import Job, hurt
+from tests.support.server_process import Served
+from tests.support.server_processes import Job, hurt
+from tests.support.server_request import BOUND, Asked, Told, ask, cutting, fault
 
 EXACT = ("--dtype", "float64", "--threads", "1")  # another order of sums must not change an answer
 REQUESTS = (

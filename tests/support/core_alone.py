@@ -44,8 +44,8 @@ def decoded(draft: bool) -> tuple[list[int], int]:
     from swiftspec.engine import Engine, TreeDecoding
     from swiftspec.params import SamplingParams
     from swiftspec.runtime.drafter import NoDrafter
+    from swiftspec.runtime.executors.eager import EagerSteps
     from swiftspec.runtime.local_drafter import LocalDrafter
-    from swiftspec.runtime.steps.eager import EagerSteps
     from swiftspec.runtime.verifier import LocalVerifier
     from swiftspec.tree.children import BestChildren
     from swiftspec.tree.tree import DraftTree

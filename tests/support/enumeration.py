@@ -1,6 +1,6 @@
 """Every way that draws can fall, through the drafters that choose what is sent; what comes of a proposal by definition.
 
-Which outcome a proposal has is worked out here in plain Python; tests/tree/test_reject.py proves that the engine's
+Which outcome a proposal has is worked out here in plain Python; tests/tree/test_rejection.py proves that the engine's
 verifier does the same, for whole trees.
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from swiftspec.backends import reference
 from swiftspec.config import EngineConfig
 from swiftspec.control.controller import Controller
-from swiftspec.distributed.wire import pack, read_proposal
+from swiftspec.distributed.transport.codec import pack, read_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.tree import drawn
-from swiftspec.tree.drawn import DrawnChildren
+from swiftspec.tree import sampled_children
+from swiftspec.tree.sampled_children import DrawnChildren
 from tests.support.histories import HistoryModel, Law, distance, filtered, penalised
 from tests.support.roles import make_drafter, make_runner, opening
 
@@ -132,7 +132,7 @@ class Pair:
         self.target = HistoryModel(vocab, seed)
         draft = HistoryModel(vocab, seed + 100, sharpness)
         self.vocab, self.plan, self.sampling = vocab, plan, sampling
-        slots = plan.draft_leaves * (plan.steps + 1) * (drawn.LIFETIME + 1)
+        slots = plan.draft_leaves * (plan.steps + 1) * (sampled_children.LIFETIME + 1)
         self.drafter = make_drafter(make_runner(draft, reference, context=24, tree_slots=slots), plan)
         self._laws: dict[tuple[int, ...], list[float]] = {}
         self.judge = outcomes

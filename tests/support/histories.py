@@ -16,10 +16,10 @@ from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.group import Group
+from swiftspec.model.tensor_parallel import Group
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.native import NativeModel
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.runtime.steps.native import NativeModel
 from tests.support.roles import Alone, make_population, make_runner, opening
 
 Law = dict[tuple[int, ...], float]  # text -> mass

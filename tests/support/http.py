@@ -16,9 +16,9 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine import Ask, State
-from swiftspec.serve.http.frames import Choice, Chunk, Done, Likelihood, Prompt, Ready
-from swiftspec.serve.text import TextCodec
+from swiftspec.serve.http.engine_link.engine import Ask, State
+from swiftspec.serve.http.engine_link.frames import Choice, Chunk, Done, Likelihood, Prompt, Ready
+from swiftspec.serve.text.codec import TextCodec
 
 TIMINGS = {
     "cache_n": 3, "prompt_n": 7, "prompt_ms": 2.0, "predicted_n": 5, "predicted_ms": 4.0, "draft_n": 9,

@@ -37,7 +37,8 @@ class Pool:
         self._files = [end.makefile("rw") for end in self._ends]
 
     def run(self, ranks: int, job: str, *, apart: bool = False, **arguments: Any) -> list[Any]:
-        """What the job of that name in tests/support/jobs.py returns on each of `ranks` ranks. Raises what it raises
+        """What the job of that name in tests/support/rank_jobs.py returns on each of `ranks` ranks. Raises what it
+        raises
         there. `apart`: each rank believes that it has a machine to itself."""
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
@@ -64,7 +65,7 @@ class Pool:
 
 def _live(descriptor: int) -> None:
     """Takes jobs until the other end is closed."""
-    from tests.support import jobs
+    from tests.support import rank_jobs
 
     with socket.socket(fileno=descriptor) as end, end.makefile("rw") as file:
         for line in file:
@@ -74,7 +75,7 @@ def _live(descriptor: int) -> None:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
             os.environ |= dict(zip(names, map(str, (rank, ranks, *local, "127.0.0.1", order["port"])), strict=True))
             try:
-                answer = {"result": getattr(jobs, order["job"])(**order["arguments"])}
+                answer = {"result": getattr(rank_jobs, order["job"])(**order["arguments"])}
             except Exception:
                 answer = {"error": traceback.format_exc()}
             file.write(json.dumps(answer) + "\n")
@@ -84,7 +85,7 @@ def _live(descriptor: int) -> None:
 def main(descriptors: list[int]) -> None:
     import torch
 
-    from tests.support import jobs  # noqa: F401  (before the fork, so that it is paid once)
+    from tests.support import rank_jobs  # noqa: F401  (before the fork, so that it is paid once)
 
     torch.set_num_threads(1)
     for descriptor in descriptors:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 from typing import Any
 
-from swiftspec.lab.link import Link
-from swiftspec.observe.emulate import wait_until
+from swiftspec.lab.network_link import Link
+from swiftspec.observe.step_time_emulation import wait_until
 
 CHUNK = 16 << 10  # bytes taken at once
 HELD = 1024  # chunks under way in one direction of a connection; beyond them its sender has to wait

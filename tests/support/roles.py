@@ -1,4 +1,4 @@
-"""Runners and roles on models made in a test, as assemble/ makes them on those of a job."""
+"""Runners and roles on models made in a test, as builder/ makes them on those of a job."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from swiftspec.assemble.models import drafter_on
-from swiftspec.assemble.roles import Tree, decoding_on
+from swiftspec.builder.model_pair import drafter_on
+from swiftspec.builder.roles import Tree, decoding_on
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.messages import Opening
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.full_verifier import FullVerifier
+from swiftspec.runtime.executors import selection
+from swiftspec.runtime.executors.graph import Capture
+from swiftspec.runtime.executors.selection import Tools
 from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.rejection_verifier import FullVerifier
 from swiftspec.runtime.runner import Runner
-from swiftspec.runtime.steps import kinds
-from swiftspec.runtime.steps.graph import Capture
-from swiftspec.runtime.steps.kinds import Tools
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
 from swiftspec.sampling.vocab import VocabShard
-from swiftspec.smc.answer import Answer
+from swiftspec.smc.group_result import Answer
 from swiftspec.smc.population import SMC, Group
-from swiftspec.tree.reject import Rejection
+from swiftspec.tree.rejection import Rejection
 
 
 def opening(
@@ -58,7 +58,7 @@ def make_drafter(
 def make_verifier(runner: Runner, method: str = "match", capture: Capture | None = None) -> LocalVerifier:
     """`method`: as EngineConfig.verify."""
     return FullVerifier(
-        runner, kinds.for_target(runner, tools(runner, capture)), Rejection if method == "reject" else None
+        runner, selection.for_target(runner, tools(runner, capture)), Rejection if method == "reject" else None
     )
 
 
@@ -93,7 +93,7 @@ def make_population(
 ) -> Alone:
     """Particles on two models of this process."""
     made = tools(target, captures[0]), tools(draft, captures[1])
-    steps = kinds.for_population(target, draft, *made, config)
+    steps = selection.for_population(target, draft, *made, config)
     return Alone(target, draft, steps, config, longest=longest, lag=lag)
 
 

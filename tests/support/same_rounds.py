@@ -13,8 +13,8 @@ from torch import Tensor
 
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph import GraphForwards
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.steps.graph import GraphForwards
 from swiftspec.runtime.verifier import LocalVerifier
 from tests.support.roles import opening
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from swiftspec.distributed.groups.peers import PeerParallel
-from swiftspec.distributed.groups.sums import sum_in_rank_order
+from swiftspec.distributed.collectives.peers import PeerParallel
+from swiftspec.distributed.collectives.sums import sum_in_rank_order
 
 T = TypeVar("T")
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from swiftspec.assemble.elsewhere import RemoteTarget, assemble_elsewhere
-from swiftspec.assemble.options import Options, Side, Worker
-from swiftspec.assemble.workers import Room, WorkerModel, service_of
+from swiftspec.builder.load_options import Options, Side, Worker
+from swiftspec.builder.remote_roles import RemoteTarget, assemble_elsewhere
+from swiftspec.builder.worker_model import Room, WorkerModel, service_of
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.grpc.endpoint import Endpoint, Security
-from swiftspec.distributed.grpc.server import Server
-from swiftspec.distributed.world import World
+from swiftspec.distributed.launch.world import World
+from swiftspec.distributed.rpc.endpoint import Endpoint, Security
+from swiftspec.distributed.rpc.server import Server
 from swiftspec.llm import LLM, Running
 
 TOKENIZER = bytes(32)  # the models of tests have none

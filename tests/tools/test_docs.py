@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swiftspec.errors import UserError
-from swiftspec.runtime.steps import FEATURES
-from tools import docs, paths
+from swiftspec.runtime.executors import FEATURES
+from tools import docs, execution_paths
 
 FOLDERS = "swiftspec|csrc|tests|bench|tools|docs|profiles"
 
@@ -21,8 +21,8 @@ def test_the_committed_page_is_current(name: str) -> None:
     assert (docs.ROOT / name).read_text(encoding="utf-8") == docs.PAGES[name](), "python -m tools.docs writes it"
 
 
-@pytest.mark.parametrize("machine", paths.MACHINES, ids=lambda machine: machine.name)
-def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: paths.Machine) -> None:
+@pytest.mark.parametrize("machine", execution_paths.MACHINES, ids=lambda machine: machine.name)
+def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
     """docs/paths.md says so: of a request with several features the slowest row counts."""
     for offer in (machine.to_expand(), machine.to_verify(), machine.for_rounds()):
         taken = [frozenset(name for name in FEATURES if kind.takes(frozenset({name}))) for kind in offer]
@@ -32,7 +32,7 @@ def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: paths.Machine) -
 
 
 @dataclass(frozen=True)
-class Listener(paths.Machine):
+class Listener(execution_paths.Machine):
     """Offers steps that take everything and remember what they were asked."""
 
     heard: set[str] = field(default_factory=set)
@@ -50,7 +50,7 @@ class Listener(paths.Machine):
 
 def test_the_page_of_paths_asks_for_every_feature() -> None:
     listener = Listener(group=True)
-    for _, step, requests in paths.STEPS:
+    for _, step, requests in execution_paths.STEPS:
         for asked in requests:
             with contextlib.suppress(UserError):
                 step(listener, asked)

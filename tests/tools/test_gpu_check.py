@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from bench.data.heldout import DEMO
-from swiftspec.model.files import read_config
+from swiftspec.model.checkpoint_files import read_config
 from tools.gpu import steps
 from tools.gpu.steps import ROOT, plan, slug
-from tools.grow.shapes import FIELDS, grown_config
+from tools.width_expand.shapes import FIELDS, grown_config
 
 BARE = {"torch", "numpy", "safetensors"}  # what the project's dependencies are on a bare GPU image
 

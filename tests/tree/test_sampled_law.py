@@ -11,11 +11,11 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.control import policy
 from swiftspec.control.controller import Controller
-from swiftspec.control.record import Decision, Measured
+from swiftspec.control.round_stats import Decision, Measured
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.tree import drawn
-from swiftspec.tree.drawn import DrawnChildren
+from swiftspec.tree import sampled_children
+from swiftspec.tree.sampled_children import DrawnChildren
 from tests.support.enumeration import Pair, longest_branch, orders
 
 
@@ -109,12 +109,12 @@ def test_ties_are_broken_by_age_and_not_by_the_draws(monkeypatch: pytest.MonkeyP
     assert apart < 1e-12 and runs > 100
     for q in np.random.default_rng(2).dirichlet(np.full(5, 0.7), 20):
         rows = np.array(list(itertools.permutations(q)))
-        first = drawn.weights(rows, 0.2)
+        first = sampled_children.weights(rows, 0.2)
         assert (first[:, 0] == first[0, 0]).all()
 
 
 def test_a_tree_that_starts_over_follows_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "LIFETIME", 0)
+    monkeypatch.setattr(sampled_children, "LIFETIME", 0)
     check(("async", 2, 1, 1, 2, 3, 4), PLAIN, 2)
 
 
@@ -130,10 +130,10 @@ def test_rounds_without_the_draft_leave_the_law(monkeypatch: pytest.MonkeyPatch,
 def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pruning drawn children by their own likelihood does: the trap that the weights avoid."""
 
-    def own(q: drawn.Floats, exponent: float) -> drawn.Floats:
+    def own(q: sampled_children.Floats, exponent: float) -> sampled_children.Floats:
         return np.log(q)
 
-    monkeypatch.setattr(drawn, "weights", own)
+    monkeypatch.setattr(sampled_children, "weights", own)
     apart, _ = Pair(3, 1, plan_of("serial", 3, 1, 2), PLAIN).enumerate(monkeypatch, 1, 3)
     assert apart > 0.02
 
@@ -142,7 +142,7 @@ def test_choosing_by_the_draws_themselves_would_be_seen(monkeypatch: pytest.Monk
 def test_coins_of_their_own_and_the_longest_branch_would_be_seen(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, int, int, int, int, int, int]
 ) -> None:
-    """What tests/support/biased.py does."""
+    """What tests/support/biased_acceptance.py does."""
     mode, bs, w, d, vocab, rounds, tokens = case
     pair = Pair(vocab, 1, plan_of(mode, bs, w, d), PLAIN)
     pair.judge = longest_branch
@@ -154,14 +154,16 @@ def test_weights_look_at_nothing_but_what_was_drawn_before(exponent: float) -> N
     q = np.random.default_rng(1).dirichlet(np.full(6, 0.5), 40)
     q[::3, 4:] = 0
     q[::5, 1:] = 0
-    base = drawn.weights(q, exponent)
+    base = sampled_children.weights(q, exponent)
     assert (base <= 0).all() and not np.isnan(base).any() and (np.isfinite(base) <= (q > 0)).all()
     assert (np.diff(np.nan_to_num(base, neginf=-1e9), axis=1) <= 0).all()
     for i in range(3):  # another draw in place i: the weights up to its own are the same
         other = q.copy()
         other[:, [i, i + 1]] = q[:, [i + 1, i]]
         alive = (q[:, i] > 0) & (q[:, i + 1] > 0)
-        np.testing.assert_allclose(drawn.weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9)
+        np.testing.assert_allclose(
+            sampled_children.weights(other, exponent)[alive, : i + 1], base[alive, : i + 1], rtol=1e-9
+        )
 
 
 def test_draws_follow_q_without_replacement() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swiftspec.backends.cpu.decoder import HostDecoder
-from swiftspec.runtime.steps.native import NativeTree
+from swiftspec.runtime.executors.native import NativeTree
 from swiftspec.tree.tree import NEG_INF, DraftTree
 
 SLOTS, CHILDREN, VOCAB = 24, 3, 7

@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 
 from bench.data.heldout import DEMO, read_prompts
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.world import join_world
-from swiftspec.lab import measure, predict
-from swiftspec.lab.pool import Order, Pair, WorkerPool
+from swiftspec.distributed.launch.world import join_world
+from swiftspec.lab import measurement, predict
 from swiftspec.lab.timeline import Trace
+from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
 
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 WIDE = (4, 6, 8, 10, 12)  # what a draft far away comes to
@@ -68,8 +68,8 @@ def record(pool: WorkerPool, shapes: Sequence[tuple[str, int, int, int]]) -> lis
             file = Path(folder) / "rounds.jsonl"
             config = EngineConfig(mode, verify_batch=bs, draft_leaves=w, draft_steps=d)
             with pool.engine(Order(config, trace=str(file))) as llm:
-                measure.decode_all(llm, prompts, TOKENS)
-            rounds = measure.rounds_of(Trace.read(file))
+                measurement.decode_all(llm, prompts, TOKENS)
+            rounds = measurement.rounds_of(Trace.read(file))
         records.append({"plan": plan, "rounds": rounds})
         mean = sum(accepted + 1 for accepted, _ in rounds) / len(rounds)
         print(f"{mode} bs {bs} w {w} d {d}: {mean:.3f} tokens a round", flush=True)

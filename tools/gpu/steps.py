@@ -119,7 +119,7 @@ def tested(name: str, stems: tuple[str, ...], limit: float, patience: int) -> St
     name = f"tests of {name}"
     file = SCRATCH / f"{slug(name)}.json"
     paths = (f"tests/gpu/{stem}.py" for stem in stems)
-    command = (sys.executable, "-m", "tools.gpu.tested", "--budget", SECONDS, "--patience", str(patience))
+    command = (sys.executable, "-m", "tools.gpu.resumable_tests", "--budget", SECONDS, "--patience", str(patience))
     command += ("--json", str(file), *paths)
     return Step(name, command, limit, file)
 
@@ -161,7 +161,7 @@ def profile() -> Step:
     sections = ("SpeedOfLight", "SchedulerStats", "WarpStateStats")
     options = ("--clock-control", "none", "--kernel-name", "regex:linear_kernel|attention_kernel")
     options += tuple(part for section in sections for part in ("--section", section))
-    return Step("profile", (tool("ncu"), *options, sys.executable, "-m", "bench.gpu.few"), 45, extra=True)
+    return Step("profile", (tool("ncu"), *options, sys.executable, "-m", "bench.gpu.profile_target"), 45, extra=True)
 
 
 def slug(gpu: str) -> str:

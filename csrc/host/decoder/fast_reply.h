@@ -1,5 +1,5 @@
 // The fast reply: where the draft's tree holds a proposal that answers the target's result already, the two messages of
-// swiftspec/distributed/wire.py are read and written here. After a forward the interpreter is cold in the caches, so
+// swiftspec/distributed/transport/codec.py are read and written here. After a forward the interpreter is cold in the caches, so
 // Python would be slow.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What becomes of a round's draft tokens; swiftspec/smc/judge.py has the same.
+// What becomes of a round's draft tokens; swiftspec/smc/verification.py has the same.
 #include <algorithm>
 #include <cmath>
 #include <limits>

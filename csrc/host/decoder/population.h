@@ -22,7 +22,7 @@ struct Side {
 };
 
 // What becomes of draft tokens: all stay and are weighed, or chains are verified by plain decoding's draws, or by
-// rejection (swiftspec/chains/law.py).
+// rejection (swiftspec/smc/chain_verification.py).
 enum class Law : uint8_t { weigh, match, reject };
 
 // Neighbouring groups whose requests shape logits alike. At temperature 0 there is no noise.

@@ -20,7 +20,7 @@ from swiftspec.backends.cpu.decoder import fuse
 from swiftspec.backends.cpu.packing import Packed, pack
 from swiftspec.backends.reference import CAPTURES, PLAIN, Scores, device_tree, embed, rope_tables
 from swiftspec.backends.reference.resampling import Weighed
-from swiftspec.model.stack import Cache
+from swiftspec.model.packed_model import Cache
 
 if TYPE_CHECKING:
     from swiftspec.model.batch import Batch

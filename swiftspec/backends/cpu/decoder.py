@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import SharedGroup
-from swiftspec.model.stack import Cache, Stack
+from swiftspec.model.packed_model import Cache, Stack
 
 if TYPE_CHECKING:
     from swiftspec.config import PopulationConfig

@@ -24,7 +24,7 @@ from swiftspec.backends.cuda.sampling import children, draw, draw_keyed, gumbel_
 from swiftspec.backends.cuda.tree import DeviceTree, device_tree
 from swiftspec.backends.reference import PLAIN, Scores, rope_tables
 from swiftspec.errors import UserError
-from swiftspec.model.stack import Stack
+from swiftspec.model.packed_model import Stack
 
 if TYPE_CHECKING:
     from swiftspec.model.config import ModelConfig

@@ -15,7 +15,7 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends.cuda.checks import current_stream, native_cache
 from swiftspec.model.batch import Batch
-from swiftspec.model.stack import Cache
+from swiftspec.model.packed_model import Cache
 
 HEAD_DIMS = (64, 128)
 MOST_HEADS = 64  # that share keys

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.packing import Int4
-from swiftspec.backends.cuda import wide
+from swiftspec.backends.cuda import large_m
 from swiftspec.backends.cuda.checks import current_stream, on_gpu, use_current_device
 from swiftspec.backends.cuda.devices import usable
-from swiftspec.backends.cuda.wide import Norm
+from swiftspec.backends.cuda.large_m import Norm
 from swiftspec.errors import UserError
 from swiftspec.model.weights import Weight
 
@@ -175,15 +175,15 @@ def _linear(
 
 def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
     """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
-    if wide.is_wide(x, packed):
-        return wide.linear(wide.normalise(x, norm), packed)
+    if large_m.is_wide(x, packed):
+        return large_m.linear(large_m.normalise(x, norm), packed)
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
 def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
     """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
-    if wide.is_wide(x, gate_up):
-        return wide.swiglu(wide.normalise(x, norm), gate_up)
+    if large_m.is_wide(x, gate_up):
+        return large_m.swiglu(large_m.normalise(x, norm), gate_up)
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
 
 
@@ -199,8 +199,8 @@ def linear_residual(
     """
     if isinstance(reduce, Sums):
         reduce = reduce.few if x.shape[0] <= MAX_ROWS else reduce.many
-    if wide.is_wide(x, packed) and not isinstance(reduce, Communicator):
-        product = wide.linear(x, packed)
+    if large_m.is_wide(x, packed) and not isinstance(reduce, Communicator):
+        product = large_m.linear(x, packed)
         return (product if reduce is None else reduce(product)).add_(residual)
     out = torch.empty_like(residual)
     if reduce is None or isinstance(reduce, Communicator):

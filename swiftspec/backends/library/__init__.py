@@ -2,8 +2,8 @@
 
 reference/ is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
 Two things differ. Int4 weights of bfloat16 models stay int4 and go through torch's own int4 product, whose scales are
-bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured (runtime/steps/graph.py); for that,
-every row is scored against the whole region of the cache, masked.
+bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured
+(runtime/executors/graph.py); for that, every row is scored against the whole region of the cache, masked.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from swiftspec.backends.reference import (
 from swiftspec.backends.reference.attention import AttentionPlan, Part
 from swiftspec.backends.reference.packing import Packed
 from swiftspec.model.batch import Batch
-from swiftspec.model.stack import Cache
+from swiftspec.model.packed_model import Cache
 from swiftspec.model.weights import Weight
 
 __all__ = [

@@ -13,7 +13,7 @@ from swiftspec.backends.reference.linear import embed, linear_residual, norm_hea
 from swiftspec.backends.reference.noise import gumbel_rows
 from swiftspec.backends.reference.packing import pack, pack_norm
 from swiftspec.backends.reference.sampling import PLAIN, Scores, children, draw, draw_keyed, log_probs, log_top_k
-from swiftspec.model.stack import Fused, Stack
+from swiftspec.model.packed_model import Fused, Stack
 
 __all__ = [
     "CAPTURES", "PLAIN", "Scores", "children", "device_tree", "draw", "draw_keyed", "embed", "fuse", "gumbel_rows",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch
 from swiftspec.model.config import RopeConfig
-from swiftspec.model.stack import Cache
+from swiftspec.model.packed_model import Cache
 
 
 def rope_tables(

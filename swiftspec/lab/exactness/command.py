@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from swiftspec.lab.exactness.trial import Texts, Verdict, Watched
     from swiftspec.serve.session import Session
-    from swiftspec.serve.settings import Settings
+    from swiftspec.serve.settings.settings import Settings
 
 PROMPT = "def read"
 OTHER_PROMPTS = ("class Parser:", "import os", "The first", "for i in range(", "# How to", "if not", "Once upon a time")
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, first: bool) -> int:
-    from swiftspec.serve.cli import Parser, parse
-    from swiftspec.serve.oneshot import read_prompt
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.cli.arguments import Parser, parse
+    from swiftspec.serve.cli.generate import read_prompt
+    from swiftspec.serve.settings.settings import UsageError
 
     parser = Parser(
         "python -m swiftspec.exactness",
@@ -80,7 +80,7 @@ def _test(own: argparse.Namespace, settings: Settings, prompt: str) -> int:
 
     from swiftspec.lab.exactness.trial import Watched
     from swiftspec.serve.session import open_session
-    from swiftspec.serve.settings import UsageError
+    from swiftspec.serve.settings.settings import UsageError
     from swiftspec.serve.terminal import Phases
 
     world = own_world()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swiftspec.errors import UserError, shown
-from swiftspec.files import Fields
+from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Format
 from swiftspec.model.config import ModelConfig
 from swiftspec.model.formats.awq import Awq

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swiftspec.errors import UserError, shown
-from swiftspec.files import Fields
+from swiftspec.file_io import Fields
 from swiftspec.model.checkpoint import Source
 from swiftspec.model.config_json import Json
 from swiftspec.model.formats.int4 import Int4Weight, check, groups

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint import Source
-from swiftspec.model.formats.rounding import rounded_product
+from swiftspec.model.formats.activation_quantization import rounded_product
 from swiftspec.model.weights import select
 
 GROUP_SIZES = (32, 64, 128)

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from swiftspec.model.formats.activation_quantization import rounded_product
 from swiftspec.model.formats.int4 import Int4Weight
-from swiftspec.model.formats.rounding import rounded_product
 from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight, select
 
 GROUPS = (128, 64, 32)  # inputs of a group: the largest that divides a matrix

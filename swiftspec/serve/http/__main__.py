@@ -16,24 +16,25 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http import events, prometheus
-from swiftspec.serve.http.address import names_of
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.compiler import Compiler
-from swiftspec.serve.http.engine import Engine
-from swiftspec.serve.http.events import Events
-from swiftspec.serve.http.frames import Configure
-from swiftspec.serve.http.guard import Guard
-from swiftspec.serve.http.prometheus import Metrics
-from swiftspec.serve.http.protocol import HEAD_BYTES, PatientProtocol
-from swiftspec.serve.http.remote import RemoteEngine
-from swiftspec.serve.http.tracing import Tracing
-from swiftspec.serve.http.watch import Watched
-from swiftspec.serve.http.wire import AsyncWire
-from swiftspec.serve.keeping.control import EVERY
-from swiftspec.serve.keeping.kept import Kept
-from swiftspec.serve.template import Renderer
-from swiftspec.serve.text import TextCodec, may_have_template
+from swiftspec.serve.http.engine_link import events
+from swiftspec.serve.http.engine_link.address import names_of
+from swiftspec.serve.http.engine_link.engine import Engine
+from swiftspec.serve.http.engine_link.engine_client import RemoteEngine
+from swiftspec.serve.http.engine_link.events import Events
+from swiftspec.serve.http.engine_link.frame_socket import AsyncWire
+from swiftspec.serve.http.engine_link.frames import Configure
+from swiftspec.serve.http.grammar_compiler import Compiler
+from swiftspec.serve.http.middleware.request_timeout import HEAD_BYTES, PatientProtocol
+from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.http.observe import prometheus
+from swiftspec.serve.http.observe.prometheus import Metrics
+from swiftspec.serve.http.observe.request_metrics import Watched
+from swiftspec.serve.http.observe.tracing import Tracing
+from swiftspec.serve.supervisor.control_protocol import EVERY
+from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.text.codec import TextCodec, may_have_template
+from swiftspec.serve.text.template import Renderer
 
 MOST_CONNECTIONS = 1024
 KEEP_ALIVE = 60  # seconds that an idle connection stays open

@@ -14,10 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftspec import __version__
-from swiftspec.serve.http import chat, completions, errors, info, messages, page, responses, tokens
-from swiftspec.serve.http.engine import Engine
-from swiftspec.serve.http.server import Compile, Server, compile_here
-from swiftspec.serve.text import TextCodec
+from swiftspec.serve.http import errors, page
+from swiftspec.serve.http.api import chat, completions, info, messages, responses, tokens
+from swiftspec.serve.http.app_context import Compile, Server, compile_here
+from swiftspec.serve.http.engine_link.engine import Engine
+from swiftspec.serve.text.codec import TextCodec
 
 LOG = logging.getLogger("swiftspec.serve")
 ID = "x-request-id"

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine import Broken, Refused, Unusable
-from swiftspec.serve.template import TooLong
+from swiftspec.serve.http.engine_link.engine import Broken, Refused, Unusable
+from swiftspec.serve.text.template import TooLong
 
 KINDS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",

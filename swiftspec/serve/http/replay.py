@@ -15,11 +15,12 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from swiftspec.observe import trace_file
-from swiftspec.serve.cli import Parser
-from swiftspec.serve.http import front, page
-from swiftspec.serve.http.address import names_of
-from swiftspec.serve.http.guard import Guard
-from swiftspec.serve.settings import UsageError
+from swiftspec.serve.cli.arguments import Parser
+from swiftspec.serve.http import page
+from swiftspec.serve.http.engine_link import frontend_process
+from swiftspec.serve.http.engine_link.address import names_of
+from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.settings.settings import UsageError
 
 ABOUT = "Serve the page that shows the draft tree, without a model: it plays a trace, as --trace or the page writes it."
 MOST = 256 << 20  # bytes of a trace that a browser still takes
@@ -37,8 +38,12 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--port {asked.port}: needs a whole number from 0 to 65535")
     file = Path(asked.file)
     check(file)
-    with front.listen(asked.host, int(asked.port)) as listening:
-        print(f"swiftspec: replaying {file.name}, listening on {front.address(listening)}", file=sys.stderr, flush=True)
+    with frontend_process.listen(asked.host, int(asked.port)) as listening:
+        print(
+            f"swiftspec: replaying {file.name}, listening on {frontend_process.address(listening)}",
+            file=sys.stderr,
+            flush=True,
+        )
         app = Guard(application(file), hosts=names_of(asked.host))
         server = uvicorn.Server(
             uvicorn.Config(app, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False)

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 
+from bench.baselines import kernels as rivals
+from bench.baselines.kernels import Rivals
 from bench.gpu import kernels, shapes, targets, timing
 from bench.gpu.cases import SPLITS, Case, Maker, cases
 from bench.gpu.kernels import Findings, Run
 from bench.gpu.shapes import RankShape
 from bench.gpu.timing import Call, GpuLost
 from bench.gpu.watchdog import watch
-from bench.rivals import kernels as rivals
-from bench.rivals.kernels import Rivals
-from swiftspec.lab import latency
-from tests.bench.rivals import fakes
+from swiftspec.lab import latency_model
+from tests.bench.baselines import fakes
 
 MAKE = Maker("cpu", Rivals())
 ON = targets.Constants.of(None, 1000.0)
@@ -156,7 +156,7 @@ def test_the_predictor_reads_what_the_bench_writes(tmp_path: Path) -> None:
     more = [case("down", {"swiftspec": list}, rows=1), case("down", {"unfused": list})]
     run(file, lambda calls: next(times)).all(iter([*sizes, *more]))
     assert len(Findings.read(file).points) == 3
-    slow, _ = latency.fitted(file, latency.GPUS["h200"])
+    slow, _ = latency_model.fitted(file, latency_model.GPUS["h200"])
     assert slow.origin == "measured"
 
 

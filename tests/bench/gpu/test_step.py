@@ -13,8 +13,8 @@ from bench.gpu import step
 from swiftspec.backends import library
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
-from swiftspec.runtime.steps.graph import FORWARDS, GraphForwards
-from tests.support.recording import Rerun
+from swiftspec.runtime.executors.graph import FORWARDS, GraphForwards
+from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from bench.baselines.kernels import Rivals
 from bench.gpu import targets
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED, Constants
-from bench.rivals.kernels import Rivals
 
 MAKE = Maker("cpu", Rivals())
 

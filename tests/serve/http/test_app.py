@@ -9,8 +9,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from swiftspec.serve.http.engine import Broken, State, Unusable
-from swiftspec.serve.http.frames import RankState
+from swiftspec.serve.http.engine_link.engine import Broken, State, Unusable
+from swiftspec.serve.http.engine_link.frames import RankState
 from tests.support.http import Player
 
 CHAT, TEXT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.serve.http.engine import Broken, Refused
+from swiftspec.serve.http.engine_link.engine import Broken, Refused
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 

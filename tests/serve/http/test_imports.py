@@ -6,7 +6,9 @@ import sys
 import pytest
 
 SERVER = {"fastapi", "starlette", "uvicorn", "msgspec", "llguidance"}
-FRONT = "swiftspec.serve.__main__, swiftspec.serve.cli, swiftspec.serve.oneshot, swiftspec.serve.chat"
+FRONT = (
+    "swiftspec.serve.__main__, swiftspec.serve.cli.arguments, swiftspec.serve.cli.generate, swiftspec.serve.cli.chat"
+)
 
 
 @pytest.mark.slow

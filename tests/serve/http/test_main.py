@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 
 from swiftspec.serve.http.__main__ import application
-from swiftspec.serve.http.events import Events
-from swiftspec.serve.http.frames import Configure
+from swiftspec.serve.http.engine_link.events import Events
+from swiftspec.serve.http.engine_link.frames import Configure
 from tests.support.http import Player
 
 

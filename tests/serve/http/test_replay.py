@@ -14,12 +14,14 @@ from starlette.testclient import TestClient
 from swiftspec.errors import UserError
 from swiftspec.serve.__main__ import main
 from swiftspec.serve.http import replay
-from tests.support import traced
+from tests.support import made_up_traces
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return traced.write(tmp_path / "one.jsonl", [traced.head(), *traced.request(1, traced.rounds(1, 3))])
+    return made_up_traces.write(
+        tmp_path / "one.jsonl", [made_up_traces.head(), *made_up_traces.request(1, made_up_traces.rounds(1, 3))]
+    )
 
 
 def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:

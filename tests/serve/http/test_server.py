@@ -23,7 +23,7 @@ import pytest
 
 from swiftspec.serve.__main__ import main
 from tests.support.clients import anthropic, openai
-from tests.support.served import ROOT, Served
+from tests.support.server_process import ROOT, Served
 from tests.support.toy_pair import make_pair
 
 HELLO: Any = [{"role": "user", "content": "def add(a, b):"}]

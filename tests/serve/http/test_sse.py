@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from swiftspec.serve.http.engine import Ask, Broken, Refused, State
-from swiftspec.serve.http.frames import Chunk, Done, Prompt
+from swiftspec.serve.http.engine_link.engine import Ask, Broken, Refused, State
+from swiftspec.serve.http.engine_link.frames import Chunk, Done, Prompt
 from tests.support.http import Player, application
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from swiftspec.serve.http import events, replay
-from swiftspec.serve.http.events import Events
-from swiftspec.serve.http.guard import Guard
-from swiftspec.serve.template import Renderer
-from swiftspec.serve.text import TextCodec
-from tests.support import traced
+from swiftspec.serve.http import replay
+from swiftspec.serve.http.engine_link import events
+from swiftspec.serve.http.engine_link.events import Events
+from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.text.template import Renderer
+from tests.support import made_up_traces
 from tests.support.http import Player, application, serving
-from tests.support.served import Served
+from tests.support.server_process import Served
 from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
 
 pytest.importorskip("selenium", reason="selenium is not installed; the extra `test` has it")
@@ -60,7 +61,9 @@ def url() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A recorded race, replayed."""
-    file = traced.write(tmp_path_factory.mktemp("trace") / "race.jsonl", [traced.head(), *traced.race()])
+    file = made_up_traces.write(
+        tmp_path_factory.mktemp("trace") / "race.jsonl", [made_up_traces.head(), *made_up_traces.race()]
+    )
     with serving(replay.application(file)) as address:
         yield address
 
@@ -208,8 +211,11 @@ def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
         page.keys("composer-text", "<b>bold</b>", Keys.ENTER)
         page.says("messages", "<script>window.hurt=1</script>")
         assert "<b>bold</b>" in page.text("messages") and "⟨202E⟩txet &amp; ⟨1B⟩[31m" in page.text("messages")
-    lines = [traced.head(texts={str(at): HOSTILE for at in range(len(traced.WORDS))}), *traced.race(4)]
-    with serving(replay.application(traced.write(tmp_path / "h.jsonl", lines))) as address:
+    lines = [
+        made_up_traces.head(texts={str(at): HOSTILE for at in range(len(made_up_traces.WORDS))}),
+        *made_up_traces.race(4),
+    ]
+    with serving(replay.application(made_up_traces.write(tmp_path / "h.jsonl", lines))) as address:
         page.open(address, still=True)
         page.wait(lambda: page.data("nodes") > 20)
         page.keys("tree", ".", Keys.ARROW_LEFT)
@@ -254,7 +260,7 @@ def test_a_server_that_goes_and_comes_back(page: Page, tmp_path: Path) -> None:
 def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_path: Path) -> None:
     page.open(url)
     page.wait(lambda: page.data("nodes") > 20)
-    file = traced.write(tmp_path / "mine.jsonl", [traced.head(), *traced.race(6)])
+    file = made_up_traces.write(tmp_path / "mine.jsonl", [made_up_traces.head(), *made_up_traces.race(6)])
     page.keys("file", str(file))
     page.says("talk-title", "mine.jsonl")
     page.driver.find_element("css selector", "#files summary").click()
@@ -263,7 +269,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     page.wait(saved.exists)
     replay.check(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
-    page.keys("file", str(traced.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
+    page.keys("file", str(made_up_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
     page.says("note", "bad.jsonl cannot be shown: line 1: this is no trace")
 
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from swiftspec.config import EngineConfig
-from swiftspec.lab import latency, results, timeline
+from swiftspec.lab import latency_model, results, timeline
 from swiftspec.lab.profile import read_prompts
-from swiftspec.lab.simulate import Acceptance
+from swiftspec.lab.simulation import Acceptance
 from swiftspec.llm import LLM
-from swiftspec.model.files import open_tensors, read_config
+from swiftspec.model.checkpoint_files import open_tensors, read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation, store
-from swiftspec.serve import layers
-from swiftspec.serve.found import generation_defaults
-from swiftspec.serve.settings import Settings
+from swiftspec.serve.model_resolution import generation_defaults
+from swiftspec.serve.settings import config_sources
+from swiftspec.serve.settings.settings import Settings
 from tests.support.fuzz import Target
 from tests.support.fuzz.json_text import SCALARS, damaged, mutated, texts, written
 from tests.support.profiles import KEY, profile, run
@@ -175,14 +175,14 @@ def _profile(text: bytes, folder: Path) -> None:
     best = store.best(found)
     if best is not None:
         (folder / "best.yaml").write_text(results.as_yaml(best, "x"))
-        layers.load({}, folder / "best.yaml").make_plan(has_draft=True, ranks=store.ranks_of(best["plan"]))
+        config_sources.load({}, folder / "best.yaml").make_plan(has_draft=True, ranks=store.ranks_of(best["plan"]))
 
 
 def _report(text: bytes, folder: Path) -> None:
-    from swiftspec.lab import report
+    from swiftspec.lab import html_report
 
     (folder / "x.json").write_bytes(text)
-    report.html(store.load(folder / "x.json"))
+    html_report.html(store.load(folder / "x.json"))
 
 
 @st.composite
@@ -221,7 +221,7 @@ POINTS = {"points": [{"op": op, "bytes": 1e6 * n, "us": 3.0 + n} for op in ("lin
 
 def _kernels(text: bytes, folder: Path) -> None:
     (folder / "k.json").write_bytes(text)
-    latency.fitted(folder / "k.json", latency.GPUS["h200"])
+    latency_model.fitted(folder / "k.json", latency_model.GPUS["h200"])
 
 
 def _prompts(text: bytes, folder: Path) -> None:
@@ -248,13 +248,13 @@ def yaml_texts(draw: st.DrawFn) -> bytes:
 
 def _settings(text: bytes, folder: Path) -> None:
     (folder / "s.yaml").write_bytes(text)
-    settings = layers.load({}, folder / "s.yaml")
+    settings = config_sources.load({}, folder / "s.yaml")
     settings.make_plan(has_draft=True)
     settings.sampling({})
 
 
 def _flags(given: list[tuple[str, str]], folder: Path) -> None:
-    layers.load(dict(given)).make_plan(has_draft=True)
+    config_sources.load(dict(given)).make_plan(has_draft=True)
 
 
 GIVEN = [*map(str, SCALARS[:16]), *map(str, SCALARS[18:]), "9" * 5000, "[" * 5000, '{"5": 1e999}', '{"a": 1}', "5"]

@@ -15,26 +15,25 @@ import numpy as np
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.bridge import GroupDrafter
-from swiftspec.distributed.crew import FollowedSessions
-from swiftspec.distributed.draft_service import DraftService, Recording
-from swiftspec.distributed.followers import LeadingDrafter, Team, follow
-from swiftspec.distributed.followers import obey as follow_calls
-from swiftspec.distributed.keeping import Pulse
-from swiftspec.distributed.launcher import launched
-from swiftspec.distributed.obeying import Follower
-from swiftspec.distributed.orders import Orders
-from swiftspec.distributed.records import read_record
-from swiftspec.distributed.tcp import HEAD, TcpChannel
-from swiftspec.distributed.wire import Words, pack, read_opening, read_proposal, read_result
+from swiftspec.distributed.draft.client import GroupDrafter
+from swiftspec.distributed.draft.server import DraftService, Recording
+from swiftspec.distributed.draft.trace_codec import read_record
+from swiftspec.distributed.group.command_stream import Orders
+from swiftspec.distributed.group.follower_dispatch import Follower
+from swiftspec.distributed.group.leader import LeadingDrafter, Team, follow
+from swiftspec.distributed.group.leader import obey as follow_calls
+from swiftspec.distributed.launch.launcher import launched
+from swiftspec.distributed.launch.supervision import Pulse
+from swiftspec.distributed.transport.codec import Words, pack, read_opening, read_proposal, read_result
+from swiftspec.distributed.transport.tcp import HEAD, TcpChannel
+from swiftspec.distributed.worker_group import FollowedSessions
 from swiftspec.errors import DrafterLost, RankLost, UserError
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.pause import Pause
+from swiftspec.runtime.cancellation import Pause
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
-from tests.support.fuzz.roles import FakeChannel, FakeRole, sound
-from tests.support.fuzz.words import (
+from tests.support.fuzz.message_words import (
     BOUNDS,
     DRAFT,
     EDGES,
@@ -51,6 +50,7 @@ from tests.support.fuzz.words import (
     Message,
     after,
 )
+from tests.support.fuzz.roles import FakeChannel, FakeRole, sound
 
 
 def read(reader: Any, words: Words) -> str:

@@ -20,7 +20,7 @@ from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.support.fuzz import Target
 from tests.support.requests import VOCAB, a_request, a_shape
-from tests.support.tiny import make_checkpoint
+from tests.support.tiny_checkpoints import make_checkpoint
 
 CONTEXT = 96
 ODD = [

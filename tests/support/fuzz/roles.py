@@ -11,7 +11,7 @@ import numpy as np
 from swiftspec.messages import Opening, Proposal, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.tree.tree import DraftTree
-from tests.support.fuzz.words import BOUNDS, Message
+from tests.support.fuzz.message_words import BOUNDS, Message
 
 FLAGS = ("ignore_eos", "stop", "stop_token_ids", "negative_prompt_ids", "logit_bias")  # that are no numbers
 

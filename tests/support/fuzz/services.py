@@ -12,30 +12,30 @@ from google.protobuf.message import Message
 from hypothesis import strategies as st
 
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.grpc import swiftspec_pb2 as pb
-from swiftspec.distributed.grpc.convert import Identity, opening_to, proposal_to, read_delta, result_to
-from swiftspec.distributed.grpc.draft_stream import DraftStream
-from swiftspec.distributed.grpc.drafter import GrpcDrafter, GrpcFeed
-from swiftspec.distributed.grpc.drafting import Drafting
-from swiftspec.distributed.grpc.feeding import Feeding
-from swiftspec.distributed.grpc.link import Link
-from swiftspec.distributed.grpc.service import TARGET, About, DraftService, Service, TargetService
-from swiftspec.distributed.grpc.sessions import Sessions
-from swiftspec.distributed.grpc.status import Refused
-from swiftspec.distributed.grpc.verifier import GrpcVerifier
-from swiftspec.distributed.grpc.verifying import Verifying
-from swiftspec.distributed.wire import read_proposal, read_result
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.rpc.connection import Link
+from swiftspec.distributed.rpc.draft_session import Drafting
+from swiftspec.distributed.rpc.draft_stream import DraftStream
+from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
+from swiftspec.distributed.rpc.protobuf_codec import Identity, opening_to, proposal_to, read_delta, result_to
+from swiftspec.distributed.rpc.service import TARGET, About, DraftService, Service, TargetService
+from swiftspec.distributed.rpc.sessions import Sessions
+from swiftspec.distributed.rpc.status import Refused
+from swiftspec.distributed.rpc.tree_stream_session import Feeding
+from swiftspec.distributed.rpc.verifier import GrpcVerifier
+from swiftspec.distributed.rpc.verify_session import Verifying
+from swiftspec.distributed.transport.codec import read_proposal, read_result
 from swiftspec.errors import DrafterLost, UserError
 from swiftspec.messages import Opening, Proposal
 from swiftspec.params import SamplingParams
+from swiftspec.runtime.cancellation import Pause
 from swiftspec.runtime.drafter import Drafter
-from swiftspec.runtime.pause import Pause
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.tree.replica import Replica
 from swiftspec.tree.tree import DraftTree
 from tests.support.fuzz import Target
+from tests.support.fuzz.message_words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
 from tests.support.fuzz.roles import AheadRole, FakeRole, sound
-from tests.support.fuzz.words import BOUNDS, EDGES, OPENINGS, PROPOSAL_WORDS, RESULT_WORDS, TEXT, proposal
 
 OWN = Identity(b"model", b"tokenizer")
 ABOUT = About(OWN, "fake", BOUNDS.vocab, BOUNDS.context, (2,), "float32")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bench.baselines.kernels import Rivals
 from bench.gpu import kernels as bench
 from bench.gpu.cases import Maker
 from bench.gpu.targets import ASSUMED
-from bench.rivals.kernels import Rivals
 from tools.gpu.report import lines, report
 
 MAKE = Maker("cpu", Rivals())

@@ -1,0 +1,108 @@
+"""A gRPC stream that carries nothing of ours: what the wire itself takes of a hop (bench/rpc_latency.py).
+
+    python -m bench.bare_grpc
+
+says where it listens, and answers each message with one of the size that it asks for, after the rest that it asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from subprocess import Popen
+from typing import Any
+
+import grpc
+
+from bench.workers import started
+from swiftspec.distributed.rpc import connection, server
+from swiftspec.observe.step_time_emulation import wait_until
+
+METHOD = ("bench.Bare", "Echo")
+ASK = struct.Struct("dI")  # seconds of rest, and bytes of the answer
+REST = struct.Struct("d")  # seconds that the rest took
+ROUNDS = 64
+SPIN = """import os
+os.sched_setaffinity(0, {%d})
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while True:
+    pass"""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A message and its answer: bytes there and back, and seconds that the server and then the client rest."""
+
+    there: int
+    back: int
+    rest: float
+    between: float
+
+
+@contextmanager
+def listening() -> Iterator[str]:
+    """Where a server of another process listens."""
+    with started([sys.executable, "-m", "bench.bare_grpc"], r"listening on (\S+)") as url:
+        yield url
+
+
+def beside(url: str, exchange: Exchange) -> float:
+    """Seconds of an exchange beside the rest of the server, median."""
+    out: SimpleQueue[bytes | None] = SimpleQueue()
+    ask = ASK.pack(exchange.rest, exchange.back).ljust(exchange.there, b"\0")
+    seconds: list[float] = []
+    with grpc.insecure_channel(url, connection.OPTIONS) as channel:
+        answers: Any = channel.stream_stream("/" + "/".join(METHOD))(iter(out.get, None))
+        for _ in range(ROUNDS):
+            wait_until(time.perf_counter() + exchange.between)
+            began = time.perf_counter()
+            out.put(ask)
+            (rest,) = REST.unpack_from(next(answers))
+            seconds.append(time.perf_counter() - began - rest)
+        out.put(None)
+    return statistics.median(seconds)
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """Keeps every CPU from being halted, by a process that runs only where nothing else does. A virtual machine's CPU
+    that has halted wakes late, which is the machine's part of a hop and nobody's else."""
+    spinners = [Popen([sys.executable, "-c", SPIN % cpu]) for cpu in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+def _answers(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+    for data in requests:
+        began = time.perf_counter()
+        rest, size = ASK.unpack_from(data)
+        wait_until(began + rest)
+        yield REST.pack(time.perf_counter() - began).ljust(size, b"\0")
+
+
+def main() -> None:
+    """Listens until it is killed."""
+    serves = grpc.server(ThreadPoolExecutor(2), options=server.OPTIONS)
+    service, name = METHOD
+    handlers = {name: grpc.stream_stream_rpc_method_handler(_answers)}
+    serves.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = serves.add_insecure_port("127.0.0.1:0")
+    serves.start()
+    print(f"listening on 127.0.0.1:{port}", flush=True)
+    serves.wait_for_termination()
+
+
+if __name__ == "__main__":
+    main()

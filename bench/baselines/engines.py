@@ -1,0 +1,47 @@
+"""The same weights in transformers, for comparison, and dense copies of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bench.baselines.checkpoint import Weights
+
+
+def load_transformers(path: Path, dtype: torch.dtype) -> Any:
+    """A transformers model with a checkpoint's weights, int4 ones dequantised.
+
+    transformers itself reads AWQ only through another library, and would compute the same products.
+    """
+    import transformers
+
+    data = json.loads((path / "config.json").read_text())
+    data.pop("quantization_config", None)
+    config = transformers.AutoConfig.for_model(**data)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    result = model.load_state_dict(dense_state(path, dtype), strict=False, assign=True)
+    model.tie_weights()
+    missing = set(result.missing_keys) - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    assert not missing and not result.unexpected_keys, f"not loaded: {missing or result.unexpected_keys}"
+    return model.eval()
+
+
+def dense_state(path: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every weight of a checkpoint by its Hugging Face name, dense, in `dtype`; AutoAWQ "gemm" matrices unpacked."""
+    weights = Weights(path)
+    return {name: weights.dense(name, dtype) for name in weights.names}
+
+
+def write_dense(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """A checkpoint with the same weights, dense, in `folder`."""
+    for file in path.glob("*.json"):
+        shutil.copy(file, folder)
+    data = json.loads((path / "config.json").read_text())
+    data.pop("quantization_config", None)
+    (folder / "config.json").write_text(json.dumps(data))
+    save_file(dense_state(path, dtype), folder / "model.safetensors")

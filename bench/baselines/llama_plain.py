@@ -1,0 +1,97 @@
+"""llama.cpp's plain decoding, through its Python package. No torch here: the package may live in a Python of its own.
+
+python -m bench.baselines.llama_plain TASK.json        # what bench/large.py starts: {"file": ..., "threads": ...}
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.workload import WARM_UP, Measured, Task, answer, peak_of
+from swiftspec.errors import UserError
+
+CONTEXT = 2048  # tokens of prompt and answer that it makes room for
+
+
+def has_llama_cpp(python: str = sys.executable) -> bool:
+    """Whether llama.cpp's package is here, or in another Python. Raises UserError where that cannot be run."""
+    if python == sys.executable:
+        return importlib.util.find_spec("llama_cpp") is not None
+    test = "import importlib.util, sys; sys.exit(importlib.util.find_spec('llama_cpp') is None)"
+    try:
+        return subprocess.run([python, "-c", test], capture_output=True, check=False).returncode == 0
+    except OSError as error:
+        raise UserError(f"{python}: cannot be run ({error.strerror})") from None
+
+
+class LlamaCpp:
+    """A GGUF file in llama.cpp. Driven through the C interface: two calls a token, so that Python hardly counts."""
+
+    def __init__(self, file: Path, threads: int, temperature: float, seed: int) -> None:
+        import llama_cpp  # pyright: ignore[reportMissingImports] # optional
+
+        self._c: Any = llama_cpp
+        self._llama = self._c.Llama(
+            str(file),
+            n_ctx=CONTEXT,
+            n_batch=CONTEXT,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,  # never slower here, by a fifth faster at q8_0
+            verbose=False,
+        )
+        self._sampler = self._c.llama_sampler_chain_init(self._c.llama_sampler_chain_default_params())
+        steps = [self._c.llama_sampler_init_greedy()]
+        if temperature:
+            steps = [self._c.llama_sampler_init_temp(temperature), self._c.llama_sampler_init_dist(seed)]
+        for step in steps:
+            self._c.llama_sampler_chain_add(self._sampler, step)
+
+    @property
+    def version(self) -> str:
+        """Of the package."""
+        return self._c.__version__
+
+    def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float, float]:
+        """Exactly `max_tokens` new tokens from an empty cache, and the seconds for the first and for all others."""
+        self._c.llama_memory_clear(self._c.llama_get_memory(self._llama.ctx), False)
+        began = time.perf_counter()
+        tokens = [self._next(prompt)]
+        prefilled = time.perf_counter()
+        while len(tokens) < max_tokens:
+            tokens.append(self._next(tokens[-1:]))
+        return tokens, prefilled - began, time.perf_counter() - prefilled
+
+    def _next(self, tokens: list[int]) -> int:
+        """The token after `tokens`, which follow those that the cache holds."""
+        ids = (self._c.llama_token * len(tokens))(*tokens)
+        failed = self._c.llama_decode(self._llama.ctx, self._c.llama_batch_get_one(ids, len(tokens)))
+        assert not failed, f"llama_decode: {failed}"
+        return self._c.llama_sampler_sample(self._sampler, self._llama.ctx, -1)
+
+
+def main() -> None:
+    """Does a task and says what it took."""
+    task = Task.given()
+    began = time.monotonic()
+    llama = LlamaCpp(Path(task.what["file"]), task.what["threads"], 0.0, 0)
+    now = time.monotonic()
+    measured = Measured(now - task.began, load=now - began, notes={"version": llama.version})
+    llama.generate(task.work.short[0], WARM_UP)
+    for prompt in task.work.long:
+        measured.prompts.append(len(prompt) / llama.generate(prompt, 1)[1])
+    for prompt in task.work.short:
+        tokens, _, seconds = llama.generate(prompt, task.work.tokens)
+        measured.texts.append(tokens)
+        measured.rates.append((len(tokens) - 1) / seconds)
+    measured.peak = peak_of()
+    answer(measured)
+
+
+if __name__ == "__main__":
+    main()

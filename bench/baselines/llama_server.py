@@ -1,0 +1,140 @@
+"""llama.cpp's server, plain or with a draft of its own: speed, prompt and acceptance as it reports them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from bench.baselines.llama_plain import CONTEXT
+from bench.workload import WARM_UP, Measured, Work, peak_of
+from swiftspec.errors import UserError
+
+PATIENCE = 600.0  # seconds that loading, or an answer, may take
+BETWEEN = 0.05  # seconds between two looks whether it has loaded
+DRAFT_TOKENS = ("--spec-draft-n-max", "--draft-max")  # one flag, as its versions call it
+
+
+class LlamaServer:
+    """The program `llama-server` of a folder."""
+
+    def __init__(self, binary: Path) -> None:
+        self.binary = binary
+        self._help = self._says("--help")
+        self.version = next(iter(self._says("--version").splitlines()), "unknown").removeprefix("version: ")
+
+    def measure(self, work: Work, target: Path, threads: int, draft: tuple[Path, int] | None = None) -> Measured:
+        """Serves a GGUF file, perhaps with a draft's and so many tokens drafted a round. Raises UserError where the
+        server does not start or answer."""
+        with self._running(target, threads, draft) as (process, port, start):
+            measured = Measured(start, notes={"version": self.version})
+            _complete(port, work.short[0], WARM_UP)
+            for prompt in work.long:
+                measured.prompts.append(_complete(port, prompt, 1)["timings"]["prompt_per_second"])
+            for prompt in work.short:
+                found = _complete(port, prompt, work.tokens)
+                timings = found["timings"]
+                measured.rates.append(timings["predicted_per_second"])
+                measured.drafted += timings.get("draft_n", 0)
+                measured.accepted += timings.get("draft_n_accepted", 0)
+                measured.texts.append(found.get("tokens", []))
+                decoded = timings["predicted_n"] - 1  # the prompt gives the first
+                measured.decoded += decoded
+                measured.rounds += decoded - timings.get("draft_n_accepted", 0)  # each gives one of the target's own
+            measured.peak = peak_of(process.pid)
+        return measured
+
+    @contextmanager
+    def _running(
+        self, target: Path, threads: int, draft: tuple[Path, int] | None
+    ) -> Iterator[tuple[subprocess.Popen[bytes], int, float]]:
+        """The process once it takes requests, its port, and the seconds that the start took."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [str(self.binary), "-m", str(target), "-t", str(threads), "-c", str(CONTEXT), "-np", "1"]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        if draft is not None:
+            command += ["-md", str(draft[0]), self._draft_flag(), str(draft[1])]
+            if "draft-simple" in self._help:  # newer versions are told so
+                command += ["--spec-type", "draft-simple"]
+        began = time.monotonic()
+        with TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as process:
+            try:
+                _wait(process, port, log)
+                yield process, port, time.monotonic() - began
+            except (OSError, http.client.HTTPException) as error:
+                raise UserError(f"llama-server does not answer ({error}); its last line: {_last(log)}") from None
+            finally:
+                process.terminate()
+
+    def _draft_flag(self) -> str:
+        for flag in DRAFT_TOKENS:
+            if flag in self._help:
+                return flag
+        raise UserError(f"{self.binary}: knows neither {' nor '.join(DRAFT_TOKENS)}; take another version")
+
+    def _says(self, flag: str) -> str:
+        try:
+            done = subprocess.run([self.binary, flag], capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"{self.binary}: cannot be run ({error})") from None
+        lines = (done.stdout + done.stderr).splitlines()
+        return "\n".join(sorted(lines, key=lambda line: not line.startswith("version")))
+
+
+def find_server(folder: Path | None) -> LlamaServer | None:
+    """The server in a folder, or else on PATH, if it is there."""
+    found = shutil.which("llama-server", path=None if folder is None else str(folder))
+    return None if found is None else LlamaServer(Path(found))
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: IO[bytes]) -> None:
+    """Until the models are loaded."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise UserError(f"llama-server ended with code {process.returncode}: {_last(log)}")
+        try:
+            if _asked(port, "GET", "/health")[0] == 200:
+                return
+        except OSError:
+            pass  # nobody listens yet
+        time.sleep(BETWEEN)
+    raise UserError(f"llama-server is not ready after {PATIENCE:.0f} seconds: {_last(log)}")
+
+
+def _complete(port: int, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """One greedy answer of exactly so many tokens, nothing kept of earlier prompts."""
+    asked = {
+        "prompt": prompt, "n_predict": tokens, "temperature": 0.0, "top_k": 1, "samplers": ["top_k"],
+        "ignore_eos": True, "cache_prompt": False, "return_tokens": True, "stream": False,
+    }  # fmt: skip
+    status, body = _asked(port, "POST", "/completion", json.dumps(asked))
+    if status != 200:
+        raise UserError(f"llama-server: {body[:200]}")
+    return json.loads(body)
+
+
+def _asked(port: int, method: str, path: str, body: str | None = None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    finally:
+        connection.close()
+
+
+def _last(log: IO[bytes]) -> str:
+    log.seek(0)
+    lines = log.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing"

@@ -1,0 +1,40 @@
+"""The roles of an engine that is one process, and others on the same models in their place."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from swiftspec.builder.roles import Tree, decoding_on
+from swiftspec.config import EngineConfig
+from swiftspec.llm import LLM
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.drafter import Drafter
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.verifier import LocalVerifier, Verifier
+from swiftspec.tree.children import BestChildren, Children
+from swiftspec.tree.sampled_children import DrawnChildren
+
+Ahead = TypeVar("Ahead", bound=AheadDrafter)
+
+
+def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
+    """Drafter and verifier of an engine in mode serial."""
+    parts = llm.roles.parts
+    assert isinstance(parts, Tree)
+    assert isinstance(parts.drafter, LocalDrafter) and isinstance(parts.verifier, LocalVerifier)
+    return parts.drafter, parts.verifier
+
+
+def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
+    """Has an engine decode on these from now on."""
+    llm.engine.decoding = decoding_on(drafter, verifier)
+
+
+def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:
+    """A drafter that grows the same tree ahead of the target, by the same steps. Only one of the two may be used at a
+    time. `config`: as the drafter's, but for d."""
+    runner = drafter.runner
+    children: Children = BestChildren(config.children, config.proposal == "coupled")
+    if config.proposal == "sample":
+        children = DrawnChildren(config.children, runner.tree_slots, runner.vocab, carry=config.verify == "reject")
+    return kind(runner, drafter.steps_known, drafter.tree, children, config)

@@ -1,0 +1,41 @@
+"""Four operators of a layer, each launched a few times over cold memory: what a profiler is pointed at.
+
+    ncu --kernel-name regex:swiftspec ... python -m bench.gpu.profile_target [--shape Llama-3-70B] [--rows 8]
+
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from bench.baselines.kernels import Rivals
+from bench.gpu.cases import OURS, Case, Maker
+
+OPERATORS = ("swiglu", "o", "head")
+LAUNCHES = 2
+
+
+def chosen(make: Maker, shape: str, rows: int) -> list[Case]:
+    """The operators on one rank."""
+    linear = [make.linear(shape, 1, op, rows) for op in OPERATORS]
+    return [*linear, make.attention(shape, 1, 1000, rows)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="Llama-3-70B")
+    parser.add_argument("--rows", type=int, default=8)
+    args = parser.parse_args()
+    for case in chosen(Maker("cuda", Rivals(), cold=1), args.shape, args.rows):
+        call = case.variants[OURS]()[0]
+        for _ in range(LAUNCHES):
+            call()
+        torch.cuda.synchronize()
+        print(case.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()

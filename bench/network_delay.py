@@ -1,0 +1,132 @@
+"""Draft and target behind a slow wire: tokens a second against its delay, serial and async, beside the prediction.
+
+    python -m bench.network_delay [--delays 0.2,2,20] [--bandwidth 1Gbit] [--tokens 128] [--json out.json] [--plot
+    out.svg]
+
+The workers of bench/workers.py, each behind a relay of its own (tests/support/relay.py); this process decodes through
+both, as `generate` does. Delays are milliseconds one way. The prediction is that of `swiftspec.profile predict --link`,
+at the d that is best there, from rounds of the same prompts on one machine, the round trip of a Ping, and what
+surrounds the forwards, which bench/rpc_latency.py measures without relays on other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench import rpc_latency
+from bench.data.heldout import texts
+from bench.workers import LEAVES, NODES, PACES, SHAPE, started, workers
+from swiftspec.lab import network_prediction, predict
+from swiftspec.lab.network_link import Link
+from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.serve.cli.arguments import parse
+from swiftspec.serve.remote_session import open_anywhere
+from swiftspec.serve.terminal import Phases
+
+PROMPTS = 12  # those whose rounds the prediction knows, and as many tokens of each
+MODES = ("serial", "async")
+AROUND = ("verify", "expand", "answer")
+
+
+def measure(mode: str, urls: dict[str, str], tokens: int) -> dict[str, float]:
+    """Tokens a second and tokens a round of a few answers, and of nothing but their rounds."""
+    flags = ["--target-url", urls["target"], "--draft-url", urls["draft"], "--mode", mode, "--raw", *SHAPE]
+    flags += ["--temperature", "0", "--ignore-eos", "--max-tokens", str(tokens)]
+    flags += ["--no-self-switch"]  # whose trials of plain rounds are many in a request so short
+    settings = parse(flags).settings
+    session = open_anywhere(settings, Phases(quiet=True))
+    made = rounds = seconds = 0.0
+    try:
+        for prompt in texts()[:PROMPTS]:
+            session.llm.generate(session.encode(prompt, settings), session.sampling(settings))
+            stats = session.llm.stats
+            made += stats.tokens
+            seconds += stats.decode_time
+            rounds += stats.rounds
+    finally:
+        session.close()
+    return {"tokens_per_second": made / seconds, "tokens_per_round": made / rounds}
+
+
+def predicted(link: Link, times: Times) -> dict[str, float]:
+    """Tokens a second by mode."""
+    known = Acceptance(json.loads(predict.ACCEPTANCE.read_text(encoding="utf-8"))["rounds"])
+    found = {
+        plan.name: plan.outcome.speed
+        for plan in network_prediction.plans(link, known, NODES, LEAVES, times, times, times)
+    }
+    return {mode: found[f"{mode}, both apart"] for mode in MODES}
+
+
+def rows(delays: Sequence[float], bandwidth: str, tokens: int) -> Iterator[dict[str, Any]]:
+    """One for each delay and mode."""
+    with workers() as at:
+        times = Times(PACES["target"], PACES["draft"], **rpc_latency.around(at))
+        print("outside the models, ms: " + ", ".join(f"{name} {1e3 * getattr(times, name):.2f}" for name in AROUND))
+        for delay in delays:
+            text = f"{2 * delay:g}ms,{bandwidth}"
+            with ExitStack() as relays:
+                command = [sys.executable, "-m", "tests.support.relay", "--link", text, "--to"]
+                urls = {
+                    side: relays.enter_context(started([*command, url], r"^(\S+:\d+)$")) for side, url in at.items()
+                }
+                link = Link(rpc_latency.round_trip(urls["target"]), Link.parse(text).bandwidth)
+                about, expected = {"delay_ms": delay, "ping_ms": 1e3 * link.round_trip}, predicted(link, times)
+                for mode in MODES:
+                    yield {**about, "mode": mode, "predicted": expected[mode], **measure(mode, urls, tokens)}
+
+
+def plot(found: Sequence[dict[str, Any]], file: Path) -> None:
+    """Tokens a second against delay: what was measured as lines, what was predicted as crosses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "wire"}  # letters as text: a fifth of the lines
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    for mode in MODES:
+        own = [row for row in found if row["mode"] == mode]
+        delays = [row["delay_ms"] for row in own]
+        (line,) = axes.plot(delays, [row["tokens_per_second"] for row in own], "o-", label=mode)
+        axes.plot(delays, [row["predicted"] for row in own], "x", color=line.get_color(), label=f"{mode}, predicted")
+    axes.set(xscale="log", xlabel="delay one way (ms)", ylabel="tokens a second", ylim=(0, None))
+    known = sorted({row["delay_ms"] for row in found})
+    axes.set_xticks(known, [f"{delay:g}" for delay in known], minor=False)
+    axes.minorticks_off()
+    axes.legend()
+    figure.savefig(file, bbox_inches="tight", metadata={"Date": None})
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.network_delay", description=__doc__)
+    parser.add_argument("--delays", type=lambda text: [float(part) for part in text.split(",")], default=[0.2, 2, 20])
+    parser.add_argument("--bandwidth", default="1Gbit")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    found = []
+    print(f"{'delay ms':>8}  {'ping ms':>7}  {'mode':6}  {'tok/s':>6}  {'predicted':>9}  tok/round")
+    for row in rows(args.delays, args.bandwidth, args.tokens):
+        found.append(row)
+        error = row["predicted"] / row["tokens_per_second"] - 1
+        print(
+            f"{row['delay_ms']:8g}  {row['ping_ms']:7.2f}  {row['mode']:6}  {row['tokens_per_second']:6.1f}"
+            f"  {row['predicted']:6.1f} ({error:+.0%})  {row['tokens_per_round']:.2f}", flush=True,
+        )  # fmt: skip
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        plot(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()

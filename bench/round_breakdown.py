@@ -1,0 +1,114 @@
+"""Where a round's time goes on one core: the two models' forwards, and the host's share by function.
+
+    python -m bench.round_breakdown [--temperature 0] [--steps 1,2,4,8]
+
+The host's share is everything but the forwards: tree, sampling, masks, cache moves, the loop. Times are this thread's
+CPU time, so other work on the machine counts less; the breakdown is a run of its own, since timing costs time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from bench.data.heldout import DEMO, read_prompts
+from swiftspec.config import EngineConfig
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.tree import acceptance as tree_walk
+from swiftspec.tree import mask
+from swiftspec.tree.tree import DraftTree
+
+PARTS: list[tuple[Any, str]] = [
+    (DraftTree, "best_leaves"),
+    (DraftTree, "add_children"),
+    (DraftTree, "best_subtree"),
+    (DraftTree, "walk"),
+    (DraftTree, "reroot"),
+    (Sampler, "children"),
+    (Sampler, "draw"),
+    (KVCache, "commit"),
+    (mask, "from_parents"),
+    (mask, "pad_left"),
+    (tree_walk, "walk"),
+]
+
+
+def decode(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> dict[str, float]:
+    """Milliseconds a round over all prompts."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for prompt in prompts:
+        stats = llm.generate(prompt, sampling).stats
+        total["rounds"] += stats.rounds
+        total["tokens"] += stats.tokens
+        total["target"] += 1000 * stats.target_busy_time
+        total["draft"] += 1000 * stats.draft_busy_time
+        total["host"] += 1000 * (stats.decode_time - stats.target_busy_time - stats.draft_busy_time)
+    per_round = {name: total[name] / total["rounds"] for name in ("target", "draft", "host")}
+    return {**per_round, "tokens": total["tokens"] / total["rounds"], "rounds": total["rounds"]}
+
+
+def breakdown(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> list[tuple[str, float, float]]:
+    """Per part: its name, calls a round, milliseconds a round."""
+    spent: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            result = function(*args, **kwargs)
+            spent[name] += time.thread_time() - began
+            calls[name] += 1
+            return result
+
+        return wrapper
+
+    kept = [(owner, name, getattr(owner, name)) for owner, name in PARTS]
+    try:
+        for owner, name, function in kept:
+            setattr(owner, name, timed(f"{owner.__name__.rpartition('.')[2]}.{name}", function))
+        rounds = decode(llm, prompts, sampling)["rounds"]
+    finally:
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+    return [
+        (name, calls[name] / rounds, 1000 * seconds / rounds)
+        for name, seconds in sorted(spent.items(), key=lambda part: -part[1])
+    ]
+
+
+def main() -> None:
+    """Prints a line per number of expansions, then the breakdown at d = 4."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--steps", default="1,2,4,8")
+    parser.add_argument("--limit", type=int, default=6)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    time.perf_counter = time.thread_time  # the engine's clock; one thread does all the work here
+    prompts = read_prompts(AutoTokenizer.from_pretrained(DEMO / "target"))[: args.limit]
+    sampling = SamplingParams(temperature=args.temperature, max_tokens=128, ignore_eos=True)
+    for d in map(int, args.steps.split(",")):
+        llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=d), dtype=torch.bfloat16)
+        decode(llm, prompts[:1], sampling)
+        best = min((decode(llm, prompts, sampling) for _ in range(3)), key=lambda r: r["host"])
+        budget = 0.4 + 0.15 * d
+        print(
+            f"d={d}: {best['tokens']:.2f} tok/round; ms a round: target {best['target']:.2f},"
+            f" draft {best['draft']:.2f}, host {best['host']:.2f} (budget {budget:.2f})"
+        )
+    llm = LLM(DEMO / "target", DEMO / "draft", EngineConfig(draft_steps=4), dtype=torch.bfloat16)
+    for name, count, milliseconds in breakdown(llm, prompts, sampling):
+        print(f"  {name:24} {count:5.2f} a round  {milliseconds:.3f} ms")
+
+
+if __name__ == "__main__":
+    main()

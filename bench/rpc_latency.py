@@ -1,0 +1,173 @@
+"""What a hop to a worker costs beside its model: the wait for an answer less the model's time, as the worker tells it.
+
+    python -m bench.rpc_latency [--tokens 128] [--awake] [--json out.json]
+
+The workers of bench/workers.py, over loopback; the loop runs in this process. Modes serial (a proposal for a result)
+and async (growth as it comes). Bytes are those of the messages, before gRPC's framing. For comparison: a bare gRPC
+stream with messages of the same sizes after the same rests (`bare_ms`), and what the worker does around its forwards,
+which a model of this process has to do too (`around_ms`). What these two leave of `p50_ms` is the hop's own. And the
+round trip of a Ping, again and again and after a rest as long as a verification. `--awake` keeps the CPUs from being
+halted between messages, as bench/bare_grpc.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from bench import bare_grpc
+from bench.data.heldout import texts
+from bench.workers import LEAVES, NODES, PACES, workers
+from swiftspec.builder.load_options import Worker
+from swiftspec.builder.remote_roles import RemoteTarget, assemble_elsewhere
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.rpc.connection import Stream
+from swiftspec.distributed.rpc.endpoint import Security
+from swiftspec.distributed.rpc.service import TARGET
+from swiftspec.llm import Running
+from swiftspec.params import SamplingParams
+from swiftspec.serve.model_resolution import embedded_model
+from swiftspec.serve.text.codec import TextCodec
+
+PROMPTS = slice(12, 16)  # none of those whose rounds a prediction knows
+MODES = ("serial", "async")
+
+
+@dataclass
+class Hops:
+    """Of one side. Seconds of each answer beside the model's, the model's, and the worker's around it; between an
+    answer and the next message; of an expansion, as the worker has them; and bytes there and back."""
+
+    asked: float = 0.0  # when the last message was sent
+    heard: float = 0.0  # and the last answer came
+    beside: list[float] = field(default_factory=list)
+    model: list[float] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    expansion: list[float] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    come: list[int] = field(default_factory=list)
+
+
+@contextmanager
+def measured(hops: dict[str, Hops]) -> Iterator[None]:
+    """Notes what goes through every stream meanwhile."""
+    send, recv = Stream.send, Stream.recv
+
+    def of(stream: Any) -> Hops:
+        return hops["target" if "--target-url" in stream._peer else "draft"]
+
+    def timed_send(self: Any, message: Message) -> None:
+        hop, hop.asked = of(self), time.perf_counter()
+        send(self, message)
+        hop.between.append(hop.asked - hop.heard)
+        hop.sent.append(message.ByteSize())
+
+    def timed_recv(self: Any, timeout: float) -> Any:
+        answer, hop = recv(self, timeout), of(self)
+        hop.heard = time.perf_counter()
+        hop.model.append(1e-9 * answer.telemetry.model)
+        hop.around.append(1e-9 * answer.telemetry.wall - hop.model[-1])
+        hop.beside.append(hop.heard - hop.asked - hop.model[-1])
+        hop.come.append(answer.ByteSize())
+        if (expansions := getattr(answer, "delta", None) and answer.delta.expansions) and answer.telemetry.wall:
+            hop.expansion.append(1e-9 * answer.telemetry.wall / expansions)
+        return answer
+
+    Stream.send, Stream.recv = timed_send, timed_recv  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Stream.send, Stream.recv = send, recv  # type: ignore[method-assign]
+
+
+def rounds(mode: str, urls: dict[str, str], tokens: int) -> tuple[dict[str, Hops], int]:
+    """What the rounds of a few answers have cost, openings left out, and how many there were."""
+    codec = TextCodec(Path(embedded_model("target")))
+    prompts = [codec.encode(text, 1024) for text in texts()[PROMPTS]]
+    codec.close()
+    found, count = {side: Hops() for side in PACES}, 0
+    remote = {side: Worker(urls[side], f"--{side}-url", Security(), 30.0) for side in PACES}
+    plan = EngineConfig(mode, verify_batch=NODES, draft_leaves=LEAVES, target_remote=True, draft_remote=True)
+    with tempfile.TemporaryDirectory() as folder:
+        target = RemoteTarget(remote["target"])
+        running = Running(assemble_elsewhere(target, None, plan, Path(folder), draft_worker=remote["draft"]))
+        for prompt in prompts:
+            hops = {side: Hops() for side in PACES}
+            with measured(hops):
+                running.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
+            count += running.stats.rounds
+            for side in PACES:
+                for name in ("beside", "model", "around", "between", "expansion", "sent", "come"):
+                    getattr(found[side], name).extend(getattr(hops[side], name)[2:])
+        running.close()
+    return found, count
+
+
+def round_trip(url: str, rest: float = 0.0) -> float:
+    """Seconds of a call that does nothing, median of 20, each after so many seconds of rest."""
+    with grpc.insecure_channel(url) as channel:
+        ping, seconds = channel.unary_unary(f"/{TARGET}/Ping"), []
+        for _ in range(20):
+            time.sleep(rest)
+            began = time.perf_counter()
+            ping(b"")
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def around(urls: dict[str, str]) -> dict[str, float]:
+    """What surrounds the forwards in mode async, as `simulate.Times` has it, in seconds: a verification's hop beyond a
+    Ping; an expansion beyond its step; and from a result to the next proposal, where that waits for nothing."""
+    hops, _ = rounds("async", urls, 64)
+    verify = max(statistics.median(hops["target"].beside) - round_trip(urls["target"]), 0.0)
+    expand = max(statistics.median(hops["draft"].expansion) - PACES["draft"], 0.0)
+    return {"verify": verify, "expand": expand, "answer": statistics.quantiles(hops["target"].between, n=10)[0]}
+
+
+def row(mode: str, side: str, hops: Hops, count: int, url: str) -> dict[str, Any]:
+    """What is printed of one side. `url`: of a bare stream."""
+    size = {"there": sum(hops.sent) / count, "back": sum(hops.come) / count}
+    about = {"mode": mode, "side": side, "rounds": count, **size}
+    if mode == "async" and side == "draft":  # growth is no answer, so there is no hop
+        return about
+    tenths = statistics.quantiles(hops.beside, n=10)
+    middle = statistics.median
+    wire = bare_grpc.Exchange(int(middle(hops.sent)), int(middle(hops.come)), middle(hops.model), middle(hops.between))
+    times = {"p50": middle(hops.beside), "p90": tenths[-1], "around": middle(hops.around)}
+    times["bare"] = bare_grpc.beside(url, wire)
+    return {**about, **{f"{name}_ms": 1e3 * seconds for name, seconds in times.items()}}
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.rpc_latency", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--awake", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found: list[dict[str, Any]] = []
+    with workers() as urls, bare_grpc.listening() as echo, bare_grpc.awake() if args.awake else nullcontext():
+        for mode in MODES:
+            hops, count = rounds(mode, urls, args.tokens)
+            found += [row(mode, side, hops[side], count, echo) for side in PACES]
+        found.append({"ping_ms": 1e3 * round_trip(urls["target"]), "rested_ms": 1e3 * round_trip(urls["target"], 0.03)})
+    for each in found:
+        print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in each.items()), flush=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

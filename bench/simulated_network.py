@@ -1,0 +1,160 @@
+"""Growth over a slow wire on a clock that is counted, not waited for: tokens a second of mode async with d left open.
+
+    python -m bench.simulated_network [--delays 0.2,2,20] [--leaves 16,32] [--expansion 3.4] [--host 1]
+
+The worker's `TreeFeed` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the target's text
+is known beforehand (greedy, the prompts of bench/network_delay.py), and every step, message and hop takes the time
+that it is
+said to take: so a minute shows what another rule of growing or proposing would be worth. Milliseconds; delays one way;
+`--host`: of the loop, a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.data.heldout import texts
+from bench.workers import NODES, PACES
+from swiftspec.builder.model_pair import Models, draft_slots, drafter_on
+from swiftspec.config import EngineConfig
+from swiftspec.llm import LLM
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.replica_drafter import ReplicaDrafter
+from swiftspec.runtime.tree_delta_sender import TreeFeed
+from swiftspec.serve.model_resolution import embedded_model
+from swiftspec.serve.text.codec import TextCodec
+from swiftspec.tree.replica import Replica, TreeDelta
+from swiftspec.tree.tree import DraftTree
+
+PROMPTS, TOKENS, MORE = 12, 128, 40  # the last round may overshoot by fewer than MORE
+Text = tuple[list[int], list[int]]  # a prompt, and what follows
+
+
+class CountedLink:
+    """A `FeedLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has its
+    next one."""
+
+    busy, patience = 0.0, 1.0
+
+    def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
+        path = Path(embedded_model("draft"))
+        shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
+        models = Models.check(path, path, shape, None, {"only": "draft"})
+        drafter = drafter_on(*models.loaded("draft", config, None, None).runner(draft_slots(config), Pause()), config)
+        assert isinstance(drafter, AheadDrafter)
+        self._feed = TreeFeed(drafter, self._say, config)
+        self._delay, self._expansion, self.now = delay, expansion, 0.0
+
+    def open(self, opening: Opening) -> None:
+        self._said, self._told = deque[tuple[float, TreeDelta]](), deque[tuple[float, VerifyResult]]()
+        self._free, self._grows = self.now + self._delay, True
+        self._feed.open(opening)
+
+    def send(self, result: VerifyResult) -> None:
+        self._told.append((self.now + self._delay, result))
+
+    def take(self, until: float | None) -> TreeDelta | None:
+        """What is there by now; where that is waited for the clock goes on."""
+        while self._free + self._expansion <= self.now + self._delay and self._step():
+            pass
+        while not self._said and until is not None:
+            assert self._step(), "nothing more will come"
+        if not self._said or (until is None and self._said[0][0] > self.now):
+            return None
+        came, delta = self._said.popleft()
+        self.now = max(self.now, came)
+        return delta
+
+    def close(self) -> None:
+        self._feed.close()
+
+    def _say(self, delta: TreeDelta) -> None:
+        self._said.append((self._free + self._delay, delta))
+
+    def _step(self) -> bool:
+        """The draft's next one: a result that has come, or an expansion. False: there is nothing to do."""
+        if self._told and (self._told[0][0] <= self._free or not self._grows):
+            came, result = self._told.popleft()
+            self._free, self._grows = max(self._free, came), True
+            self._feed.observe(result)
+        elif self._grows:
+            self._free += self._expansion
+            self._grows = self._feed.grow()
+        else:
+            return False
+        return True
+
+
+def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
+    """What a target with that text to come makes of it."""
+    path, below = [0], list(zip(proposal.parents, proposal.tokens))
+    while (path[-1], text[len(path) - 1]) in below:
+        path.append(below.index((path[-1], text[len(path) - 1])))
+    about = proposal.request, proposal.round, proposal.prefix_len
+    return VerifyResult(*about, tuple(path), tuple(text[: len(path)]))
+
+
+def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host: float) -> tuple[float, float, float]:
+    """Tokens a second, tokens a round, and the share of rounds that waited."""
+    config = EngineConfig("async", verify_batch=NODES, draft_leaves=leaves, target_remote=True, draft_remote=True)
+    link, slots = CountedLink(config, delay, expansion), draft_slots(config)
+    seconds, made, rounds, waited = 0.0, 0, 0, 0
+    for prompt, text in known:
+        drafter = ReplicaDrafter(link, Replica(DraftTree(1 + slots * config.children, slots), 1 << 30), config)
+        drafter.open(Opening(1, tuple(prompt), SamplingParams(temperature=0), len(prompt)))
+        at, proposal, began = 0, drafter.propose(), link.now
+        while True:
+            result = verified(proposal, text[at:])
+            link.now += host + 2 * delay + PACES["target"]
+            drafter.grow()
+            drafter.observe(result)
+            at, rounds = at + len(result.tokens), rounds + 1
+            if at >= TOKENS:
+                break
+            came = link.now
+            proposal = drafter.propose()
+            waited += link.now > came
+        seconds, made = seconds + link.now - began, made + at
+        drafter.close()
+    return made / seconds, made / rounds, waited / rounds
+
+
+def numbers(text: str) -> list[float]:
+    """Of a list with commas."""
+    return [float(part) for part in text.split(",")]
+
+
+def main() -> None:
+    """Counts and prints."""
+    parser = argparse.ArgumentParser(prog="python -m bench.simulated_network", description=__doc__)
+    parser.add_argument("--delays", type=numbers, default=[0.2, 2, 20])
+    parser.add_argument("--leaves", type=numbers, default=[16, 32])
+    parser.add_argument("--expansion", type=float, default=3.4)
+    parser.add_argument("--host", type=float, default=1.0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    target = Path(embedded_model("target"))
+    codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"))
+    known: list[Text] = []
+    for prompt in texts()[:PROMPTS]:
+        tokens = codec.encode(prompt, 1024)
+        asked = SamplingParams(temperature=0, max_tokens=TOKENS + MORE, ignore_eos=True)
+        known.append((tokens, llm.generate(tokens, asked).token_ids))
+    print("delay ms  leaves   tok/s  tok/round  waited")
+    for delay in args.delays:
+        for leaves in args.leaves:
+            found = run(known, int(leaves), 1e-3 * delay, 1e-3 * args.expansion, 1e-3 * args.host)
+            print(f"{delay:8g}  {leaves:6g}  {found[0]:6.1f}  {found[1]:9.2f}  {found[2]:6.0%}", flush=True)
+    codec.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One start of ours in a process of its own, opened as the command does, and what it takes.
+
+python -m bench.startup TASK.json        # what bench/large.py starts: {"flags": [...], "cache": a folder or null}
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from bench.workload import WARM_UP, Measured, Task, answer, peak_of
+from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
+from swiftspec.serve.cli.arguments import parse
+from swiftspec.serve.session import Session, open_session
+from swiftspec.serve.terminal import Phases
+
+QUIET, LONGEST = 3.0, 300.0  # seconds without a change after which a cache is written, and that this may take
+
+
+def main() -> None:
+    """Does a task and says what it took."""
+    task = Task.given()
+    settings = parse(task.what["flags"]).settings
+    import swiftspec.llm  # noqa: F401 # torch, and all that the models need: what comes after is loading
+
+    began = time.monotonic()
+    session = open_session(settings, Phases(quiet=True))
+    now = time.monotonic()
+    measured = Measured(now - task.began, load=now - began)
+    try:
+        run(session, task, measured)
+        if task.what["cache"] is not None:
+            settle(Path(task.what["cache"]))
+    finally:
+        session.close()
+    measured.peak = peak_of()
+    answer(measured)
+
+
+def run(session: Session, task: Task, measured: Measured) -> None:
+    """All requests of a task, greedy, end tokens passed over."""
+
+    def generate(prompt: list[int], tokens: int) -> list[int]:
+        return session.llm.generate(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)).token_ids
+
+    generate(task.work.short[0], WARM_UP)
+    first = list[float]()
+    for prompt in task.work.long:
+        generate(prompt, 1)
+        measured.prompts.append(len(prompt) / session.llm.stats.prompt_time)
+        first.append(session.llm.stats.first_token_time)
+    for prompt in task.work.short:
+        measured.texts.append(generate(prompt, task.work.tokens))
+        stats = session.llm.stats
+        measured.rates.append(stats.tokens / stats.decode_time)
+        measured.decoded += stats.tokens
+        measured.rounds += stats.rounds
+        measured.drafted += stats.drafted
+        measured.accepted += stats.accepted
+    measured.notes = {"dtype": session.dtype, "threads": session.threads, "first_token_seconds_of_long_prompts": first}
+
+
+def settle(folder: Path) -> None:
+    """Waits until nothing in a folder has changed for a while: what is written behind an answer is then whole."""
+    until, seen, since = time.monotonic() + LONGEST, None, time.monotonic()
+    while time.monotonic() < min(until, since + QUIET):
+        now = state(folder)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(0.1)
+
+
+def state(folder: Path) -> list[tuple[str, int, int]]:
+    """Every file's name, time and size. One that is renamed meanwhile is left out, and there the next time."""
+    found: list[tuple[str, int, int]] = []
+    for file in sorted(folder.rglob("*")):
+        try:
+            found.append((str(file), file.stat().st_mtime_ns, file.stat().st_size))
+        except OSError:
+            continue
+    return found
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,0 +1,197 @@
+"""An engine for callers with threads: one request, or one batch of them, at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from swiftspec.engine import Chunk, Decoding, Engine, Limits, Stats
+from swiftspec.errors import NotFinite, UserError, shown
+from swiftspec.messages import Opening
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.cancellation import Cancelled, Pause
+from swiftspec.settings_schema import meant, require
+from swiftspec.smc.decoding import Arriving, IsCancelled, ParticleDecoding, Request
+
+Piece = TypeVar("Piece")
+SHORT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_len, or no guidance"
+
+
+class Beside(Protocol):
+    """Work that needs the machine, too, but has time."""
+
+    def rest(self) -> None: ...
+    def go(self) -> None: ...
+
+
+class OneAtATime(Engine):
+    """An engine that any thread may call, one at a time: another is told so.
+
+    A stream that is open belongs to the thread that last asked it for a chunk; that thread may begin another request,
+    which ends this one. Once closed, every call raises UserError.
+    """
+
+    def __init__(
+        self, decoding: Decoding, limits: Limits, beside: Beside | None = None, pause: Pause | None = None
+    ) -> None:
+        """`beside`: work that rests while a request runs. `pause`: what its runners call while they read a prompt."""
+        super().__init__(decoding, limits)
+        self._beside, self._pause = beside, pause if pause is not None else Pause()
+        self._lock = threading.RLock()  # held while a round is decoded
+        self._open: tuple[Generator[Any], int] | None = None  # a request that has begun and not ended, and its thread
+        self._closed = False
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        sampling: SamplingParams | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Generator[Chunk]:
+        """As `Engine.stream`. Token ids may be numpy's or torch's. `cancelled` is asked now and then while the prompt
+        is read, from this thread: once it is true the stream ends, without a chunk."""
+        sampling = sampling if sampling is not None else SamplingParams()
+        require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {shown(sampling)}")
+        with self._turn():
+            return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
+
+    def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """What `together` takes, under a number of its caller's. Raises UserError where it cannot be served."""
+        prompt = token_ids(prompt)
+        self.limits.check(prompt, sampling)
+        opening = Opening(number, prompt, sampling, len(prompt))
+        return Request(opening, self._ends(prompt, sampling), Stats(prompt_tokens=len(prompt)))
+
+    def batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        cancelled: Callable[[int], bool] = lambda index: False,
+    ) -> tuple[list[Request], Generator[tuple[Request, Chunk]]]:
+        """Several requests, and their chunks as `together` has them. Raises UserError, before anything is computed,
+        where one of them cannot be served."""
+        requests: list[Request] = []
+        for index, asked in enumerate(each_with(prompts, sampling)):
+            try:
+                requests.append(self.request(index, *asked))
+            except UserError as error:
+                raise UserError(f"request {index} of the batch: {error}") from None
+        waiting = iter(requests)
+        return requests, self.together(lambda: next(waiting, None), lambda request: cancelled(request.number))
+
+    def together(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+        """Decodes requests that come while others are under way, side by side where the decoding has room for several,
+        else in their order. As `ParticleDecoding.batch`, of any decoding; `cancelled` is also asked now and then while
+        a prompt is read."""
+        coming: Request | None = None  # whose prompt is read
+
+        def come() -> Request | None:
+            nonlocal coming
+            coming = arriving()
+            return coming
+
+        decoding = self.decoding
+        with self._turn():
+            if isinstance(decoding, ParticleDecoding) and decoding.population.places > 1:
+                chunks = self._batch(decoding.batch(come, cancelled))
+            else:
+                chunks = self._in_turn(come, cancelled)
+            return self._rounds(chunks, lambda: coming is not None and cancelled(coming))
+
+    def _batch(self, chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[Request, Chunk]]:
+        """The chunks of all, until a later request ends them."""
+        self._requests += 1
+        mine = self._requests
+        with closing(chunks):
+            for request, chunk in chunks:
+                self.stats = request.stats
+                yield request, chunk
+                require(self._requests == mine, "this batch was ended by a later request: read it to its end first")
+
+    def _in_turn(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+        """One request after the other."""
+        while (request := arriving()) is not None:
+            reason = "abort"
+            with suppress(Cancelled), closing(self._stream(request.opening.tokens, request.opening.sampling)) as chunks:
+                try:
+                    while not cancelled(request) and (chunk := next(chunks, None)) is not None:
+                        request.stats, reason = self.stats, chunk.finish_reason or "abort"
+                        yield request, chunk
+                except NotFinite as error:
+                    request.stats, request.error, reason = self.stats, error, "error"
+            if reason in ("abort", "error"):
+                yield request, request.cut(reason)
+
+    def close(self) -> None:
+        """Waits for the round under way, if any, and ends its request."""
+        with self._lock:
+            self._closed = True
+            if self._open is not None:
+                self._open[0].close()
+
+    def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
+        """The chunks, each decoded in this stream's turn."""
+        if self._beside is not None:
+            self._beside.rest()
+        try:
+            while True:
+                with self._turn(chunks):
+                    self._open = chunks, threading.get_ident()
+                    self._pause.cancelled = cancelled
+                    try:
+                        chunk = next(chunks, None)
+                    except Cancelled:
+                        return
+                    except (MemoryError, RuntimeError) as error:
+                        if isinstance(error, RuntimeError) and "memory" not in str(error):
+                            raise
+                        raise UserError(SHORT_OF_MEMORY) from None
+                if chunk is None:
+                    return
+                yield chunk
+        finally:
+            with self._lock:
+                chunks.close()
+                if self._open is not None and self._open[0] is chunks:
+                    self._open = None
+                if self._beside is not None and self._open is None:
+                    self._beside.go()
+
+    @contextmanager
+    def _turn(self, mine: Generator[Any] | None = None) -> Iterator[None]:
+        """Keeps other threads out. Raises UserError where one of them is being served, or the engine is closed."""
+        taken = self._lock.acquire(blocking=False)
+        try:
+            others = self._open is not None and self._open[0] is not mine and self._open[1] != threading.get_ident()
+            busy = "another thread's request is being served: one engine serves one at a time"
+            require(taken and not others, busy)
+            require(not self._closed, "this engine is closed: make another")
+            yield
+        finally:
+            if taken:
+                self._lock.release()
+
+
+def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    """A prompt's, which may be numpy's or torch's. Raises UserError on what is none."""
+    tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
+    return meant("the prompt", tuple[int, ...], tokens)
+
+
+def each_with(
+    prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Sequence[int], SamplingParams]]:
+    """Each prompt and its sampling parameters. Raises UserError where there is not one for each, or one for all."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [(prompt, sampling or SamplingParams()) for prompt in prompts]
+    several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)
+    require(several, f"sampling takes SamplingParams, or one for each prompt, not {shown(sampling)}")
+    same = len(sampling) == len(prompts)
+    require(
+        same, f"there are {len(sampling)} sampling parameters for {len(prompts)} prompts: give one, or one for each"
+    )
+    return [*zip(prompts, sampling, strict=True)]

@@ -1,0 +1,315 @@
+"""The two models of a job: whether everything fits, how they are loaded, and the roles on them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from swiftspec import __version__
+from swiftspec.backends import cpu, cuda
+from swiftspec.backends.cpu.packed_weight_cache import PackedCache
+from swiftspec.builder.load_options import (
+    KEPT_MEMORY,
+    HeadName,
+    Load,
+    OpsName,
+    Options,
+    Ranks,
+    RoundingName,
+    Side,
+    cache_dtype_of,
+    check_rounding,
+    operators,
+    own_device,
+    why_not_cuda,
+)
+from swiftspec.builder.loaded_model import Loaded
+from swiftspec.builder.memory_estimate import Need, check_memory, token_bytes
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.launch.config_check import Facts, settings_of
+from swiftspec.distributed.rank_startup import Progress
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.fingerprint import fingerprint
+from swiftspec.model.formats.int8 import Rounding
+from swiftspec.model.loader import load_model
+from swiftspec.model.tensor_parallel import Group
+from swiftspec.observe import step_time_emulation
+from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.executors import selection
+from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.runtime.executors.selection import Tools
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.overlapped import FIRST, BesideDrafter
+from swiftspec.runtime.rejection_verifier import FullVerifier
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.grammar import Grammars
+from swiftspec.settings_schema import require
+from swiftspec.smc.limits import region
+from swiftspec.smc.population import SMC
+from swiftspec.tree.children import BestChildren, Children
+from swiftspec.tree.rejection import Rejection
+from swiftspec.tree.sampled_children import LIFETIME, DrawnChildren
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The pair that a job runs, and how this rank computes."""
+
+    target: Path
+    draft: Path | None
+    dtype: torch.dtype | None
+    device: torch.device
+    share_device: bool
+    max_model_len: int
+    vocab_size: int
+    ops: OpsName
+    activations: RoundingName
+    cache_dtype: torch.dtype | None  # of keys and values; None: as a model computes
+    head: HeadName
+    load: Load
+    emulate: Emulation
+    trace: Path | None
+    kept_memory: int
+    cache: PackedCache | None
+    grammars: Grammars
+    only: Side | None = None  # what a worker runs of the pair, and for how many sessions
+    sessions: int = 1
+    pause: Pause = field(default_factory=Pause)  # what the runners of this process call
+    capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
+
+    @staticmethod
+    def check(
+        target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: Ranks | None, options: Options
+    ) -> Models:
+        """Raises UserError where pair, config, ranks and options do not fit each other; before anything is loaded."""
+        if plan.mode != "ar" and draft is None and not plan.draft_remote:
+            raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
+        count = 1 if ranks is None else ranks.size
+        if plan.ranks != count:
+            split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
+            raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
+        config = read_config(target)
+        longest = config.max_position_embeddings
+        length = options.get("max_model_len")
+        length = longest if length is None else length
+        if not 2 <= length <= longest:
+            raise UserError(f"max_model_len must lie in 2..{longest} for this target, not {length}")
+        heads = [config.vocab_size, *([] if draft is None else [read_config(draft).vocab_size])]
+        vocab = options.get("vocab_size") or min(heads)
+        if vocab > min(heads):
+            raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
+        share = options.get("share_device", False)
+        device = own_device(torch.device(options.get("device", "cpu")), ranks, share)
+        if plan.beside and device.type != "cuda":
+            raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
+        draft_path = None if draft is None else Path(draft)
+        ops, load = options.get("ops", "auto"), options.get("load", load_model)
+        emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
+        activations, head = options.get("activations", "auto"), options.get("head", "auto")
+        check_rounding(activations, head, ops, device)
+        stored = cache_dtype_of(options.get("kv_cache_dtype", "auto"), ops, device)
+        kept = options.get("kept_memory", KEPT_MEMORY)
+        require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
+        packed = options.get("packed_cache")
+        models = Models(
+            Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
+            head, load, emulate, trace, kept, None if packed is None else PackedCache(packed),
+            Grammars(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
+        )  # fmt: skip
+        if device.type == "cuda":
+            models.check_gpu(plan, options.get("note") or (lambda line: None))
+        return models
+
+    def check_gpu(self, plan: EngineConfig, note: Callable[[str], None]) -> None:
+        """Tells which models do not run on the CUDA operators, and why. Raises UserError where they were asked for, or
+        where the memory does not suffice."""
+        sides: dict[Side, Path] = {"target": self.target}
+        if self.draft is not None and plan.mode != "ar":
+            sides["draft"] = self.draft
+        if self.only is not None:
+            sides = {self.only: sides[self.only]}
+        needs: list[Need] = []
+        for side, path in sides.items():
+            config = read_config(path)
+            dtype = self._kind(config)
+            operators(self.ops, config, dtype, self.device)
+            why = why_not_cuda(config, dtype, self.device) if self.ops == "auto" else None
+            if why is not None:
+                note(f"the {side} runs on torch's own operators: {why}")
+            ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
+            slots = self.sessions * plan.sequences * (self._context(plan) + self.slots(side, plan))
+            needs.append(Need(config, dtype, slots, max(ranks, 1), self.cache_dtype))
+        apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
+        for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
+            check_memory(held, self.device)
+
+    def with_vocab(self, vocab_size: int) -> Models:
+        """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
+        if not 1 <= vocab_size <= self.vocab_size:
+            raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
+        grammars = Grammars(self.target, read_config(self.target).eos_token_ids, vocab_size)
+        return replace(self, vocab_size=vocab_size, grammars=grammars)
+
+    def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> Facts:
+        """What all ranks of a job must agree on, and what those of the group with these models must. The vocabulary is
+        not among it: rank 0 alone knows the tokenizer. Raises UserError where a file cannot be read."""
+        paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
+        settings = {
+            **settings_of(plan),
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "device": self.device.type,
+            "share_gpus": self.share_device,
+            "ops": self.ops,
+            "activations": self.activations,
+            "kv_cache_dtype": "auto" if self.cache_dtype is None else "fp8",
+            "head": self.head,
+            **{name: None if times is None else str(times.points) for name, times in paces.items()},
+            "max_model_len": self.max_model_len,
+            "kept_memory": self.kept_memory,
+            "trace": self.trace is not None,
+            "version": __version__,
+        }
+        files = {} if self.draft is None else {"draft": _told_apart(self.draft)}
+        return Facts(settings, files, {"target": _told_apart(self.target)} if target else {})
+
+    def described(self, plan: EngineConfig) -> dict[str, object]:
+        """What the first line of a trace says of a run."""
+        shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.steps}
+        split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
+        return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
+
+    def kernel_sums(self, *, target: bool, draft: bool) -> int:
+        """How wide the products are that kernels of a group with these models sum over peer memory; 0: they do not."""
+        width = 0
+        for path in self._paths(target=target, draft=draft):
+            config = read_config(path)
+            if self.share_device or operators(self.ops, config, self._kind(config), self.device) is not cuda:
+                return 0
+            width = max(width, config.hidden_size)
+        return width
+
+    def verifier(
+        self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None
+    ) -> LocalVerifier:
+        """The target."""
+        return verifier_on(*self._runner("target", plan, group, progress), plan)
+
+    def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
+        """The draft, of the kind that the mode wants."""
+        return drafter_on(*self._runner("draft", plan, group, progress), plan)
+
+    def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
+        """Both models and the groups of particles on them."""
+        target, tools = self._runner("target", plan, group, progress)
+        draft, draft_tools = self._runner("draft", plan, group, progress)
+        lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
+        config = plan.grouped
+        assert config is not None
+        steps = selection.for_population(target, draft, tools, draft_tools, config)
+        keep = self.kept_memory > 0
+        return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag, keep=keep)
+
+    def _runner(
+        self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None
+    ) -> tuple[Runner, Tools]:
+        """One of the two models, or this rank's share of it, and the only runner on it."""
+        return self.loaded(side, plan, group, progress).runner(self.slots(side, plan), self.pause)
+
+    def loaded(self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None) -> Loaded:
+        """Loads one of the two models, or this rank's share of it."""
+        path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
+        assert path is not None
+        context, config = self._context(plan), read_config(path)
+        dtype = self._kind(config)
+        ops = operators(self.ops, config, dtype, self.device)
+        model = self.load(
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.slots(side, plan),
+            progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
+            cache_dtype=self.cache_dtype, kept=self.cache if ops is cpu else None,
+        )  # fmt: skip
+        hook = None if times is None else step_time_emulation.hook(times, 1 if group is None else group.size)
+        captures = self.device.type == "cuda" and ops.CAPTURES > 0
+        priority = FIRST if side == "draft" and plan.beside else 0
+        capture = partial(CudaCapture, self.capturing, priority) if captures else None
+        kept = self._kept_tokens(plan) // self.sessions if plan.sequences == 1 else 0
+        return Loaded(model, ops, self.vocab_size, context, kept, self.grammars.rules, hook, capture)
+
+    def _context(self, plan: EngineConfig) -> int:
+        return self.max_model_len + plan.verify_batch  # the last round may overshoot
+
+    def slots(self, side: Side, plan: EngineConfig) -> int:
+        """Tree slots of a model's cache."""
+        if plan.grouped is not None:
+            return region(plan.grouped, self.max_model_len)
+        if side == "target":
+            return plan.verify_batch
+        return draft_slots(plan)
+
+    def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
+        """What of a model is rounded at load."""
+        usual = ops is cpu and dtype == torch.bfloat16
+        activations = usual if self.activations == "auto" else self.activations == "int8"
+        if self.head != "auto":
+            return Rounding(activations, None if self.head == "native" else self.head)
+        # the draft's alone, since only the target's answers must be its own
+        head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
+        return Rounding(activations, head)
+
+    def _kept_tokens(self, plan: EngineConfig) -> int:
+        """How many tokens of earlier texts have room, in both models and so on all ranks alike."""
+        size = 0  # bytes of a token's keys and values
+        for path in self._paths(target=True, draft=plan.mode != "ar"):
+            config = read_config(path)
+            size += token_bytes(config, self.cache_dtype or self._kind(config))
+        return self.kept_memory * 2**20 // size
+
+    def _paths(self, *, target: bool, draft: bool) -> list[Path]:
+        """Of the models that a group holds."""
+        paths = (
+            self.target if target and self.only != "draft" else None,
+            self.draft if draft and self.only != "target" else None,
+        )
+        return [path for path in paths if path is not None]
+
+    def _kind(self, config: ModelConfig) -> torch.dtype:
+        return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
+
+
+def _told_apart(path: Path) -> str:
+    """What tells a model directory from another. Raises UserError where a file of it cannot be read."""
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+
+def verifier_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalVerifier:
+    """A verifier on a model of this process."""
+    return FullVerifier(runner, selection.for_target(runner, tools), Rejection if plan.verify == "reject" else None)
+
+
+def draft_slots(plan: EngineConfig) -> int:
+    """Tree slots of a draft's cache, and of its tree."""
+    if plan.proposal == "sample":
+        return plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
+    return 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
+
+
+def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:
+    """A drafter on a model of this process."""
+    steps, tree = selection.for_draft(runner, tools, plan)
+    children: Children = BestChildren(plan.children, plan.proposal == "coupled")
+    if plan.proposal == "sample":
+        children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
+    kind = BesideDrafter if plan.beside else AheadDrafter if plan.mode == "async" else LocalDrafter
+    return kind(runner, steps, tree, children, plan)

@@ -1,0 +1,142 @@
+"""The roles of an orchestrator: a draft, a target, or both are a worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Unpack
+
+from swiftspec.builder.load_options import Options, Worker
+from swiftspec.builder.model_pair import Models, draft_slots
+from swiftspec.builder.request_limits import RequestLimits
+from swiftspec.builder.roles import Roles, Tree, check_request, tree_decoding
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.draft.failover import Away
+from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.rpc.connection import Link
+from swiftspec.distributed.rpc.draft_stream import DraftStream
+from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
+from swiftspec.distributed.rpc.protobuf_codec import Identity, is_fed
+from swiftspec.distributed.rpc.reconnect import ANSWER, Redial
+from swiftspec.distributed.rpc.service import DRAFT, TARGET
+from swiftspec.distributed.rpc.status import WorkerLost
+from swiftspec.distributed.rpc.verifier import GrpcVerifier
+from swiftspec.errors import UserError
+from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.rpc_latency import clocks
+from swiftspec.observe.trace_file import TraceFile
+from swiftspec.observe.trace_format import head_of
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.replica_drafter import ReplicaDrafter
+from swiftspec.sampling.grammar import Grammars
+from swiftspec.tree.replica import Replica
+from swiftspec.tree.tree import DraftTree
+
+Leave = Callable[[], None]
+
+
+class RemoteTarget:
+    """A target's worker that has answered. Raises UserError where none does."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.link = Link(worker.url, worker.flag, TARGET, pb.VerifyAnswer, worker.security)
+        try:
+            self.about = self.link.ping(worker.timeout)
+        except WorkerLost as error:
+            raise UserError(f"{error}; start it with `swiftspec worker target`") from None
+
+    def files(self) -> dict[str, bytes]:
+        """What its tokenizer is made of, by the names of the files."""
+        try:
+            return dict(self.link.files(10 * self.worker.timeout))
+        except WorkerLost as error:
+            raise UserError(str(error)) from None
+
+
+def remote_drafter(
+    worker: Worker, note: Callable[[str], None], config: EngineConfig, bounds: Bounds
+) -> tuple[Away, Leave]:
+    """The drafter whose model a worker runs, and what leaves that again. One that does not answer yet is looked for
+    while the target decodes, and `note` hears of it. Raises UserError on a worker that is none for this target."""
+    link = Link(worker.url, worker.flag, DRAFT, pb.DraftAnswer, worker.security)
+    redial = Redial(link, partial(_check, worker, bounds))
+    stream = DraftStream(link, config, bounds, ANSWER)
+    try:
+        stream.attach(redial.look())
+    except WorkerLost as error:
+        note(f"{error}; until it answers the target decodes alone")
+        redial.lost()
+    except UserError:
+        redial.close()
+        link.close()
+        raise
+
+    def leave() -> None:
+        redial.close()
+        stream.leave()
+        link.close()
+
+    if not is_fed(config):
+        return Away(GrpcDrafter(stream), stream, redial, stream.hops), leave
+    slots = draft_slots(config)
+    replica = Replica(DraftTree(1 + slots * config.children, slots), bounds.vocab)
+    return Away(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.hops), leave
+
+
+def _check(worker: Worker, bounds: Bounds, about: pb.PingAnswer) -> None:
+    """Raises UserError on a draft that is none for this target."""
+    if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
+        raise UserError(f"{worker.flag} {worker.url} makes no pair with this target: their tokenizers differ")
+    if about.max_model_len < bounds.context:
+        raise UserError(
+            f"{worker.flag} {worker.url} has a context of {about.max_model_len} tokens: take --max-model-len"
+            f" {about.max_model_len}"
+        )
+
+
+def assemble_elsewhere(
+    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[Options]
+) -> Roles:
+    """Roles on a target's worker. `draft`: a draft for this process to load; None: there is none, or it is a worker's,
+    too. `tokenizer`: where the files of the target's lie."""
+    about, note = target.about, options.get("note") or (lambda line: None)
+    length = min(options.get("max_model_len") or about.max_model_len, about.max_model_len)
+    models = None
+    if draft is not None:
+        options |= {"only": "draft", "max_model_len": length, "vocab_size": about.vocab_size}
+        models = Models.check(draft, draft, config, None, options)
+    bounds = Bounds(about.vocab_size, length, config.verify_batch)
+    identity, worker = Identity(about.model, about.tokenizer), options.get("draft_worker")
+    away, leave_draft, local = None, lambda: None, None
+    if models is not None:
+        local = models.drafter(config, None, options.get("progress"))
+    elif worker is not None and config.mode != "ar":
+        away, leave_draft = remote_drafter(replace(worker, tokenizer=about.tokenizer), note, config, bounds)
+    drafter = local or (NoDrafter() if away is None else away.drafter)
+    verifier = GrpcVerifier(target.link, identity, config, bounds, target.worker.timeout)
+
+    def leave() -> None:
+        leave_draft()
+        verifier.leave()
+        target.link.close()
+
+    trace = options.get("trace")
+    log = Recorder(None if trace is None else TraceFile(trace))
+    shape = {"verify_batch": config.verify_batch, "draft_leaves": config.draft_leaves, "draft_steps": config.steps}
+    hops = verifier.hops if away is None or away.hops is None else away.hops
+    verifier.hops = hops
+    head = head_of({"mode": config.mode, **shape, "model": about.name} | clocks())
+    if log.file is not None:
+        log.file.write([head])
+    parts = Tree(drafter, verifier)
+    decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away, hops)
+    if away is not None:
+        verifier.meanwhile = lambda: decoding.asked.grow()  # takes in what the draft's worker sends
+    eos = tuple(about.eos_token_ids)
+    check = partial(check_request, config, Grammars(tokenizer, eos, about.vocab_size))
+    limits = RequestLimits(length, about.vocab_size, eos, check)
+    return Roles(decoding, parts, config, limits, None, log, head, leave, hops)

@@ -1,0 +1,87 @@
+"""A group of ranks over torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from swiftspec.distributed.collectives.sums import sum_in_rank_order
+from swiftspec.errors import RankLost
+
+
+class TensorParallel:
+    """A `Group` of processes over torch's default process group: gloo for CPU tensors, NCCL for CUDA ones.
+
+    A process belongs to exactly one of them, so no communicator spans the draft's ranks and the target's. A peer that
+    is gone or silent raises RankLost after `timeout` at the latest; NCCL ends the process instead.
+    """
+
+    memory = None
+
+    def __init__(self, name: str, rank: int, size: int, nccl: bool = False) -> None:
+        self.name, self.rank, self.size = name, rank, size
+        self._nccl = nccl
+
+    @staticmethod
+    def join(
+        store: Store,
+        name: str,
+        rank: int,
+        size: int,
+        *,
+        device: torch.device | str,
+        timeout: timedelta,
+        share_device: bool = False,
+    ) -> TensorParallel:
+        """Meets the other ranks of group `name`. `share_device`: several ranks on one GPU, which NCCL refuses."""
+        nccl = torch.device(device).type == "cuda" and not share_device
+        try:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if nccl else "gloo",
+                store=PrefixStore(name, store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
+        except (dist.DistError, RuntimeError) as error:
+            raise RankLost(f"group {name}: rank {rank} of {size} could not join ({_line(error)})") from error
+        return TensorParallel(name, rank, size, nccl)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[...] -> [size, ...], in rank order."""
+        parts = x.new_empty(self.size, *x.shape)
+        try:
+            dist.all_gather(list(parts.unbind(0)), x.contiguous())
+        except RuntimeError as error:
+            where = f"group {self.name}: rank {self.rank} of {self.size}: all_gather of {list(x.shape)} failed"
+            raise RankLost(f"{where}, a rank is gone or late ({_line(error)})") from error
+        return parts
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over the ranks, in rank order.
+
+        Not the library's: its order depends on topology and size, and differs from rank to rank. The messages of a step
+        are small, so that gathering them costs little more; those of a prefill are bound by the forward anyway.
+        """
+        return sum_in_rank_order(self.all_gather(x))
+
+    def captures(self, x: Tensor) -> bool:
+        return self._nccl  # whose calls a graph records like other work, once a warm-up has connected the ranks
+
+    def lost(self, error: Exception) -> RankLost | None:
+        return None  # a lost peer has raised RankLost already
+
+    def close(self) -> None:
+        """Leaves the group, after which the process may join another."""
+        dist.destroy_process_group()
+
+
+def _line(error: BaseException) -> str:
+    """The library's reason without its source file and its advice."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^\[[^\]]*\] ", "", text).partition(". ")[0] or type(error).__name__

@@ -1,0 +1,1 @@
+"""The draft group as the target group sees it: client, server, failover, recovery."""

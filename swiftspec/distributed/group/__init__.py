@@ -1,0 +1,1 @@
+"""Replicated execution within a tensor-parallel group: a leader and its followers."""

@@ -1,0 +1,1 @@
+"""Launching a job: environment, store, rendezvous, startup barrier, supervision."""

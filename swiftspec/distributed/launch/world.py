@@ -1,0 +1,163 @@
+"""The ranks of one job, as their launcher numbers them, where they meet, and the cores that they run on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from swiftspec import __version__
+from swiftspec.distributed.launch.launcher import launched
+from swiftspec.distributed.launch.rendezvous import Meeting, Meetings
+from swiftspec.distributed.launch.startup_barrier import (
+    Clock,
+    Judge,
+    Roll,
+    Say,
+    Waiting,
+    Words,
+    difference,
+    first_line,
+    ranks,
+    silence,
+)
+from swiftspec.distributed.launch.store import open_store
+from swiftspec.distributed.launch.supervision import Keeping
+from swiftspec.errors import RankLost, UserError
+
+MEETING = 20.0  # seconds for ranks that are all there to agree and connect
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All ranks, as their launcher numbers them. `host`: where rank 0's machine can be reached."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    store: Store
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(available_cores()))  # of this machine
+    jobs: Iterator[int] = field(default_factory=itertools.count)
+    say: Say = silence  # a line for whoever waits with this rank
+    waiting: Waiting = field(default_factory=Waiting)
+    keeping: Keeping | None = None  # None: nobody starts a rank again
+    meetings: Meetings | None = None  # where ranks that were started again find the others
+    present: Sequence[int] | None = None  # who takes part in roll calls; None: all ranks
+
+    def roll(self, name: str) -> Roll:
+        """The roll call of that name, which all ranks of this world make, or those that are present."""
+        members = range(self.size) if self.present is None else self.present
+        return Roll(PrefixStore(name, self.store), self.rank, members, self.say, self.waiting)
+
+    def next_job(self) -> World:
+        """The same ranks with a clean page of the store: they may form an engine, leave it and form another."""
+        return replace(self, store=PrefixStore(f"job {next(self.jobs)}", self.store))
+
+    def met(self, meeting: Meeting) -> World:
+        """The ranks of a meeting, with a clean page of the store. All of them are alive, so nobody waits for long."""
+        assert self.meetings is not None
+        waiting = replace(self.waiting, timeout=MEETING)
+        return replace(
+            self, store=self.meetings.page(meeting), present=meeting.ranks, waiting=waiting, jobs=itertools.count()
+        )
+
+    def part(self, size: int, name: str) -> World:
+        """The first `size` ranks as a world of their own, which a rank from `size` on is no part of. All ranks of the
+        whole give it the same name."""
+        first = self.rank - self.local_rank  # of this machine
+        local = max(min(self.local_size, size - first), 1)
+        store = PrefixStore(name, self.store)
+        return replace(self, size=size, local_size=local, store=store, jobs=itertools.count())
+
+    @property
+    def one_machine(self) -> bool:
+        return self.local_size == self.size
+
+    @property
+    def spin(self) -> bool:
+        """Whether a rank that waits may keep its core busy: there is one for each."""
+        return self.local_size <= len(self.cores)
+
+    def own_cores(self) -> set[int]:
+        """This rank's share of its machine's cores, which no other rank runs on; all of them where they are too few."""
+        cores = sorted(self.cores)
+        if not self.spin:
+            return set(cores)
+        count = len(cores)
+        return set(cores[self.local_rank * count // self.local_size : (self.local_rank + 1) * count // self.local_size])
+
+
+def available_cores() -> set[int]:
+    """The cores that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+
+
+def run_on(cores: set[int]) -> None:
+    """Keeps this process on these cores, where the system can."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+
+
+def join_world(say: Say = silence, waiting: Waiting | None = None, keeping: Keeping | None = None) -> World | None:
+    """The ranks that a launcher such as torchrun has started, once all are there; None if this one is alone. `say`
+    hears for whom it waits. `keeping`: who starts ranks again, if anybody. Raises UserError where the launcher's
+    variables make no sense or a rank does not come, and RankLost."""
+    here, waiting = launched(), waiting or Waiting()
+    if here is None:
+        return None
+    store = open_store(here, say, waiting)
+    world = World(
+        here.rank, here.size, here.local_rank, here.local_size, here.host, store, say=say, waiting=waiting,
+        keeping=keeping, meetings=None if keeping is None else Meetings(store, here.rank),
+    )  # fmt: skip
+    life = 0 if keeping is None else keeping.life
+    if store.add(f"rank {here.rank} life {life}", 1) > 1:
+        raise UserError(
+            f"another process with RANK={here.rank} is at MASTER_PORT={here.port} already: give every rank a number of"
+            " its own, and every job a port"
+        )
+    if life == 0:
+        mine = {"WORLD_SIZE": here.size, "version": __version__}
+        world.roll("join").call(mine, same(mine, here.rank))
+    else:
+        world = meet_again(world)
+    run_on(world.own_cores())  # before any thread is made; two ranks on one core would wait for each other
+    return world
+
+
+def meet_again(world: World) -> World:
+    """The world of a rank that was started again, once rank 0 has called those that it is to work with."""
+    assert world.meetings is not None
+    world.store.set_timeout(timedelta(seconds=MEETING))
+    try:
+        if world.rank > 0:
+            return world.met(world.meetings.come(world.waiting, world.say))
+        clock = Clock(world.waiting)
+        while (meeting := world.meetings.call(range(1, world.size))) is None:
+            missing = sorted(set(range(1, world.size)) - world.meetings.here(range(1, world.size)).keys())
+            if not clock.wait(lambda: world.say(f"waiting for {ranks(missing)}")):  # noqa: B023
+                raise UserError(f"{ranks(missing)} did not come again within {world.waiting.timeout:g} s")
+    except RuntimeError as error:
+        raise RankLost(f"the store is gone ({first_line(error)})") from None
+    return world.met(meeting)
+
+
+def same(mine: Words, here: int) -> Judge:
+    """Judges that all ranks say the same as this one."""
+
+    def judge(said: dict[int, Words]) -> str | None:
+        found = (
+            difference(name, here, value, rank, words.get(name))
+            for rank, words in said.items()
+            for name, value in mine.items()
+        )
+        return next((line for line in found if line is not None), None)
+
+    return judge

@@ -1,0 +1,107 @@
+"""The drafters whose model a worker runs, on another machine or another device of this one.
+
+`GrpcDrafter` exchanges a result for a proposal, as on the bridge between two groups of ranks (bridge.py): in mode
+serial, and where children are drawn. Else a copy of the worker's tree proposes here (`ReplicaDrafter`), and `GrpcFeed`
+is its way to the worker: results go over, growth comes back, and neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from swiftspec.distributed.draft.client import DrafterLate
+from swiftspec.distributed.rpc.draft_stream import DraftStream
+from swiftspec.distributed.rpc.protobuf_codec import read_delta, read_proposal
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.tree.replica import TreeDelta
+
+
+class GrpcDrafter:
+    """Every call may raise DrafterLost; `propose` DrafterLate, after which it may be asked again."""
+
+    def __init__(self, stream: DraftStream) -> None:
+        self.draft_steps = stream.shape.steps  # d; goes with the next message
+        self._stream = stream
+        self._held: Proposal | None = None  # an answer that was looked for, and not yet asked for
+
+    @property
+    def busy(self) -> float:
+        return self._stream.busy
+
+    def open(self, opening: Opening) -> None:
+        self._held = None
+        self._stream.open(opening, self.draft_steps)
+
+    def propose(self) -> Proposal:
+        held, self._held = self._held, None
+        return held or self._proposal(time.monotonic() + self._stream.patience)
+
+    def answered(self) -> bool:
+        """Whether the proposal for the result told last is there. Does not wait for it."""
+        with contextlib.suppress(DrafterLate):
+            self._held = self._held or self._proposal(None)
+        return self._held is not None
+
+    def grow(self) -> None:
+        pass  # it is growing already, or waits its turn
+
+    def observe(self, result: VerifyResult) -> None:
+        self._held = None
+        self._stream.tell(result, self.draft_steps)
+
+    def catch_up(self, result: VerifyResult) -> None:
+        """Rounds without the draft, as the result of a long one."""
+        self.observe(result)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _proposal(self, until: float | None) -> Proposal:
+        """The next proposal that is asked for; those that came too late are passed over."""
+        standing = self._stream.standing
+        while True:
+            answer = self._stream.recv(until)
+            try:
+                proposal = read_proposal(answer.proposal)
+                if (proposal.request, proposal.round) == (standing.request, self._stream.round):
+                    standing.check(proposal)
+                    return proposal
+            except ValueError as error:
+                raise self._stream.nonsense(error) from None
+
+
+class GrpcFeed:
+    """A `FeedLink` (runtime/replica_drafter.py) over a worker's stream."""
+
+    def __init__(self, stream: DraftStream) -> None:
+        self._stream = stream
+
+    @property
+    def busy(self) -> float:
+        return self._stream.busy
+
+    @property
+    def patience(self) -> float:
+        return self._stream.patience
+
+    def open(self, opening: Opening) -> None:
+        self._stream.open(opening, 0)
+
+    def send(self, result: VerifyResult) -> None:
+        self._stream.tell(result, 0)
+
+    def take(self, until: float | None) -> TreeDelta | None:
+        """Raises DrafterLate where a delta has not come in time."""
+        try:
+            answer = self._stream.recv(until)
+        except DrafterLate:
+            if until is None:
+                return None
+            raise
+        if not answer.HasField("delta"):
+            raise self._stream.nonsense("it tells no growth")
+        return read_delta(answer.delta)
+
+    def close(self) -> None:
+        self._stream.close()

@@ -1,0 +1,198 @@
+"""Messages to protobuf and back. Reading one raises ValueError, in one line, on whatever no peer of ours sends; what a
+message must fit beside that (vocabulary, place in the request) `Standing` checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.errors import UserError
+from swiftspec.messages import Drawn, Likelihood, Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.tree.replica import TreeDelta
+
+PROTOCOL = 2  # of these messages; a peer with another one is refused
+SHAPE = ("verify_batch", "draft_leaves", "draft_steps", "verify", "proposal", "calibration", "catch_up", "adapt_steps")
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which model a worker runs, and what turns its ids into tokens: hashes, as Ping tells them."""
+
+    model: bytes
+    tokenizer: bytes
+
+
+def is_fed(shape: EngineConfig) -> bool:
+    """Whether a draft of that shape tells what its tree grows, and does not propose."""
+    return shape.mode == "async" and shape.proposal != "sample"
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """A message from its bytes."""
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise ValueError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name}") from None
+
+
+def opening_to(opening: Opening, shape: EngineConfig, peer: Identity) -> pb.Opening:
+    """An opening of a session of that shape, for this peer and no other."""
+    return pb.Opening(
+        protocol=PROTOCOL, tokenizer=peer.tokenizer, model=peer.model, request=opening.request,
+        prompt_len=opening.prompt_len, tokens=opening.tokens, sampling=pb.Sampling(**_known(opening.sampling)),
+        shape=pb.Shape(ahead=shape.mode == "async", **_some(shape, SHAPE)), afresh=opening.kept is not None,
+    )  # fmt: skip
+
+
+def read_opening(message: pb.Opening, own: Identity) -> tuple[Opening, EngineConfig]:
+    """The opening, and the shape of its rounds. Raises UserError where it means another protocol, model or tokenizer
+    than this worker's."""
+    if message.protocol != PROTOCOL:
+        raise UserError(
+            f"this worker speaks version {PROTOCOL} of the protocol, not {message.protocol}: install the same SwiftSpec"
+        )
+    if message.tokenizer != own.tokenizer:
+        raise UserError("the tokenizers differ: take a worker whose model has the same one")
+    if message.model != own.model:
+        raise UserError("this worker runs another model than the request began with: ask again")
+    count = len(message.tokens)
+    if not 1 <= message.prompt_len <= count:
+        raise ValueError(f"an opening whose prompt is {message.prompt_len} of {count} tokens")
+    try:
+        values = _values(message.shape, SHAPE)
+        shape = EngineConfig(mode="async" if message.shape.ahead else "serial", **values)
+        sampling = SamplingParams(**_values(message.sampling, [field.name for field in fields(SamplingParams)]))
+        shape.check_request(sampling)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    kept = (0, 0) if message.afresh else None
+    return Opening(message.request, tuple(message.tokens), sampling, message.prompt_len, kept=kept), shape
+
+
+def proposal_to(proposal: Proposal) -> pb.Proposal:
+    drawn = proposal.drawn
+    return pb.Proposal(
+        request=proposal.request, round=proposal.round, prefix_len=proposal.prefix_len, tokens=proposal.tokens,
+        parents=proposal.parents,
+        drawn=None if drawn is None else pb.Drawn(tokens=drawn.tokens.ravel(), probs=drawn.probs.ravel()),
+    )  # fmt: skip
+
+
+def read_proposal(message: pb.Proposal) -> Proposal:
+    tokens, parents = tuple(message.tokens), tuple(message.parents)
+    if not tokens or len(parents) != len(tokens):
+        raise ValueError(f"a proposal of {len(tokens)} tokens and {len(parents)} parents")
+    if parents[0] != -1 or any(not 0 <= parent < node for node, parent in enumerate(parents[1:], 1)):
+        raise ValueError("a proposal's nodes are not in topological order")
+    drawn = _read_drawn(message.drawn, len({*parents[1:]})) if message.HasField("drawn") else None
+    return Proposal(message.request, message.round, message.prefix_len, tokens, parents, drawn)
+
+
+def _read_drawn(message: pb.Drawn, rows: int) -> Drawn:
+    count = len(message.tokens)
+    if rows == 0 or count == 0 or count % rows or len(message.probs) != count:
+        raise ValueError(f"{count} tokens and {len(message.probs)} probabilities are no distributions of {rows} nodes")
+    tokens = np.array(message.tokens, np.int32).reshape(rows, -1)
+    probs = np.array(message.probs, np.float32).reshape(rows, -1)
+    if not (np.isfinite(probs).all() and (probs >= 0).all() and (probs > 0).any(-1).all()):
+        raise ValueError("a proposal's nodes were drawn from no distribution")
+    return Drawn(tokens, probs)
+
+
+def delta_to(delta: TreeDelta) -> pb.TreeDelta:
+    return pb.TreeDelta(
+        request=delta.request, round=delta.round, expansions=delta.expansions, first=delta.first,
+        parents=delta.parents.tolist(), tokens=delta.tokens.tolist(), weights=delta.weights.tolist(),
+    )  # fmt: skip
+
+
+def read_delta(message: pb.TreeDelta) -> TreeDelta:
+    """Whether it fits the tree is for the replica to say."""
+    parents, tokens = np.array(message.parents, np.int64), np.array(message.tokens, np.int64)
+    weights = np.array(message.weights, np.float64)
+    return TreeDelta(message.request, message.round, message.expansions, message.first, parents, tokens, weights)
+
+
+def result_to(result: VerifyResult, *, whole: bool = True) -> pb.VerifyResult:
+    """`whole`: with what the orchestrator alone needs."""
+    message = pb.VerifyResult(
+        request=result.request, round=result.round, prefix_len=result.prefix_len, path=result.path, tokens=result.tokens
+    )
+    if whole:
+        message.overlaps.extend(result.overlaps)
+        for name in ("likelihoods", "prompt"):
+            if (known := getattr(result, name)) is not None:
+                getattr(message, name).CopyFrom(_likelihoods_to(known))
+    return message
+
+
+def read_result(message: pb.VerifyResult) -> VerifyResult:
+    path, tokens = tuple(message.path), tuple(message.tokens)
+    if not path or len(path) != len(tokens):
+        raise ValueError(f"a result of {len(path)} nodes and {len(tokens)} tokens")
+    likelihoods = _read_likelihoods(message.likelihoods) if message.HasField("likelihoods") else None
+    prompt = _read_likelihoods(message.prompt) if message.HasField("prompt") else None
+    if likelihoods is not None and len(likelihoods) != len(tokens):
+        raise ValueError(f"{len(likelihoods)} log-probabilities of {len(tokens)} tokens")
+    about = message.request, message.round, message.prefix_len
+    return VerifyResult(*about, path, tokens, tuple(message.overlaps), likelihoods, prompt)
+
+
+def check_result(result: VerifyResult, proposal: Proposal) -> None:
+    """Whether a result can be that of this proposal. A token that the proposal does not have on the path that is said
+    to stand would be a wrong one."""
+    if (result.request, result.round, result.prefix_len) != (proposal.request, proposal.round, proposal.prefix_len):
+        raise ValueError(f"a result of round {result.round}, where round {proposal.round} was asked for")
+    path, parents = result.path, proposal.parents
+    inside = path[0] == 0 and 0 <= min(path) <= max(path) < len(parents)
+    if not inside or any(parents[b] != a for a, b in pairwise(path)):
+        raise ValueError("a result's path does not lead down the proposal")
+    if tuple(proposal.tokens[node] for node in path[1:]) != result.tokens[:-1]:
+        raise ValueError("a result's tokens are not those of its path")
+
+
+def _likelihoods_to(known: Sequence[Likelihood]) -> pb.Likelihoods:
+    top = [each for one in known for each in one.top]
+    return pb.Likelihoods(
+        logprobs=[one.logprob for one in known], width=len(known[0].top) if known else 0,
+        top_tokens=[token for token, _ in top], top_logprobs=[logprob for _, logprob in top],
+    )  # fmt: skip
+
+
+def _read_likelihoods(message: pb.Likelihoods) -> tuple[Likelihood, ...]:
+    count, width = len(message.logprobs), message.width
+    if width < 0 or {len(message.top_tokens), len(message.top_logprobs)} != {count * width}:
+        raise ValueError(f"{len(message.top_tokens)} likeliest tokens are not {width} for each of {count}")
+    top = list(zip(message.top_tokens, message.top_logprobs))
+    return tuple(Likelihood(each, tuple(top[i * width : (i + 1) * width])) for i, each in enumerate(message.logprobs))
+
+
+def _known(values: object) -> dict[str, Any]:
+    return _some(values, [field.name for field in fields(values)])  # type: ignore[arg-type]
+
+
+def _some(values: object, names: Sequence[str]) -> dict[str, Any]:
+    """Those fields that have a value."""
+    return {name: value for name in names if (value := getattr(values, name)) is not None}
+
+
+def _values(message: Message, names: Sequence[str]) -> dict[str, Any]:
+    """The fields of a message as a dataclass holds them; None where an optional one was left out."""
+    found: dict[str, Any] = {}
+    for name in names:
+        field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+        if field.is_repeated:
+            value = dict(value) if field.message_type is not None else tuple(value)
+        elif field.has_presence and not message.HasField(name):
+            value = None
+        found[name] = value
+    return found

@@ -1,0 +1,1 @@
+"""Channels between ranks and the codec of their messages."""

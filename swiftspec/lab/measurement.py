@@ -1,0 +1,171 @@
+"""What a sweep measures on an engine: speed, step times, and the rounds as they went."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from swiftspec.builder.roles import Tree
+from swiftspec.control.step_times import GREEDY, TEXT, verification_time
+from swiftspec.distributed.draft.client import GroupDrafter
+from swiftspec.lab import timeline
+from swiftspec.lab.timeline import Trace
+from swiftspec.llm import LLM
+from swiftspec.messages import Opening, Proposal
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.verifier import Verifier
+
+
+class OutOfTime(Exception):
+    """The budget has gone by in the middle of something."""
+
+
+class Books(NamedTuple):
+    """How far a request is: tokens before anything is cut off, seconds since the prefill, of them the target's."""
+
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    busy: float = 0.0
+
+    @staticmethod
+    def of(llm: LLM) -> Books:
+        """Of the request under way."""
+        stats = llm.stats
+        tokens = stats.tokens if llm.config.mode == "smc" else stats.accepted + stats.rounds
+        return Books(tokens, stats.rounds, stats.decode_time, stats.target_busy_time)
+
+
+@dataclass(slots=True)
+class Run:
+    """A prompt set once through.
+
+    The first round of a request is left out, unless it is the only one: it waits for a draft that reads the prompt and,
+    where requests come without a pause, still grows the tree of the one before.
+    """
+
+    tokens: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+    busy: float = 0.0
+    answers: list[list[int]] = field(default_factory=list)
+
+    def add(self, first: Books, last: Books) -> None:
+        """A request, by its books after the first round and at its end."""
+        if last.rounds == first.rounds:
+            first = Books()
+        self.tokens += last.tokens - first.tokens
+        self.rounds += last.rounds - first.rounds
+        self.seconds += last.seconds - first.seconds
+        self.busy += last.busy - first.busy
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        return self.tokens / max(self.rounds, 1)
+
+
+def decode_all(llm: LLM, prompts: Sequence[Sequence[int]], max_tokens: int, deadline: float = float("inf")) -> Run:
+    """Decodes all prompts, greedily where the mode can. Raises OutOfTime at the deadline (monotonic)."""
+    temperature = 1.0 if llm.config.mode == "smc" else 0.0
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    if llm.at_once > 1:
+        return _decode_together(llm, prompts, sampling, deadline)
+    run = Run()
+    for prompt in prompts:
+        answer, first = [], None
+        for chunk in llm.stream(prompt, sampling):
+            answer += chunk.token_ids
+            first = first or Books.of(llm)
+            if time.monotonic() > deadline:
+                raise OutOfTime
+        run.add(first or Books(), Books.of(llm))
+        run.answers.append(answer)
+    return run
+
+
+def _decode_together(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, deadline: float) -> Run:
+    """Enough requests to fill an engine that takes several at once, twice over; a prompt comes again with another seed.
+    Seconds are those of all together, without those in which prompts are read."""
+    count = max(2 * llm.at_once, len(prompts))
+    asked = [(prompts[i % len(prompts)], replace(sampling, seed=i)) for i in range(count)]
+    run = Run(answers=[[] for _ in asked])
+    requests, chunks = llm.engine.batch([prompt for prompt, _ in asked], [each for _, each in asked])
+    began, busy = time.perf_counter(), llm.roles.decoding.busy[0]
+    with closing(chunks):
+        for request, chunk in chunks:
+            run.answers[request.number] += chunk.token_ids
+            if time.monotonic() > deadline:
+                raise OutOfTime
+    run.seconds = time.perf_counter() - began - sum(request.stats.prompt_time for request in requests)
+    run.busy = min(llm.roles.decoding.busy[0] - busy, run.seconds)  # prompts count here, too
+    run.tokens, run.rounds = (sum(getattr(each.stats, name) for each in requests) for name in ("tokens", "rounds"))
+    return run
+
+
+def tree_of(llm: LLM) -> Tree:
+    """The roles of an engine that decodes by a draft tree."""
+    assert isinstance(llm.roles.parts, Tree)
+    return llm.roles.parts
+
+
+def lane_times(llm: LLM) -> tuple[float, float]:
+    """Seconds of a verification and of an expansion of an asynchronous engine, both lanes at work at the same time."""
+    roles, room = tree_of(llm), llm.max_model_len - 1
+    assert isinstance(roles.drafter, GroupDrafter)
+    roles.drafter.measure(room)
+    return verification_time(roles.verifier, llm.config.verify_batch, room), roles.drafter.times().expansion
+
+
+def step_times(verifier: Verifier, rows: int, room: int, repeats: int) -> Iterator[float]:
+    """Seconds of a forward over `rows`, sampling included, once a repeat after one to warm up."""
+    text = (0,) * min(TEXT, room)
+    chain = Proposal(0, 0, len(text) - 1, (0,) * rows, tuple(range(-1, rows - 1)))
+    for repeat in range(repeats + 1):
+        verifier.open(Opening(0, text, GREEDY, len(text)))
+        began = time.perf_counter()
+        verifier.submit(chain).wait()
+        if repeat > 0:
+            yield time.perf_counter() - began
+    verifier.close()
+
+
+def rounds_of(trace: Trace) -> list[tuple[int, int]]:
+    """(accepted draft tokens, expansions on the critical path before) of every round but the first of its request."""
+    return [
+        (len(line["path"]) - 1, len(timeline.expanded_first(line)))
+        for before, line in pairwise(trace.rounds)
+        if before["request"] == line["request"] and "path" in line
+    ]
+
+
+def lane_of(line: dict[str, Any]) -> dict[str, Any]:
+    """A round for a profile, which draws its lanes and needs no trees."""
+    draft = {name: part for name, part in line.get("draft", {}).items() if name != "tree"}
+    return {name: draft if name == "draft" else part for name, part in line.items() if name != "texts"}
+
+
+def around_of(trace: Trace) -> dict[str, float]:
+    """Mean seconds of what surrounds the forwards of an asynchronous run, as `simulate.Times` names it."""
+    found: dict[str, list[float]] = {name: [] for name in ("verify", "settle", "expand", "answer", "link")}
+    for this, after in trace.successive():
+        if "observe" not in after.get("draft", {}) or "grow" not in this.get("draft", {}):
+            continue
+        verify, grow, answer = this["target"]["verify"], this["draft"]["grow"], after["draft"]
+        growing = [f for f in this["draft"]["forwards"] if f[0] >= grow[0]]
+        inside = sum(f[1] - f[0] for f in answer["forwards"] if f[0] < answer["propose"][1])
+        found["verify"].append(verify[1] - verify[0] - this["target"]["forward"])
+        found["settle"].append(after["wait"][0] - verify[1])
+        if growing:
+            found["expand"].append((grow[1] - grow[0] - sum(f[1] - f[0] for f in growing)) / len(growing))
+        found["answer"].append(answer["propose"][1] - answer["observe"][0] - inside)
+        found["link"].append(after["wait"][1] - answer["propose"][1])
+    return {name: max(statistics.fmean(values), 0.0) for name, values in found.items() if values}

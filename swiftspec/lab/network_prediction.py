@@ -1,0 +1,124 @@
+"""What drafting over a network would give: rounds over a link, with a replica of the tree on the near side.
+
+Two forms: the draft alone is behind the link, beside whose other end the loop and the target are; or both models are
+behind links like it, and only the loop is on the near side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swiftspec.lab import simulation
+from swiftspec.lab.network_link import Link
+from swiftspec.lab.simulation import Acceptance, Outcome, Rounds, Times
+
+MESSAGE = 200  # bytes of a result or a proposal, with what its protocol adds
+NODE = 20  # bytes of a node that is told to a replica
+
+
+@dataclass(frozen=True, slots=True)
+class Far:
+    """A link as rounds see it. Seconds."""
+
+    message: float  # a result or a proposal one way
+    expansion: float  # what the nodes of an expansion add to that
+    both: bool  # whether the target is behind such a link, too
+
+    @staticmethod
+    def over(link: Link, nodes: int, *, both: bool) -> Far:
+        """`nodes`: what an expansion adds to the tree."""
+        return Far(link.one_way(MESSAGE), nodes * NODE / link.bandwidth, both)
+
+    @property
+    def verifying(self) -> float:
+        """What a verification takes longer."""
+        return 2 * self.message if self.both else 0.0
+
+
+def serial(rounds: Rounds, d: int, times: Times, far: Far) -> Outcome:
+    """In turn: the result goes over, d expansions, the proposal comes back, the verification."""
+    drafting = 2 * far.message + times.answer + d * (times.draft + times.expand)
+    length = far.verifying + times.target + times.verify + times.settle + drafting
+    return simulation.outcome(rounds, length * len(rounds), drafting * len(rounds))
+
+
+def ahead(rounds: Rounds, d: int, times: Times, far: Far) -> Outcome:
+    """A verification begins with what the replica holds: all d expansions from before the result, and where the result
+    asks for more at once, these, too."""
+    expansion, growth = times.draft + times.expand, far.message + d * far.expansion
+    submitted = growing = waiting = 0.0  # growing: when the draft began to
+    for _, critical in rounds:
+        grown = growing + d * expansion
+        result = submitted + far.verifying + times.target + times.verify
+        answered = max(result + far.message, grown) + times.answer + critical * expansion
+        held = grown + growth if critical == 0 else answered + far.message + critical * far.expansion
+        begins = max(result + times.settle + times.answer, held)
+        waiting += begins - result
+        submitted, growing = begins, answered
+    return simulation.outcome(rounds, submitted, waiting)
+
+
+def hidden(times: Times, far: Far) -> int:
+    """The largest d whose growth the target never waits for; 0: the link alone takes longer than a round."""
+    left = times.target + times.verify + times.settle + far.verifying - 2 * far.message
+    return max(math.floor(left / (times.draft + times.expand + far.expansion)), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A way to run the pair, at its best d."""
+
+    name: str
+    d: int | None
+    outcome: Outcome
+
+
+def plans(link: Link, acceptance: Acceptance, bs: int, w: int, plain: Times, near: Times, apart: Times) -> list[Plan]:
+    """Every way, those on one side first. Step times of plain decoding, of both models on one side in turn, and of a
+    pair that is split."""
+    depths = {mode: acceptance.depths(mode, bs, w) for mode in ("serial", "async")}
+    rounds = {(mode, d): acceptance.rounds(mode, bs, w, d) for mode in depths for d in depths[mode]}
+    found = [
+        Plan("ar on one side", None, simulation.plain(plain)),
+        _best("serial on one side", {d: simulation.serial(rounds["serial", d], d, near) for d in depths["serial"]}),
+    ]
+    for both in (False, True):
+        far, where = Far.over(link, w * max(bs, w), both=both), "both apart" if both else "draft apart"
+        in_turn = {d: serial(rounds["serial", d], d, apart, far) for d in depths["serial"]}
+        at_once = {d: ahead(rounds["async", d], d, apart, far) for d in depths["async"]}
+        found += [_best(f"serial, {where}", in_turn), _best(f"async, {where}", at_once)]
+    return found
+
+
+def _best(name: str, outcomes: dict[int, Outcome]) -> Plan:
+    d = max(outcomes, key=lambda d: outcomes[d].speed)
+    return Plan(name, d, outcomes[d])
+
+
+def verdict(found: Sequence[Plan], link: Link, bs: int, w: int, apart: Times) -> str:
+    """Whether a split over the link pays, and which depth hides it."""
+    here = max((plan for plan in found if plan.name.endswith("one side")), key=lambda plan: plan.outcome.speed)
+    lines = []
+    for both, where in ((False, "draft apart"), (True, "both apart")):
+        split = max((plan for plan in found if plan.name.endswith(where)), key=lambda plan: plan.outcome.speed)
+        gain = split.outcome.speed / here.outcome.speed
+        pays = "pays" if gain > 1 else "does not pay"
+        most = hidden(apart, Far.over(link, w * max(bs, w), both=both))
+        depth = f"growth of up to d {most} is hidden" if most > 0 else "no d is hidden: the target waits in every round"
+        lines.append(f"{where}: {pays}, {split.name} at d {split.d} gives {gain:.2f} times {here.name}; {depth}")
+    return "\n".join(lines)
+
+
+def table(found: Sequence[Plan]) -> str:
+    """As aligned text."""
+    cells = [("run", "d", "tok/s", "tok/round", "round ms", "of it waiting")]
+    for plan in found:
+        out, d = plan.outcome, "" if plan.d is None else str(plan.d)
+        cells.append(
+            (plan.name, d, f"{out.speed:.1f}", f"{out.tokens_per_round:.2f}", f"{1e3 * out.round:.2f}",
+             f"{1e3 * out.waiting:.2f}")
+        )  # fmt: skip
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells)

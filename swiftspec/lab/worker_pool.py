@@ -1,0 +1,135 @@
+"""The processes of a sweep: rank 0 says what is to be built next, and every rank builds its part of it, again and
+again, without being started anew."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from swiftspec.backends import cpu as host
+from swiftspec.builder.load_options import Options
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.distributed.launch.world import World, available_cores, run_on
+from swiftspec.errors import RankLost, UserError
+from swiftspec.llm import LLM, serve_rank
+from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.serve.settings.flags import MOST_THREADS
+
+Ops = Literal["auto", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An engine to build on the first ranks of the job. `alone`: one of the two models by itself, to be timed."""
+
+    plan: EngineConfig
+    ops: str = "auto"
+    alone: str | None = None  # "target" or "draft"
+    paced: bool = True  # at the emulated step times, where there are any
+    trace: str | None = None
+
+    def pack(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpack(text: str) -> Order:
+        data: dict[str, Any] = json.loads(text)
+        plan = data.pop("plan")
+        return Order(EngineConfig(**{**plan, "population": PopulationConfig(**plan["population"])}), **data)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The two models and how they are loaded."""
+
+    target: Path
+    draft: Path
+    options: Options
+    threads: int | None = None  # inside one operation; None: this rank's cores
+
+    def options_for(self, order: Order) -> Options:
+        """Those of an order. No text is kept: each run reads its prompts, as the first one does."""
+        emulate = (self.options.get("emulate") if order.paced else None) or Emulation()
+        if order.alone == "draft":
+            emulate = Emulation(target=emulate.draft)
+        trace = None if order.trace is None else Path(order.trace)
+        ops: Ops = "reference" if order.ops == "reference" else "auto"
+        return {**self.options, "emulate": emulate, "trace": trace, "ops": ops, "kept_memory": 0}
+
+    def models(self, order: Order) -> tuple[Path, Path | None]:
+        """The target and the draft of an order."""
+        if order.alone is not None:
+            return (self.target if order.alone == "target" else self.draft), None
+        return self.target, None if order.plan.mode == "ar" else self.draft
+
+
+class WorkerPool:
+    """All ranks of the job, or this process alone. Only rank 0 builds and dismisses; the others follow."""
+
+    def __init__(self, pair: Pair, world: World | None) -> None:
+        self.pair = pair
+        self._world = world
+        self._orders = 0
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self._world is None else self._world.size
+
+    @contextlib.contextmanager
+    def engine(self, order: Order) -> Iterator[LLM]:
+        """The engine of an order. Raises UserError where it cannot be built."""
+        if self._world is not None:
+            self._world.store.set(f"order {self._orders}", order.pack())
+        part = self._part(order)
+        llm = LLM(*self.pair.models(order), order.plan, world=part, **self.pair.options_for(order))
+        try:
+            yield llm
+        finally:
+            llm.close()
+
+    def dismiss(self) -> None:
+        """Lets the other ranks go, and waits until they have: the store ends with this process."""
+        if self._world is not None:
+            self._world.store.set(f"order {self._orders}", "")
+            for rank in range(1, self._world.size):
+                self._world.store.get(f"gone {rank}")
+
+    def follow(self) -> None:
+        """The life of any rank but 0, until it is dismissed. Raises RankLost when rank 0 is gone."""
+        while (text := self._next()) != "":
+            order = Order.unpack(text)
+            part = self._part(order)
+            if part is not None and part.rank < part.size:
+                with contextlib.suppress(UserError):  # rank 0 has it too, and tells
+                    serve_rank(part, *self.pair.models(order), order.plan, **self.pair.options_for(order))
+        assert self._world is not None
+        self._world.store.set(f"gone {self._world.rank}", "")
+
+    def _next(self) -> str:
+        assert self._world is not None
+        while True:
+            try:
+                return self._world.store.get(f"order {self._orders}").decode()
+            except RuntimeError as error:  # the store's
+                if "timeout" not in str(error).lower():
+                    raise RankLost("rank 0 is gone") from None
+
+    def _part(self, order: Order) -> World | None:
+        """The ranks of an order, this one on its cores; None for one that is alone."""
+        number, self._orders = self._orders, self._orders + 1
+        part = None if self._world is None else self._world.part(order.plan.ranks, f"part {number}")
+        alone = part is None or part.size == 1
+        cores = part.own_cores() if part is not None and part.rank < part.size else available_cores()
+        run_on(cores)
+        threads = self.pair.threads or min(len(cores) if part is None or part.spin else 1, MOST_THREADS)
+        host.set_threads(threads)
+        torch.set_num_threads(threads if self._world is None and order.ops == "reference" else 1)
+        if alone and part is not None and part.rank == 0:
+            return None
+        return part

@@ -1,0 +1,158 @@
+"""The files of a checkpoint directory: config.json, and the weights as safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from swiftspec.errors import UserError, shown
+from swiftspec.file_io import Fields, in_a_line, is_file, is_folder, read_object
+from swiftspec.model.checkpoint import FLOATS
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config, stop_tokens
+from swiftspec.model.formats import format_of
+
+Progress = Callable[[str, int, int], None]  # a folder's name; the bytes of it that have been read, and all of them
+LARGEST_MAPPED = 64 << 20
+LARGEST_INDEX = 64 << 20  # bytes; the largest mixtures of experts come to a tenth
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The config of a checkpoint directory. generation_config.json, if any, names the tokens that end a text.
+
+    Raises UserError on a model, or a format of its weights, that is not supported.
+    """
+    folder = Path(path)
+    file, stops = folder / "config.json", folder / "generation_config.json"
+    if not is_folder(folder):
+        raise UserError(f"{folder}: no such directory")
+    if not is_file(file):
+        raise UserError(f"{folder}: no config.json; a Hugging Face model directory has one")
+    data = read_object(file)
+    try:
+        config = parse_config(data)
+        format_of(config)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    named = Fields(read_object(stops) if is_file(stops) else {}, f"{stops}: ")
+    return config if named.data.get("eos_token_id") is None else replace(config, eos_token_ids=stop_tokens(named))
+
+
+class Tensors:
+    """The tensors of a checkpoint directory by name. They are views of the mapped files: nothing is read from disk
+    before somebody computes with it."""
+
+    def __init__(self, folder: Path, files: list[str], progress: Progress | None) -> None:
+        self.folder = folder
+        self._progress = progress
+        self._where: dict[str, str] = {}
+        self._open: tuple[str, Any, int] | None = None  # a file, mapped as a whole, and the bytes taken of it
+        for file in files:  # reads the headers, so a file that was cut short is found before any tensor is read
+            self._where.update(dict.fromkeys(_open(folder / file).keys(), file))
+        self._left = set(self._where)
+        self.facts = {file: _facts(folder / file) for file in files}  # what changes with their contents
+        self._read, self._bytes = 0, sum(size for size, *_ in self.facts.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, *shape: int, kinds: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """Reads one tensor. Raises UserError unless it is there, with this shape and one of these dtypes."""
+        if name not in self._where:
+            raise UserError(f"{self.folder}: tensor {name} is missing")
+        file = self._where[name]
+        self._tell()
+        handle, taken = self._handle(file)
+        try:
+            found = list(handle.get_slice(name).get_shape())  # of the header: nothing is read, or made, before it fits
+            if found != list(shape):
+                raise UserError(f"{self.folder / file}: {name} is {shown(found)}, config.json says {list(shape)}")
+            tensor: Tensor = handle.get_tensor(name)
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.folder / file}: cannot read {name} ({in_a_line(error)})") from None
+        if tensor.dtype not in kinds:
+            raise UserError(f"{self.folder / file}: {name} is {tensor.dtype}, which is not supported here")
+        self._left.discard(name)
+        self._open = file, handle, taken + tensor.nbytes
+        self._read += tensor.nbytes
+        return tensor
+
+    def skip(self, prefix: str) -> None:
+        """Nobody will take the tensors whose names begin so: what they hold is known."""
+        names = [name for name in self._left if name.startswith(prefix)]
+        self._read += sum(self._handle(self._where[name])[0].get_tensor(name).nbytes for name in names)
+        self._left.difference_update(names)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._progress is not None:
+            self._progress(self.folder.name, min(self._read, self._bytes), self._bytes)
+
+    def _handle(self, file: str) -> tuple[Any, int]:
+        """A mapping of the file, and how much of it was taken: a new one for every `LARGEST_MAPPED` bytes, as all pages
+        that were read through one stay in this process's memory until the last tensor of it is gone."""
+        if self._open is None or self._open[0] != file or self._open[2] > LARGEST_MAPPED:
+            self._open = None
+            self._open = file, _open(self.folder / file), 0
+            if _facts(self.folder / file) != self.facts[file]:
+                raise UserError(f"{self.folder / file} was changed while it was read: start again")
+        return self._open[1:]
+
+    def check_all_taken(self) -> None:
+        """Raises UserError on a tensor that nobody has taken: this is another kind of model then."""
+        # Old versions saved the rotary tables, and some the head that is the embedding. Both say nothing new.
+        redundant = ("rotary_emb.inv_freq", "lm_head.weight")
+        extra = sorted(name for name in self._left if not name.endswith(redundant))
+        if extra:
+            name = extra[0] if extra[0].isprintable() and len(extra[0]) <= 200 else shown(extra[0])
+            order = " (activation order is not supported)" if extra[0].endswith("g_idx") else ""
+            raise UserError(f"{self.folder}: tensor {name} has no place in this model{order}")
+
+
+def open_tensors(path: str | Path, progress: Progress | None = None) -> Tensors:
+    """Opens a directory's safetensors files. `progress` is called before each tensor, the first time with 0."""
+    folder = Path(path)
+    if is_file(folder / _INDEX):
+        return Tensors(folder, _indexed_files(folder), progress)
+    if is_file(folder / _SINGLE):
+        return Tensors(folder, [_SINGLE], progress)
+    if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")):
+        raise UserError(f"{folder}: safetensors only, and these weights are pickles, which can run code; convert them")
+    raise UserError(f"{folder}: no weights; {_SINGLE} or {_INDEX} is needed")
+
+
+def _indexed_files(folder: Path) -> list[str]:
+    """The files that the index names, in order."""
+    index = Fields(read_object(folder / _INDEX, most=LARGEST_INDEX), f"{folder / _INDEX}: ").object("weight_map")
+    if not index.data:
+        raise UserError(f"{folder / _INDEX}: not a safetensors index (its weight_map names no file)")
+    files = sorted({index.text(tensor) for tensor in index.data})
+    for file in files:
+        if Path(file).name != file or not file.isprintable() or len(file) > 255:
+            raise UserError(f"{folder / _INDEX}: {shown(file)} is not a plain file name")
+        if not is_file(folder / file):
+            raise UserError(f"{folder / file}: missing, though {_INDEX} names it")
+    return files
+
+
+def _facts(file: Path) -> tuple[int, ...]:
+    """What changes with a file's contents."""
+    try:
+        now = file.stat()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from None
+    return now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{file}: damaged or cut short ({in_a_line(error)}); download it again") from None

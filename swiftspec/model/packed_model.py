@@ -1,0 +1,54 @@
+"""A model made ready by its operators, and what operators may do with all of it as one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from swiftspec.model.batch import Batch
+from swiftspec.model.tensor_parallel import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer made ready at load: two norms, four projections."""
+
+    input_norm: Any
+    qkv: Any
+    o: Any
+    post_norm: Any
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """All that a forward reads of a model, or of one rank's share of it."""
+
+    embedding: Tensor  # [vocab, D]
+    layers: Sequence[Layer]
+    norm: Any
+    head: Any
+    cos: Tensor  # [positions, hd]
+    sin: Tensor
+    num_heads: int
+    kv_heads: int
+    group: Group | None  # the ranks that sum the outputs of O and down
+
+
+class Cache(Protocol):
+    """Keys and values, both [layers, S, G, capacity, hd]. The forward writes its rows' slots."""
+
+    k: Tensor
+    v: Tensor
+
+
+class Fused(Protocol):
+    """A whole stack as one call."""
+
+    def forward(self, batch: Batch, cache: Any, head: bool, /) -> Tensor | None:
+        """Writes the rows' keys and values into the cache. Returns logits [n, V], or None without the head."""
+        ...

@@ -1,0 +1,99 @@
+"""Steps operator by operator: they take every request, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swiftspec.messages import Proposal
+from swiftspec.model.batch import HostBatch, Ints
+from swiftspec.runtime.executors import FEATURES, Accepted, Features, Request
+from swiftspec.runtime.runner import Runner
+from swiftspec.tree import mask as tree_mask
+from swiftspec.tree.tree import DraftTree
+
+
+class EagerSteps:
+    """Forwards through the runner; the host sees the logits of each."""
+
+    name = "eager"
+    EXPANDS = VERIFIES = frozenset(FEATURES)
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def takes(self, wanted: Features) -> bool:
+        return True
+
+    def open(self, request: Request) -> None:
+        self._request = request
+        self._logits: Tensor | None = None  # of the proposal verified last
+
+    def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
+        for _ in range(count):
+            if not self.has_room(tree, pending) or not self._expand_once(tree, pending):
+                return
+
+    def has_room(self, tree: DraftTree, pending: Sequence[int]) -> bool:
+        """Whether tree and cache hold another expansion."""
+        shape = self._request.expansion
+        assert shape is not None
+        return min(tree.room(shape.children), self.runner.cache.room - len(pending)) >= shape.leaves
+
+    def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
+        """Whether there was a leaf to expand."""
+        shape = self._request.expansion
+        assert shape is not None
+        leaves = tree.best_leaves(shape.leaves)
+        if len(leaves.nodes) == 0:
+            return False
+        with self.runner.naming_lost():  # in a group the ranks also speak to each other after the forward
+            if tree.expanded == 1:  # the root, and with it the pending tokens
+                logits = self.forward(self.runner.chain_batch([*pending, int(leaves.tokens[0])]))[-1:]
+                pending.clear()
+            else:
+                logits = self.forward(self.runner.tree_batch(leaves.tokens, leaves.depths, leaves.mask))
+            paths = tree.path_tokens(leaves.nodes) if self._request.sampler.by_path else None
+            positions = torch.from_numpy(leaves.depths + self.runner.cache.prefix_len[0]).to(logits.device)
+            children = shape.rank(logits, leaves, paths, positions)
+        tree.add_children(leaves.nodes, *children)
+        return True
+
+    def verify(self, proposal: Proposal) -> Accepted:
+        batch, depths = self.proposal_batch(proposal)
+        with self.runner.naming_lost():
+            return self.accept(proposal, depths, self.forward(batch))
+
+    def proposal_batch(self, proposal: Proposal) -> tuple[HostBatch, Ints]:
+        """The rows of a proposal's nodes, and their depths [n] below the root."""
+        mask = tree_mask.from_parents(proposal.parents)
+        depths = mask.sum(-1) - 1
+        return self.runner.tree_batch(np.array(proposal.tokens), depths, mask), depths
+
+    def accept(self, proposal: Proposal, depths: Ints, logits: Tensor) -> Accepted:
+        """What stands, by the logits."""
+        request, self._logits = self._request, logits
+        assert request.accept is not None
+        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.by_path else None
+        positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
+        return request.accept(proposal, logits, paths, positions)
+
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> Sequence[float] | None:
+        if self._logits is None or self.runner.shard is not None:
+            return None
+        logits, above = self._logits[:, : self.runner.vocab].float(), list(parents[1:])
+        return (logits[above, list(tokens[1:])] - logits.logsumexp(-1)[above]).exp().tolist()
+
+    def settle(self, path: Sequence[int]) -> None:
+        self.runner.cache.commit(path)
+
+    def reply(self, tree: DraftTree, *where: Any) -> Any:
+        return None
+
+    def forward(self, batch: HostBatch) -> Tensor:
+        """The logits of a batch [n, vocab]."""
+        return self.runner.logits(batch)

@@ -1,0 +1,134 @@
+"""A draft's expansions in a row as one graph, in which nobody waits for the host.
+
+The tree goes to the device, grows there and comes back: two copies and one wait, in place of a wait for each expansion.
+The ranks of a group whose kernels sum and gather by themselves have a graph each, and the same tree.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends.reference import Scores
+from swiftspec.model.batch import Batch
+from swiftspec.runtime.executors import Features, Request
+from swiftspec.runtime.executors.graph import GraphForwards, Graphs
+from swiftspec.runtime.executors.static_noise import HeldNoise
+from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.noise import PositionNoise
+from swiftspec.tree.tree import DraftTree
+
+
+class Rows(Protocol):
+    """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [w] int64
+    @property
+    def positions(self) -> Tensor: ...  # [w] int64, absolute
+    @property
+    def slots(self) -> Tensor: ...  # [w] int64, from the sequence's start
+    @property
+    def mask(self) -> Tensor: ...  # [w, slots] bool
+
+
+class DeviceTree(Protocol):
+    """A draft tree that grows on the device; backends/cuda/tree.py defines it."""
+
+    children: int
+    rows: Any
+    logprob: Tensor
+
+    def put(self, tree: Any, /) -> None: ...
+    def restore(self) -> None: ...
+    def take(self, tree: Any, /) -> None: ...
+    def best_leaves(self, prefix: Tensor, /) -> Rows: ...
+    def add_children(self, tokens: Tensor, logprobs: Tensor, /) -> None: ...
+
+
+class GraphExpansions(GraphForwards):
+    """Expansions without the host, but for the root's, whose batch has pending tokens in it."""
+
+    name = "graph"
+    TAKES: Features = frozenset({"greedy", "sampled"})
+
+    def __init__(self, runner: Runner, graphs: Graphs, tree: DeviceTree) -> None:
+        super().__init__(runner, graphs)
+        self._tree = tree
+        device = runner.model.device
+        self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix, end of the region
+        self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
+        self._noise = HeldNoise(runner.vocab, torch.float32, device)
+
+    def open(self, request: Request) -> None:
+        super().open(request)
+        shape, params = request.expansion, request.sampler.params
+        assert shape is not None
+        temperature = 1.0 if params.greedy else params.temperature
+        self._noisy = shape.coupled and not params.greedy
+        self._family = "expansions", temperature, shape.tau, self._noisy  # held by value
+        self.graphs.open(self._family, lambda: None)
+
+    def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
+        if tree.expanded == 0 and count > 0:
+            super().expand(tree, pending, 1)
+            count -= 1
+        if tree.expanded > 0 and 1 < count <= self.room(tree):
+            self._expand_on_device(tree, count)
+        else:
+            super().expand(tree, pending, count)
+
+    def room(self, tree: DraftTree) -> int:
+        """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
+        slots = min(tree.room(self._tree.children), self.runner.cache.room)
+        return min(slots // len(self._sequence), PositionNoise.BLOCK - _depth(tree))
+
+    def _expand_on_device(self, tree: DraftTree, count: int) -> None:
+        cache, sampler, began = self.runner.cache, self._request.sampler, time.perf_counter()
+        prefix = cache.prefix_len[0]
+        if self._noisy:
+            self._noise.hold(sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
+        self._staged[:] = torch.tensor([prefix, prefix + tree.slots])
+        self._numbers.copy_(self._staged, non_blocking=True)
+        self._tree.put(tree)
+        with self.runner.naming_lost():
+            self.graphs.run(self._family, count, lambda: self._expansions(count))
+            self._tree.take(tree)
+        cache.append_tree(count * len(self._sequence))
+        for _ in range(count):
+            self.runner.note(began, len(self._sequence))
+            began = time.perf_counter()
+
+    def _expansions(self, count: int) -> Tensor:
+        prefix, end = self._numbers.split(1)
+        self._tree.restore()
+        for _ in range(count):
+            rows = self._tree.best_leaves(prefix)
+            batch = Batch(rows.tokens, rows.positions, rows.slots, rows.mask, self._sequence, end)
+            # rows without a leaf may lie anywhere; their children are nobody's
+            self._tree.add_children(*self._children(self.model_forward(batch), rows.positions + 1))
+        return self._tree.logprob
+
+    def _children(self, logits: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Sampler.children`, operation by operation. `after`: the children's positions."""
+        _, temperature, tau, _ = self._family
+        runner, count = self.runner, self._tree.children
+        if runner.shard is None:
+            if not self._noisy:
+                return runner.ops.children(logits, runner.vocab, count, Scores(temperature * tau))
+            noise, rows = self._noise.rows(after, range(runner.vocab), torch.float32)
+            return runner.ops.children(logits, runner.vocab, count, Scores(temperature, None, noise, rows, tau))
+        scores = logits[:, : len(runner.shard.tokens)] / temperature
+        if self._noisy:
+            noise, rows = self._noise.rows(after, runner.shard.tokens, torch.float32)
+            scores = scores + noise[rows]
+        return runner.shard.log_top_k(scores / tau, count)
+
+
+def _depth(tree: DraftTree) -> int:
+    """How many levels of the tree are expanded."""
+    return int(tree.visible[: tree.expanded].sum(1).max(initial=0))

@@ -1,0 +1,182 @@
+"""Steps as one native call each, on a CPU: Python is otherwise what a small model's round waits for.
+
+The native side finds rows, masks and positions itself, keeps the logits to itself and gives back tokens. So it takes
+requests whose logits need no more than rules, a bias, a temperature and noise. A verification also commits the
+accepted path.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swiftspec.config import PopulationConfig
+from swiftspec.messages import Proposal
+from swiftspec.model.packed_model import Fused
+from swiftspec.runtime.executors import Accepted, Features, Request
+from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors.native_population import NativePopulation
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.runtime.runner import Runner
+from swiftspec.sampling.noise import TARGET_STREAM
+from swiftspec.tree import mask as tree_mask
+from swiftspec.tree.tree import DraftTree
+
+Allowed = Callable[[list[int]], NDArray]  # nodes of leaves -> bits of the tokens that may follow each
+
+
+class NativeRounds(Protocol):
+    """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
+    A group's ranks make the same calls; OSError says that one of them is gone. csrc/bind/rounds.cpp defines it."""
+
+    def scoring(
+        self, vocab: int, temperature: float, bias: Tensor | None, noisy: bool, seed: int, stream: int, /
+    ) -> Any: ...
+    def expand(
+        self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float,
+        allowed: Allowed | None, /,
+    ) -> tuple[int, float]: ...  # fmt: skip
+    def verify(
+        self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None, /
+    ) -> tuple[list[int], list[int], float]: ...
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Any, /) -> list[float]: ...
+
+
+class NativeModel(Fused, Protocol):
+    """A model as one native call, with the inner part of a round and a draft's tree on the native side, too, and a
+    population's rounds (native_rounds.py)."""
+
+    def rounds(self, cache: Any, /) -> NativeRounds:
+        """The inner part of a round over a cache of one sequence."""
+        ...
+
+    def tree(self, arrays: Sequence[NDArray], /) -> Any:
+        """The native side of a draft tree on its arrays."""
+        ...
+
+    def population(
+        self, cache: Any, draft: Any, draft_cache: Any, tensors: Sequence[Tensor], config: PopulationConfig, /
+    ) -> NativePopulation:
+        """Rounds of a population on this model, the target, and a draft; over caches of both."""
+        ...
+
+
+class Handle(Protocol):
+    """The native side of a tree."""
+
+    def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
+    def prospects(self, bs: int, w: int, root: int, /) -> tuple[float, float]: ...
+    def walk(self, tokens: Sequence[int], /) -> list[int]: ...
+    def reroot(self, node: int, /) -> tuple[list[int], list[int]]: ...
+    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float, /) -> Any: ...
+
+
+class NativeTree(DraftTree):
+    """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeSteps` can expand."""
+
+    def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
+        super().__init__(nodes, slots)
+        arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
+        self.native: Handle = fused.tree(arrays)
+
+    def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
+        if first > 0:
+            return super().best_subtree(bs, root, first)
+        return self.native.best_subtree(bs, root)
+
+    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+        return self.native.prospects(bs, w, root)
+
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        return self.native.walk(tokens)
+
+    def reroot(self, node: int) -> tuple[list[int], list[int]]:
+        return self.native.reroot(node)
+
+
+class NativeSteps(EagerSteps):
+    """Expansions and verifications of one decoder that is a native call (`Fused`). A draft's tree is a `NativeTree`."""
+
+    name = "native"
+    EXPANDS = VERIFIES = frozenset({"greedy", "sampled", "logit bias", "grammar"})
+
+    def __init__(self, runner: Runner, fused: NativeModel) -> None:
+        super().__init__(runner)
+        self._fused, self._group = fused, runner.model.group
+        self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` knows
+
+    def takes(self, wanted: Features) -> bool:
+        return wanted <= self.EXPANDS
+
+    def open(self, request: Request) -> None:
+        super().open(request)
+        cache: KVCache = self.runner.cache
+        if self._bound is not cache.k:
+            self._rounds: NativeRounds = self._fused.rounds(cache)
+            self._bound = cache.k
+        sampler = request.sampler
+        p = sampler.params
+        temperature = 1.0 if p.greedy else p.temperature
+        self._scoring = self._rounds.scoring(
+            sampler.vocab, temperature, sampler.bias, not p.greedy, p.seed, TARGET_STREAM
+        )
+
+    def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
+        assert isinstance(tree, NativeTree)
+        runner, shape = self.runner, self._request.expansion
+        assert shape is not None
+        rules = self._request.sampler.rules
+        allowed = None if rules is None else lambda nodes: rules.bits(tree.path_tokens(nodes))
+        for _ in range(count):
+            if not self.has_room(tree, pending):
+                return
+            began = time.perf_counter()
+            leaves = shape.leaves if tree.expanded > 0 else 1  # as many rows as there are: the root's
+            rows = len(pending) + leaves
+            prefix = runner.cache.prefix_len[0]
+            try:
+                expanded, seconds = self._rounds.expand(
+                    tree.native, prefix, pending, leaves, shape.children, self._scoring, shape.coupled, shape.tau,
+                    allowed,
+                )  # fmt: skip
+            except OSError as error:
+                raise self._reason(error) from None
+            if pending:
+                runner.cache.append_prefix(len(pending))
+                pending.clear()
+            runner.cache.append_tree(expanded)
+            runner.note(began, rows, seconds)
+
+    def verify(self, proposal: Proposal) -> Accepted:
+        runner, began = self.runner, time.perf_counter()
+        prefix, rules = runner.cache.prefix_len[0], self._request.sampler.rules
+        allowed = None if rules is None else rules.bits(tree_mask.paths(proposal.tokens, proposal.parents))
+        try:
+            path, tokens, seconds = self._rounds.verify(
+                proposal.tokens, proposal.parents, prefix, self._scoring, allowed
+            )
+        except OSError as error:
+            raise self._reason(error) from None
+        runner.cache.append_prefix(len(path))
+        runner.note(began, len(proposal.tokens), seconds)
+        return Accepted(path, tokens)
+
+    def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
+        """With a grammar those among the tokens that it allows."""
+        return None if self._group is not None else self._rounds.probabilities(tokens, parents, self._scoring)
+
+    def _reason(self, error: OSError) -> Exception:
+        """What an error of the memory that ranks share means."""
+        lost = None if self._group is None else self._group.lost(error)
+        return lost or error
+
+    def settle(self, path: Sequence[int]) -> None:
+        pass  # `verify` has committed it
+
+    def reply(self, tree: DraftTree, *where: Any) -> Any:
+        assert isinstance(tree, NativeTree)
+        return tree.native.fast_reply(*where)

@@ -1,0 +1,1 @@
+"""The commands `chat`, `generate`, `race` and `worker`, and their arguments."""

@@ -1,0 +1,288 @@
+"""The chat in a terminal."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.text import Text
+
+from swiftspec.errors import UserError
+from swiftspec.params import SAMPLING, STOPPING
+from swiftspec.serve import answer_stats
+from swiftspec.serve.cli.banner import show_banner
+from swiftspec.serve.cli.race import race
+from swiftspec.serve.cli.tree_view import Rounds
+from swiftspec.serve.otel.spans import traced
+from swiftspec.serve.rank_plan import mismatch
+from swiftspec.serve.remote_session import open_anywhere
+from swiftspec.serve.session import Session
+from swiftspec.serve.settings.settings import Settings, explain
+from swiftspec.serve.stdio import OutputLost
+from swiftspec.serve.terminal import Interrupt, KeyInterrupt, Painter, Phases, line_reader, note
+from swiftspec.serve.text.template import TooLong
+
+if TYPE_CHECKING:
+    from swiftspec.distributed.launch.world import World
+    from swiftspec.serve.text.stream import TextStream
+
+HELP = """\
+/set NAME VALUE   a sampling value, the seed or a limit: /set temperature 0.7; VALUE `default` takes it back
+/set              what is set now
+/stats [on|off]   the line after each answer; /stats last: everything about the last answer as JSON
+/race [TEXT]      this message, or the last one, without and with the draft: how much faster, and the same text?
+/tree on, /tree   keep the rounds of the next answers; the tree of the last round, or /tree N of the Nth before it
+/clear            forget the conversation
+/help             this page
+/quit             leave (Ctrl-D, or Ctrl-C twice, do too)
+Enter sends, Alt-Enter begins a new line, pasted lines stay together. Ctrl-C stops an answer and keeps what came."""
+ROOM = 256  # tokens of context kept free for an answer, if the context is large enough and no limit says otherwise
+
+
+def run(settings: Settings, world: World | None = None) -> int:
+    """Opens the models and talks until the user leaves. Returns the exit code."""
+    phases = Phases()
+    try:
+        session = open_anywhere(settings, phases, world, warm_up=True)
+    finally:
+        phases.close()
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)  # a Ctrl-C just after an answer ends nothing
+    try:
+        if not settings.raw and not session.codec.has_template:
+            raise UserError(f"{session.model} has no chat template: continue plain text with --raw")
+        interrupt = Interrupt if world is None else KeyInterrupt
+        with traced(session, settings) as heard:
+            Chat(heard, settings, Console(highlight=False), line_reader(), interrupt).run()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        session.close()
+    return 0
+
+
+class Chat:
+    """The conversation and what the user has set. `ask` gives the next message, as `line_reader` says; `interrupt`
+    guards each answer."""
+
+    def __init__(
+        self,
+        session: Session,
+        settings: Settings,
+        console: Console,
+        ask: Callable[[], str],
+        interrupt: Callable[[], Interrupt] = Interrupt,
+    ) -> None:
+        self._interrupt = interrupt
+        self._session = session
+        self._settings = settings
+        self._given = settings.model_copy(deep=True)
+        self._console = console
+        self._ask = ask
+        self._painter = Painter(console)
+        self._history: list[dict[str, str]] = []
+        self._prompt: list[int] | None = None  # asked last
+        self._rounds = Rounds(lambda listener: session.llm.listen(listener), lambda token: session.codec.spell([token]))
+        self._show_stats = True
+        self._last: dict[str, Any] | None = None
+
+    def run(self) -> None:
+        """Reads and answers until the user leaves."""
+        show_banner(self._session, self._console, raw=self._settings.raw)
+        leaving = False
+        while True:
+            try:
+                text = self._ask()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if leaving:
+                    return
+                leaving = True
+                self._note("Ctrl-C once more, or Ctrl-D, leaves")
+                continue
+            leaving = False
+            try:
+                if not self.take(text):
+                    return
+            except OutputLost:
+                raise
+            except UserError as error:
+                self._note(f"error: {error}", "red")
+            except KeyboardInterrupt:  # before the answer had begun
+                self._note("stopped")
+
+    def take(self, text: str) -> bool:
+        """Handles one message or command; False means to leave. Raises UserError on what cannot be done."""
+        if not text.strip():
+            return True
+        if not text.startswith("/") or "\n" in text.strip():
+            self._answer(text)
+            return True
+        command, _, rest = text.strip().partition(" ")
+        rest = rest.strip()
+        match command:
+            case "/quit" | "/exit" | "/bye":
+                return False
+            case "/help" | "/?":
+                self._console.print(Text(HELP))
+            case "/clear":
+                self._history.clear()
+                self._note("the conversation is forgotten")
+            case "/set":
+                self._set(rest)
+            case "/race":
+                self._race(rest)
+            case "/tree":
+                self._rounds.command(rest, self._console)
+            case "/stats":
+                self._stats(rest)
+            case _:
+                raise UserError(f"no command {command}; /help lists them")
+        return True
+
+    def _answer(self, text: str) -> None:
+        before = list(self._history)
+        with self._interrupt() as interrupt:
+            try:
+                prompt = self._prompt = self._ask_for(text)
+                stream = self._stream(prompt, interrupt)
+            except BaseException:
+                self._history = before
+                raise
+        if not self._settings.raw:
+            if stream.text:
+                self._history.append({"role": "assistant", "content": stream.text})
+            else:
+                self._history.pop()  # a question without an answer would break the turns
+        self._after(stream, prompt)
+
+    def _ask_for(self, text: str) -> list[int]:
+        """A message as tokens, with what has to stand before it; it joins the conversation."""
+        if self._settings.raw:
+            return self._session.encode(text, self._settings)
+        self._history.append({"role": "user", "content": text})
+        return self._fit()
+
+    def _race(self, text: str) -> None:
+        """Leaves the conversation as it is."""
+        before = list(self._history)
+        try:
+            prompt = self._ask_for(text) if text else self._prompt
+        finally:
+            self._history = before
+        if prompt is None:
+            raise UserError("nothing was said yet: /race TEXT")
+        self._prompt = prompt
+        race(self._session, self._settings, prompt, self._console, self._interrupt)
+
+    def _stream(self, prompt: list[int], interrupt: Interrupt) -> TextStream:
+        stream = self._session.answer(prompt, self._settings, interrupt.watch)
+        try:
+            for piece in stream:
+                self._painter.write(piece.text, piece.accepted)
+        except KeyboardInterrupt:
+            pass  # while the prompt was read, or pressed twice
+        for piece in stream.rest():
+            self._painter.write(piece.text, piece.accepted)
+        return stream
+
+    def _after(self, stream: TextStream, prompt: list[int]) -> None:
+        if stream.text and not stream.text.endswith("\n"):
+            self._console.print()
+        stats, llm = self._session.llm.stats, self._session.llm
+        self._last = answer_stats.summary(
+            model=self._session.model, draft_model=self._session.draft_model, plan=llm.config, stats=stats,
+            text=stream.text, token_ids=stream.token_ids, prompt_token_ids=prompt,
+            finish_reason=stream.finish_reason or "abort", sampling=self._session.sampling(self._settings),
+            load_time=llm.load_time,
+        )  # fmt: skip
+        if self._show_stats:
+            stopped = "" if stream.finish_reason is not None else "stopped, "
+            self._note(stopped + answer_stats.footer(stats, len(stream.token_ids)))
+        elif stats.drafter_lost is not None:
+            self._note(f"the drafter was lost ({stats.drafter_lost}), the target went on alone")
+        self._console.print()
+
+    def _fit(self) -> list[int]:
+        """The conversation as tokens, the oldest turns dropped until there is room for an answer."""
+        limit = self._session.llm.max_model_len
+        room = min(self._settings.max_tokens or ROOM, limit // 4)
+        dropped = 0
+        while True:
+            try:
+                prompt = self._session.encode_chat(self._history)
+                if len(prompt) + room <= limit or len(self._history) == 1:
+                    break
+            except TooLong:
+                if len(self._history) == 1:
+                    raise
+            del self._history[:2]
+            dropped += 1
+        if dropped:
+            turns = "turn was" if dropped == 1 else f"{dropped} turns were"
+            self._note(f"the oldest {turns} dropped: the context holds {limit} tokens")
+        return prompt
+
+    def _set(self, rest: str) -> None:
+        if not rest:
+            self._show_settings()
+            return
+        name, _, value = rest.partition(" ")
+        name, value = name.lstrip("-").replace("-", "_"), value.strip()
+        if name not in _settable():
+            raise UserError(f"cannot set {name!r} here; what can be set: {', '.join(_settable())}")
+        if not value:
+            raise UserError(f"/set {name} needs a value, or `default`")
+        try:
+            setattr(self._settings, name, getattr(self._given, name) if value == "default" else value)
+        except ValidationError as error:
+            raise UserError(explain(error)) from None
+        self._note(f"{name} = {self._effective(name)!r}")
+        advice = None
+        if name in ("guidance_scale", "negative_prompt"):
+            advice = self._settings.note()
+        elif name == "temperature":
+            advice = mismatch(self._session.llm.config, self._settings.sampling(self._session.defaults))
+        if advice is not None:
+            self._note(advice)
+
+    def _show_settings(self) -> None:
+        for name in _settable():
+            self._console.print(Text(f"{name:20} {self._effective(name)!r}"))
+
+    def _effective(self, name: str) -> object:
+        sampling = self._settings.sampling(self._session.defaults)
+        value = getattr(sampling if hasattr(sampling, name) else self._settings, name)
+        return list(value) if isinstance(value, tuple) else value
+
+    def _stats(self, rest: str) -> None:
+        if rest in ("on", "off"):
+            self._show_stats = rest == "on"
+            self._note(f"stats are {rest}")
+        elif rest not in ("", "last"):
+            raise UserError(f"/stats takes on, off or last, not {rest!r}")
+        elif self._last is None:
+            self._note("no answer yet")
+        else:
+            long = ("model", "draft_model", "text", "token_ids", "prompt_token_ids")
+            shown = {name: value for name, value in self._last.items() if name not in long}
+            self._console.print(Text(_table(shown)))
+
+    def _note(self, text: str, style: str = "dim") -> None:
+        note(self._console, text, style)
+
+
+def _settable() -> Iterator[str]:
+    return (name for name, flag in Settings.table.flags.items() if flag.group in (SAMPLING, STOPPING))
+
+
+def _table(value: Any, indent: str = "") -> str:
+    """JSON with a line for each value, lists on one line."""
+    if isinstance(value, dict):
+        deeper = indent + "  "
+        lines = ",\n".join(f"{deeper}{json.dumps(key)}: {_table(item, deeper)}" for key, item in value.items())
+        return f"{{\n{lines}\n{indent}}}"
+    return json.dumps(round(value, 3) if isinstance(value, float) else value)

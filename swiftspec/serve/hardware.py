@@ -1,0 +1,88 @@
+"""What of this machine a pair runs on: its device, its dtype, its threads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from swiftspec.errors import UserError
+from swiftspec.file_io import expanded
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.serve.settings.flags import MOST_THREADS
+from swiftspec.serve.settings.settings import Settings
+
+
+def device_of(name: str) -> str:
+    """The device to run on. Raises UserError where a GPU is asked for and none is there."""
+    import torch
+
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        from swiftspec.backends.cuda.devices import missing
+
+        raise UserError(
+            f"--device cuda: PyTorch finds no NVIDIA GPU here; take --device cpu, or mend this: {missing()}"
+        )
+    return ("cuda" if found else "cpu") if name == "auto" else name
+
+
+def dtype_of(settings: Settings, target: Path, device: str) -> str:
+    """The dtype to load with: what was asked for, else the target's own or, where that is faster, bfloat16."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    own = read_config(target).dtype
+    from swiftspec.backends import cpu as host
+
+    fast = device == "cuda" or (settings.ops == "auto" and host.level() != "none") or _cpu_has_bf16()
+    return "bfloat16" if own in ("bfloat16", "float16") and fast else own
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether the CPU multiplies bfloat16 natively. Without that, float32 arithmetic behind it would be slower."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def use_threads(settings: Settings, target: Path, dtype: str, device: str, ranks: int) -> int:
+    """Threads inside one operation; the `ranks` of this machine share its cores. Beside native operators torch keeps
+    one: what it is left with is so small that a second one would only wait."""
+    import torch
+
+    from swiftspec.backends import cpu as host
+
+    native = settings.ops == "auto" and host.fits(read_config(target), getattr(torch, dtype), device)
+    count = settings.threads or min(max(physical_cores() // ranks, 1), MOST_THREADS)
+    torch.set_num_threads(1 if native else count)
+    host.set_threads(count)
+    return count
+
+
+def cache_folder(settings: Settings) -> Path | None:
+    """Where packed weights are kept; None: nowhere."""
+    if settings.packed_cache is not None:
+        return None if settings.packed_cache == "off" else expanded(settings.packed_cache)
+    try:
+        return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "swiftspec" / "packed"
+    except UserError:  # nobody's home
+        return None
+
+
+def cpus_here() -> set[int]:
+    """The hardware threads that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return affinity(0) if affinity is not None else set(range(os.cpu_count() or 1))
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, two hardware threads of one core counted once."""
+    cores = set()
+    for cpu in cpus_here():
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text(encoding="utf-8").strip())
+        except OSError:
+            cores.add(str(cpu))
+    return max(len(cores), 1)

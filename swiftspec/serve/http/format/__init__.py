@@ -1,0 +1,1 @@
+"""Response formats: tool calls, reasoning, log-probabilities, server-sent events, errors."""

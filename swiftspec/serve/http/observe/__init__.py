@@ -1,0 +1,1 @@
+"""Metrics, tracing and round events of the HTTP server."""

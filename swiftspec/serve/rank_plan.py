@@ -1,0 +1,65 @@
+"""What the front end makes of the ranks it is given, and what it says of a plan before it is used."""
+
+from __future__ import annotations
+
+from swiftspec.config import EngineConfig
+from swiftspec.params import SamplingParams
+from swiftspec.settings_schema import require
+
+MOST_RANKS = 64  # of a command without a launcher
+
+
+def split_ranks(
+    mode: str, ranks: int, target_tp: int | None, draft_tp: int | None, *, alone: bool = False
+) -> tuple[int, int]:
+    """(target_tp, draft_tp) for `ranks` ranks, where None is open. Raises UserError where it does not add up.
+
+    `alone`: one rank will do for mode async, as both models run on its GPU, or a worker runs one; that is 1 and 0. With
+    both open the draft gets a quarter of the ranks, since a small model gains little from more (paper, Table 1).
+    """
+    if mode != "async":
+        require(target_tp in (None, ranks), f"mode {mode} takes all {ranks} ranks for the target, not {target_tp}")
+        usual = 0 if mode == "ar" else ranks
+        require(draft_tp in (None, usual), f"mode {mode} has no draft group of its own: leave --draft-tp out")
+        return ranks, usual
+    if alone and ranks == 1 and target_tp in (None, 1) and draft_tp in (None, 0):
+        return 1, 0
+    require(ranks >= 2, "mode async needs two ranks or more: start it with torchrun --standalone --nproc-per-node 2")
+    if target_tp is not None and draft_tp is not None:
+        require(
+            target_tp >= 1 and draft_tp >= 1 and target_tp + draft_tp == ranks,
+            f"--target-tp {target_tp} and --draft-tp {draft_tp} do not add up to {ranks} ranks: take at least 1 each",
+        )
+        return target_tp, draft_tp
+    for name, given in (("target", target_tp), ("draft", draft_tp)):
+        fits = given is None or 1 <= given < ranks
+        require(fits, f"--{name}-tp {given} leaves no rank of {ranks} for the other model: take 1..{ranks - 1}")
+    if draft_tp is None:
+        draft_tp = max(1, ranks // 4) if target_tp is None else ranks - target_tp
+    return ranks - draft_tp, draft_tp
+
+
+def ranks_asked(
+    mode: str | None, target_tp: int | None, draft_tp: int | None, *, has_draft: bool, gpu: bool = False
+) -> int:
+    """How many ranks are asked for by number, which a command that no launcher has started starts itself. Raises
+    UserError on more than it does."""
+    ranks = target_tp or 1
+    if mode is None and has_draft and (ranks > 1 or draft_tp):
+        mode = "async"
+    if mode == "async" and (target_tp, draft_tp) != (None, None):
+        one_gpu = gpu and ranks == 1 and draft_tp is None
+        ranks += draft_tp if draft_tp is not None else 0 if one_gpu else 1
+    require(ranks <= MOST_RANKS, f"{ranks} ranks are more than one command starts: start as many with torchrun")
+    return ranks
+
+
+def mismatch(plan: EngineConfig, sampling: SamplingParams) -> str | None:
+    """Why fewer tokens of such a request are accepted than could be: draft and target sample in different ways."""
+    if plan.mode in ("ar", "smc") or sampling.greedy:
+        return None
+    if plan.proposal == "top":
+        return "proposal top does not see the noise that the target draws with: proposal coupled has more accepted"
+    if plan.proposal == "sample" and plan.verify == "match":
+        return "draft and target draw with noise of their own each: verify reject, or proposal coupled, accepts more"
+    return None

@@ -1,0 +1,1 @@
+"""Settings: their table, the sources they are read from, and what they are converted to."""

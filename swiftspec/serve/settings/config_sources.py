@@ -1,0 +1,76 @@
+"""The layers that settings come from: command line > environment > YAML file > default."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from swiftspec import file_io
+from swiftspec.errors import UserError, shown
+from swiftspec.serve.settings.settings import ENV_PREFIX, Settings, UsageError, env_name, explain, flag_name
+
+NO_SETTINGS = (  # variables of the build, the tests and the kernels
+    "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS", "SWIFTSPEC_WERROR", "SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES",
+    "SWIFTSPEC_EMULATED", "SWIFTSPEC_EMULATED_CASES", "SWIFTSPEC_EMULATED_SEED", "SWIFTSPEC_TEST_EPOCHS",
+)  # fmt: skip
+
+
+def load(cli: Mapping[str, object], file: Path | None = None, kind: type[Settings] = Settings) -> Settings:
+    """Puts the layers together. `cli`: only what was given there, by field name. Raises UsageError with the culprit."""
+    known = list(kind.model_fields)
+    below = _read_yaml(file, known) if file is not None else {}
+    by_env = {name for name in known if os.environ.get(env_name(name))}
+    given = {name: value for name, value in below.items() if name not in by_env} | dict(cli)
+
+    def label(name: str) -> str:
+        if name in cli:
+            return flag_name(name)
+        return env_name(name) if name in by_env else f"{flag_name(name)[2:]} in {file}"
+
+    try:
+        return kind(**given)  # pyright: ignore[reportArgumentType]
+    except ValidationError as error:
+        raise UsageError(explain(error, label)) from None
+
+
+def strays(kind: type[Settings] = Settings) -> list[str]:
+    """Lines on variables of the environment that look like settings and are none."""
+    known = [env_name(name) for name in kind.model_fields]
+    names = sorted(name for name, value in os.environ.items() if name.startswith(ENV_PREFIX) and value)
+    return [
+        f"the environment variable {name[:80]} is no setting{_hint(name, known)}"
+        for name in names if name not in known and name not in NO_SETTINGS
+    ]  # fmt: skip
+
+
+def _read_yaml(file: Path, known: Sequence[str]) -> dict[str, object]:
+    """The file's values by field name, as text: what the flag would get on the command line. Empty ones count as left
+    out."""
+    from swiftspec.serve.settings.plain_yaml import NotPlain, mapping  # yaml is not needed for --help
+
+    name = f"--config {file}"
+    try:
+        data = mapping(file_io.read_text(file, name, file_io.SMALL))
+    except NotPlain as error:
+        raise UsageError(f"{name} {error}") from None
+    except UserError as error:
+        raise UsageError(str(error)) from None
+    values: dict[str, object] = {}
+    dashed = [known_field.replace("_", "-") for known_field in known]
+    for key, value in data:
+        field = key.replace("-", "_")
+        if field not in known:
+            raise UsageError(f"{name}: unknown key {shown(key)}{_hint(key.replace('_', '-'), dashed)}")
+        if field in values:
+            raise UsageError(f"{name}: {flag_name(field)[2:]} is given twice: take one of them out")
+        values[field] = value
+    return {field: value for field, value in values.items() if value is not None}
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(key[:80], known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

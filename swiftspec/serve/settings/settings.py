@@ -1,0 +1,233 @@
+"""What can be set, how it is read, and what it makes: a plan and sampling parameters.
+
+Importing this must stay cheap (no torch, no transformers): `--help` goes through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args, get_origin
+
+from pydantic import Field, ValidationError, ValidationInfo, create_model, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError, shown
+from swiftspec.file_io import parse_json
+from swiftspec.params import SamplingParams
+from swiftspec.serve.rank_plan import split_ranks
+from swiftspec.serve.settings.flags import CONTRADICTS, WITHOUT, Flag, OwnSettings, Table
+
+ENV_PREFIX = "SWIFTSPEC_"
+S = TypeVar("S", bound="Settings")
+
+if TYPE_CHECKING:
+
+    class Attributes(OwnSettings, BaseSettings):
+        """What a type checker knows of the fields that `from_table` makes. The engine's may be anything to it."""
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+else:
+    Attributes = BaseSettings
+
+
+class UsageError(UserError):
+    """A flag, variable or file of settings that makes no sense: exit code 2."""
+
+
+def from_table(table: Table) -> Callable[[type[S]], type[S]]:
+    """A decorator: gives a class a field for every flag of the table."""
+
+    def filled(kind: type[S]) -> type[S]:
+        values: dict[str, Any] = {flag.name: _field(flag) for flag in table.flags.values()}
+        made = create_model(kind.__name__, __base__=kind, __module__=kind.__module__, __doc__=kind.__doc__, **values)
+        made.table = table
+        return made
+
+    return filled
+
+
+def _field(flag: Flag) -> tuple[Any, Any]:
+    """The field of a flag, for pydantic. Text becomes a list or an object in `_from_text`, and the range of a value
+    that goes into a config is checked there; what remains is the range of the front end's own."""
+    limits: dict[str, Any] = {} if flag.config else {"ge": flag.setting.least, "le": flag.setting.most}
+    return Annotated[flag.kind, NoDecode, flag], Field(flag.default, description=flag.setting.help, **limits)
+
+
+@from_table(Table())
+class Settings(Attributes):
+    """Every setting. None for a sampling value means: the model's own, else vLLM's default."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_assignment=True, protected_namespaces=()
+    )
+    table: ClassVar[Table]
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _from_text(cls, value: object, info: ValidationInfo) -> object:
+        """Lists and objects from the command line or the environment: JSON, or for lists the bare value(s)."""
+        kind = cls.table.flags[str(info.field_name)].kind
+        if get_origin(kind) is list:
+            return _as_list(value, of_text=get_args(kind)[0] is str)
+        if get_origin(kind) is dict and isinstance(value, str):
+            decoded = _from_json(value)
+            return value if decoded is None else decoded
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _as_in_config(cls, value: Any, info: ValidationInfo) -> Any:
+        """A value that goes into a config is what that config takes."""
+        flag = cls.table.flags[str(info.field_name)]
+        if value is None or flag.config is None:
+            return value
+        values = {flag.name: _for_config(value)}
+        if flag.setting.beside in info.data:
+            values[flag.setting.beside] = info.data[flag.setting.beside]
+        try:
+            flag.config(**values)
+        except UserError as error:  # pydantic wants a ValueError
+            raise ValueError(str(error)) from None
+        return value
+
+    def make_plan(self, has_draft: bool, ranks: int = 1) -> EngineConfig:
+        """The shape of tree or population, and what is left open of mode and split. Raises UserError where the mode
+        needs a draft and has none, where the split does not add up, and where the mode has no use for a setting."""
+        remote = {"target_remote": self.target_url is not None, "draft_remote": self.draft_url is not None}
+        apart = any(remote.values())
+        mode = self.mode or ("ar" if not has_draft else "async" if ranks > 1 or apart else "serial")
+        if mode != "ar" and not has_draft:
+            raise UserError(f"--mode {mode} needs a draft model: name one with --draft-model, or take --mode ar")
+        for part in CONTRADICTS[mode]:
+            for name in self._given(part):
+                raise UsageError(f"{flag_name(name)} shapes a {part}, which mode {mode} has not: leave it out")
+        trees = ("verify_batch", "draft_leaves") if self.max_num_seqs > 1 else ()
+        for name in trees:
+            if name in self.model_fields_set:
+                chains = "--max-num-seqs above 1 has chains of --draft-steps"
+                raise UsageError(f"{flag_name(name)} shapes a draft tree, and {chains}: leave it out")
+        if mode != "ar" and self.verify == "reject" and self.adapt and "adapt" in self.model_fields_set:
+            raise UsageError(
+                "--adapt: rounds follow the clock, and the text of --verify reject the rounds: leave one out"
+            )
+        table = self.table
+        try:
+            target_tp, draft_tp = split_ranks(
+                mode, ranks, self.target_tp, self.draft_tp, alone=self.device == "cuda" or apart
+            )
+            population = table.population(**self._values_of(table.population))
+            return table.engine(
+                mode=mode, target_tp=target_tp, draft_tp=draft_tp, population=population,
+                **remote, **self._follows_clock(mode), **self._values_of(table.engine),
+            )  # fmt: skip
+        except UserError as error:
+            raise UsageError(str(error)) from None
+
+    def _given(self, part: str) -> list[str]:
+        """The settings that shape a part of the engine, as far as somebody gave them."""
+        shaping = [name for name, flag in self.table.flags.items() if flag.setting.shapes == part]
+        return [name for name in shaping if name in self.model_fields_set]
+
+    def idle(self, mode: str) -> list[str]:
+        """What was given and does nothing in this mode, in lines. What is just as one might think is left out, such as
+        a seed of greedy text."""
+        told = []
+        for part in WITHOUT[mode]:
+            flags = [flag_name(name) for name in self._given(part)]
+            if flags:
+                told.append(f"mode {mode} has no {part}: {', '.join(flags)} {'do' if flags[1:] else 'does'} nothing")
+        if (
+            mode in ("serial", "async")
+            and {"adapt", "draft_steps", "verify_batch"} <= self.model_fields_set
+            and self.adapt
+        ):
+            told.append("--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured")
+        return told
+
+    def _follows_clock(self, mode: str) -> dict[str, bool]:
+        """What of a round may follow what is measured: where the user gave d or bs, or --verify reject, whose text
+        follows the rounds, not that; nor where several requests share a round."""
+        fixed = self.verify == "reject" or self.max_num_seqs > 1
+        adapts = self.adapt and mode in ("serial", "async") and (not fixed or "adapt" in self.model_fields_set)
+        return {
+            "self_switch": self.self_switch and (not fixed or "self_switch" in self.model_fields_set),
+            "adapt_steps": adapts and "draft_steps" not in self.model_fields_set,
+            "adapt_batch": adapts and "verify_batch" not in self.model_fields_set,
+        }
+
+    def _values_of(self, config: type) -> dict[str, Any]:
+        """The values for the fields of a config, without what is open."""
+        mine = {name: getattr(self, name) for name, flag in self.table.flags.items() if flag.config is config}
+        return {name: _for_config(value) for name, value in mine.items() if value is not None}
+
+    def note(self) -> str | None:
+        """What of guidance is not as one might think."""
+        if self.guidance_scale != 1 and self.negative_prompt is None:
+            return "guidance without a negative prompt takes an empty one"
+        if self.guidance_scale == 1 and self.negative_prompt is not None:
+            return "a negative prompt does nothing at guidance scale 1"
+        return None
+
+    def sampling(self, model_defaults: Mapping[str, Any], negative: Sequence[int] = ()) -> SamplingParams:
+        """The sampling parameters, holes filled from the model's defaults (which `generation_defaults` reads);
+        `negative`: the tokens of the negative prompt."""
+        values = {**model_defaults, **self._values_of(self.table.sampling)}
+        return self.table.sampling(**values, negative_prompt_ids=tuple(negative))
+
+
+def _for_config(value: Any) -> Any:
+    """A value as the configs hold it, which share nothing with the settings."""
+    if isinstance(value, list):
+        return tuple(value)
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _as_list(value: object, of_text: bool) -> object:
+    """A list from text: JSON, or one text, or numbers with commas between them."""
+    if isinstance(value, str):
+        decoded = _from_json(value)
+        if isinstance(decoded, list):
+            return decoded
+        return [value] if of_text else value.split(",")
+    if of_text:
+        return value
+    if isinstance(value, list):
+        return [part for item in value for part in (item.split(",") if isinstance(item, str) else [item])]
+    return [value] if isinstance(value, int) else value
+
+
+def _from_json(text: str) -> Any:
+    """None for what is no JSON."""
+    try:
+        return parse_json(text, "it")
+    except UserError:
+        return None
+
+
+def flag_name(name: str) -> str:
+    """top_p -> --top-p."""
+    return "--" + name.replace("_", "-")
+
+
+def env_name(name: str) -> str:
+    """top_p -> SWIFTSPEC_TOP_P."""
+    return ENV_PREFIX + name.upper()
+
+
+def explain(error: ValidationError, label: Callable[[str], str] = str) -> str:
+    """The first complaint in one line: `--top-p must be a number, not 'much'`."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else "a value"
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "value_error":  # words of the engine, which begin with the field's name
+        message = str(context["error"])
+        return label(name) + message.removeprefix(name) if message.startswith(name) else f"{label(name)}: {message}"
+    wanted = {
+        "float": "be a number", "int": "be a whole number",
+        "bool": "be true or false", "string": "be text", "dict": "be a JSON object from token id to number",
+        "list": "be a list", "greater": f"be at least {context.get('ge')}", "less": f"be at most {context.get('le')}",
+        "literal": f"be one of {context.get('expected', '')}".replace("'", "").replace(" or ", ", "),
+    }.get(kind.partition("_")[0], f"be otherwise ({first['msg']})")  # fmt: skip
+    return f"{label(name)} must {wanted}, not {shown(first['input'])}"

@@ -1,0 +1,146 @@
+"""What the target makes of a round's draft tokens: how many stay, which token comes after them, and the weights.
+
+This is where the two kinds of rounds differ. Particles are weighed by the law of smc/weights.py, and some of their
+tokens verified on the way; chains, one particle a group, are verified whole by smc/chain_verification.py and weigh
+nothing.
+
+Letters: A groups of N particles that share a shaper, K draft tokens a round, E of them verified, V tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftspec.backends.reference.noise import counters, gumbel, row_bits
+from swiftspec.backends.reference.sampling import best
+from swiftspec.config import PopulationConfig
+from swiftspec.sampling import filters
+from swiftspec.smc import chain_verification, weights
+from swiftspec.smc.logits_processor import Shaper
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """What the draft made of a round, and the noise of the token after it."""
+
+    tokens: Tensor  # [A, N, K]
+    log_q: Tensor  # [A, N, K]
+    logits: list[Tensor]  # [A N, V] each: the draft's at the steps that may be rejected, shaped
+    keys: list[Tensor | None]  # [A N] of the noise of the token after them; of theirs before it, where chains match
+    coins: Callable[[], Tensor]  # [A, N, E], where the first tokens are verified; all are of rejected chains
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became of it. `kept`: how many leading draft tokens stay; `terms`: log-weights by place."""
+
+    kept: Tensor  # [A, N]
+    extra: Tensor  # [A, N]
+    terms: Tensor  # [A, N, K + 1]
+
+
+def judge(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Drafted) -> Judged:
+    """By the target's raw logits [A, K + 1, N, >= V]."""
+    if config.chains is not None:
+        return _matched(shaper, logits, drafted) if config.chains == "match" else _rejected(shaper, logits, drafted)
+    if shaper.filtered or config.smc_exact > 0:
+        return _in_part(shaper, config, logits, drafted)
+    return _whole(shaper, config.power, logits, drafted)
+
+
+def _matched(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+    """Tokens stay as long as plain decoding says them."""
+    keys = [each for each in drafted.keys if each is not None]
+    rows = logits.transpose(1, 2).flatten(0, 2)  # by group, then by step
+    best = shaper.plain(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
+    tokens = drafted.tokens.flatten(0, 1)
+    return _unweighed(chain_verification.as_far_as_equal(best.view(len(tokens), -1), tokens), drafted)
+
+
+def _rejected(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+    """Rejection sampling."""
+    groups, steps, particles, _ = logits.shape
+    target = shaper.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
+    tokens, coins = drafted.tokens.flatten(0, 1), drafted.coins().flatten(0, 1)
+    found = chain_verification.reject(target, torch.stack(drafted.logits, 1), tokens, coins, _noise(drafted, target))
+    last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
+    bonus = torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus)
+    return _unweighed(chain_verification.Verified(found.accepted, found.count, bonus), drafted)
+
+
+def _unweighed(found: chain_verification.Verified, drafted: Drafted) -> Judged:
+    shape = drafted.tokens.shape[:2]
+    terms = torch.zeros(*shape, drafted.tokens.shape[2] + 1, dtype=torch.float64, device=found.count.device)
+    return Judged(found.count.view(shape), found.bonus.view(shape), terms)
+
+
+def _whole(shaper: Shaper, power: float, logits: Tensor, drafted: Drafted) -> Judged:
+    """All draft tokens stay."""
+    groups, particles, steps = drafted.tokens.shape
+    ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
+    log_p = shaper.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
+    log_p = log_p.view(groups, steps, particles).transpose(1, 2)
+    extra, _ = shaper.draw(last, _after(drafted), power)
+    norm = torch.zeros_like(drafted.log_q[..., :1])
+    if power != 1:
+        shaped = shaper.tempered(last)
+        norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power).view_as(norm)
+    extra = extra.view(groups, particles)
+    return Judged(torch.full_like(extra, steps), extra, torch.cat((power * log_p - drafted.log_q, norm), -1))
+
+
+def _in_part(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Drafted) -> Judged:
+    """Draft tokens may be rejected. Rows go by particle here: R = A N."""
+    power, exact = config.power, config.smc_exact
+    groups, step, particles, _ = logits.shape
+    logits = shaper.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
+    tokens, log_q = drafted.tokens.flatten(0, 1), drafted.log_q.flatten(0, 1)
+    whole = logits.logsumexp(-1)
+    norms = weights.log_normaliser(logits, whole, power)
+    terms = power * weights.log_prob(logits[:, :-1], whole[:, :-1], tokens) - log_q
+    draft = torch.stack(drafted.logits, 1)
+    if shaper.filtered:
+        terms = terms + weights.inside(logits[:, :-1], draft)
+    kept, scores = _reject(config, logits, draft, drafted)
+    terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
+    terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
+    extra, shape = best(scores + _noise(drafted, scores)), (groups, particles)
+    return Judged(kept.view(shape), extra.view(shape), terms.view(*shape, -1))
+
+
+def _after(drafted: Drafted) -> Tensor:
+    """The keys [A N] of the token after the draft's."""
+    keys = drafted.keys[-1]
+    assert keys is not None
+    return keys
+
+
+def _noise(drafted: Drafted, logits: Tensor) -> Tensor:
+    """Its noise [A N, V], for logits [..., V]."""
+    keys = _after(drafted)
+    return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
+
+
+def _reject(config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
+    """How many leading draft tokens stay [R], and the scores [R, V] of the token after them, by shaped logits
+    [R, K + 1, V] of the target and [R, K or E, V] of the draft.
+
+    The first `smc_exact` tokens are verified; the others must only be inside the target's filters.
+    """
+    power, exact, tokens = config.power, config.smc_exact, drafted.tokens.flatten(0, 1)
+    stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
+    if exact:
+        coins = drafted.coins().flatten(0, 1)
+        verified = weights.accept(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
+        stays = torch.cat((verified, stays[:, exact:]), 1)
+    kept = stays.cumprod(1).sum(1)
+    here = kept[:, None, None].expand(-1, 1, logits.shape[-1])
+    target = logits.gather(1, here).squeeze(1)
+    if not exact:
+        return kept, power * target
+    rest = weights.residual(target, draft.gather(1, here.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
+    return kept, torch.where((kept < exact)[:, None], rest, power * target)

@@ -1,0 +1,294 @@
+"""Packed weights on disk: what is kept is mapped at the next start, whatever else lies there is packed anew."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import swiftspec
+from swiftspec import _C
+from swiftspec.backends import cpu
+from swiftspec.backends.cpu import packed_weight_cache as caches
+from swiftspec.backends.cpu import packed_weight_file
+from swiftspec.backends.cpu.packed_weight_cache import Entry, PackedCache, Stopped, Writer
+from swiftspec.backends.cpu.packed_weight_file import Unit
+from swiftspec.builder import model_pair
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.model.loader import load_model
+from swiftspec.model.transformer import Transformer
+from swiftspec.params import SamplingParams
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+TARGET = Path(swiftspec.__file__).parent / "demo" / "target"
+LONG = 60.0  # seconds that a writer may take here
+
+
+@dataclass(frozen=True, slots=True)
+class Watched(PackedCache):
+    entries: list[Entry] = field(default_factory=list)
+
+    def entry(self, facts: Mapping[str, object]) -> Entry:
+        self.entries.append(super(Watched, self).entry(facts))
+        return self.entries[-1]
+
+
+def start(folder: Path, model: Path = TARGET, dtype: torch.dtype = torch.bfloat16) -> tuple[Transformer, set[str]]:
+    """A start with this folder of entries, which writes all that it had to pack; and the names of that."""
+    cache = Watched(folder, least=0)
+    loaded = load_model(model, dtype=dtype, ops=cpu, max_positions=64, kept=cache)
+    cache.writer.go()
+    cache.writer.close(LONG)
+    assert cache.writer.trouble is None
+    return loaded, cache.entries[0].missing
+
+
+def tensors(model: Transformer) -> list[Tensor]:
+    stack = model.stack
+    matrices = [stack.head, *(getattr(layer, name) for layer in stack.layers for name in caches.MATRICES)]
+    norms = [getattr(layer, name).weight for layer in stack.layers for name in caches.NORMS]
+    parts = [part for matrix in matrices for part in (*matrix.tensors(), matrix.bias) if part is not None]
+    return [stack.embedding, *norms, *parts]
+
+
+def same(one: Transformer, other: Transformer) -> None:
+    assert len(tensors(one)) == len(tensors(other))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transformer]:
+    """A folder with an entry that is complete, and the model as it was packed."""
+    folder = tmp_path_factory.mktemp("kept")
+    model, packed = start(folder)
+    assert len(packed) == len(model.stack.layers) + 2
+    return folder, model
+
+
+def only_entry(folder: Path) -> Path:
+    (entry,) = folder.iterdir()
+    return entry
+
+
+def test_the_next_start_maps(whole: tuple[Path, Transformer]) -> None:
+    folder, model = whole
+    files = {file: file.stat().st_mtime_ns for file in only_entry(folder).iterdir()}
+    again, packed = start(folder)
+    assert packed == set() and {"head", "embedding", "layer-00000"} < {file.name for file in files}
+    same(again, model)
+    assert {file: file.stat().st_mtime_ns for file in only_entry(folder).iterdir()} == files
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert all(str(file) in maps for file in files)
+
+
+def test_what_is_missing_or_damaged_is_packed_anew(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
+    entry = only_entry(folder)
+    (entry / "layer-00000").unlink()
+    shortened, bent = entry / "layer-00001", bytearray((entry / "head").read_bytes())
+    shortened.write_bytes(shortened.read_bytes()[: shortened.stat().st_size // 2])
+    bent[len(bent) // 2] ^= 4
+    (entry / "head").write_bytes(bent)
+    (entry / "layer-00002").write_bytes((entry / "layer-00003").read_bytes()[:0])
+    model, packed = start(folder)
+    same(model, whole[1])
+    assert packed == {"layer-00000", "layer-00001", "layer-00002", "head"}
+    assert start(folder)[1] == set()
+
+
+def test_a_file_that_is_whole_but_not_this_models(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
+    packed_weight_file.write(only_entry(folder) / "layer-00000", Unit({"x": torch.ones(3)}, {"qkv": {}}), lambda: None)
+    model, packed = start(folder)
+    same(model, whole[1])
+    assert packed == {"layer-00000"}
+
+
+def test_a_changed_checkpoint_has_an_entry_of_its_own(tmp_path: Path) -> None:
+    model, kept = Path(shutil.copytree(TARGET, tmp_path / "model")), tmp_path / "kept"
+    before, _ = start(kept, model)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if name.endswith("qweight"))
+    save_file(weights | {name: weights[name] ^ 1}, model / "model.safetensors")
+    after, packed = start(kept, model)
+    assert len(packed) == len(after.stack.layers) + 2 and len([*kept.iterdir()]) == 2
+    assert any(not torch.equal(a, b) for a, b in zip(tensors(before), tensors(after)))
+    assert start(kept, model, torch.float32)[0].dtype == torch.float32 and len([*kept.iterdir()]) == 3
+
+
+def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: str) -> None:
+    model, packed = start(whole[0])
+    assert packed == set()
+    same(model, whole[1])
+
+
+def unit(seed: int = 1) -> Unit:
+    noise = torch.Generator().manual_seed(seed)
+    numbers = {"a": torch.randn(5, 7, generator=noise), "b": torch.randn(3, generator=noise).bfloat16()}
+    return Unit(numbers | {"c": torch.arange(50, dtype=torch.uint8), "d": torch.empty(0, 2)}, {"x": {"y": 1}})
+
+
+@given(st.integers(0, 10**9), st.integers(1, 255), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_damage_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int, change: int, cut: bool) -> None:
+    file = tmp_path_factory.getbasetemp() / "unit"
+    packed_weight_file.write(file, unit(), lambda: None)
+    data = bytearray(file.read_bytes())
+    at %= len(data)
+    if cut:
+        data = data[:at]
+    else:
+        data[at] ^= change
+    file.unlink()  # what is mapped may not be written into
+    file.write_bytes(data)
+    found = packed_weight_file.read(file)
+    if found is not None:  # it was between the tensors
+        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in unit().tensors.items())
+        assert found.told == unit().told
+
+
+def test_what_is_no_unit(tmp_path: Path) -> None:
+    assert packed_weight_file.read(tmp_path / "none") is None and packed_weight_file.read(tmp_path) is None
+    (tmp_path / "text").write_text("a" * 1000)
+    assert packed_weight_file.read(tmp_path / "text") is None
+
+
+@pytest.mark.parametrize("error", [Stopped(), OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Exception) -> None:
+    left = iter([None, None, error])
+
+    def go() -> None:
+        now = next(left)
+        if now is not None:
+            assert [file.suffix for file in tmp_path.iterdir()] == [".tmp"]
+            raise now
+
+    with pytest.raises(type(error)):
+        packed_weight_file.write(tmp_path / "unit", unit(), go)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    """Both write the same, and whoever is later replaces it."""
+    file, both = tmp_path / "unit", threading.Barrier(2)
+    writers = [
+        threading.Thread(target=packed_weight_file.write, args=(file, unit(), lambda: both.wait() and None))
+        for _ in "ab"
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert packed_weight_file.read(file) is not None and [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize("spoil", ["a file", "no room"])
+def test_a_folder_that_takes_nothing(tmp_path: Path, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if spoil == "a file":
+        (tmp_path / "kept").write_text("")
+    else:
+        monkeypatch.setattr(caches, "SPARE", 1 << 62)
+    cache = PackedCache(tmp_path / "kept", least=0)
+    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
+    cache.writer.go()
+    cache.writer.close(LONG)
+    assert cache.writer.trouble == ("Not a directory" if spoil == "a file" else None)
+    assert not [*(tmp_path / "kept").glob("*/*")]
+
+
+def test_the_oldest_go_and_other_layouts_first(tmp_path: Path) -> None:
+    names = [f"{caches.VERSION}old", "v0-new", f"{caches.VERSION}new", f"{caches.VERSION}mine"]
+    for age, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "head").write_bytes(bytes(100))
+        os.utime(tmp_path / name, (age, age))
+    cache, mine = PackedCache(tmp_path, most=400), tmp_path / names[-1]
+    cache.writer.used.add(mine)
+    assert cache.make_room(0, mine) and len([*tmp_path.iterdir()]) == 4
+    assert cache.make_room(60, mine) and not (tmp_path / "v0-new").exists()
+    assert cache.make_room(150, mine) and not (tmp_path / names[0]).exists()
+    assert not cache.make_room(301, mine) and (tmp_path / names[2]).exists()
+    assert cache.make_room(300, mine) and [*tmp_path.iterdir()] == [mine]
+
+
+def test_the_writer_rests_while_a_request_runs() -> None:
+    writer, steps, reached = Writer(), list[str](), threading.Event()
+
+    def work(go: Callable[[], None]) -> None:
+        steps.append("began")
+        writer.rest()
+        reached.set()
+        go()
+        steps.append("went on")
+
+    writer.add(Path("a"), 1, work)
+    assert steps == []
+    writer.go()
+    assert reached.wait(LONG) and steps == ["began"]
+    writer.go()
+    writer.close(LONG)
+    assert steps == ["began", "went on"]
+
+
+def test_the_smallest_is_written_first() -> None:
+    """A head that a short run cannot finish holds up nothing."""
+    writer, written = Writer(), list[str]()
+    for name, size in (("head", 9), ("b", 2), ("a", 2), ("small", 1)):
+        writer.add(Path(name), size, lambda go, name=name: written.append(name))
+    writer.go()
+    writer.close(LONG)
+    assert written == ["small", "a", "b", "head"]
+
+
+def test_the_writer_stops_when_its_time_is_over() -> None:
+    writer, ended = Writer(), threading.Event()
+
+    def work(go: Callable[[], None]) -> None:
+        try:
+            while True:
+                go()
+        finally:
+            ended.set()
+
+    writer.add(Path("a"), 1, work)
+    writer.go()
+    writer.close(0.0)
+    assert ended.wait(LONG) and writer.trouble is None
+
+
+def test_an_engine_keeps_what_it_packed_after_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_pair, "PackedCache", partial(PackedCache, least=0))
+    kept, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
+    for files in (0, 1):
+        llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=kept)
+        assert len([*kept.glob("*")]) == files and llm.load_time > 0
+        texts.append(tuple(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0)).token_ids))
+        assert llm.writer is not None
+        llm.writer.close(LONG)
+        llm.close()
+        with pytest.raises(UserError, match="closed"):
+            llm.generate([5])
+    assert texts[0] == texts[1] and (only_entry(kept) / "head").exists()
+
+
+def test_small_models_are_not_kept(tmp_path: Path) -> None:
+    cache = PackedCache(tmp_path / "kept")
+    load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
+    cache.writer.go()
+    cache.writer.close(LONG)
+    assert not (tmp_path / "kept").exists()

@@ -1,0 +1,129 @@
+"""What is said of a GPU before anything is loaded: which operators run a model there, and if the memory suffices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends import cuda, library
+from swiftspec.builder import model_pair as assembled
+from swiftspec.builder.load_options import operators
+from swiftspec.builder.memory_estimate import GB, Need, check_memory
+from swiftspec.builder.model_pair import Models
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.model.config_json import parse_config
+from tests.support.tiny_checkpoints import make_checkpoint
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+AWQ: dict[str, Any] = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+GPU = torch.device("cuda", 0)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu")
+    make_checkpoint(path, dtype=BF16)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU of 24 GB that the CUDA operators can use."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(23.5 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
+    monkeypatch.setattr(cuda, "usable", torch.device)
+
+
+def need(slots: int = 8192, ranks: int = 1, **more: Any) -> Need:
+    return Need(parse_config(LLAMA_8B | more), BF16, slots, ranks)
+
+
+def test_what_a_model_needs() -> None:
+    """Llama 3 8B has 8.03 billion parameters, 1.05 of them in tables; a token's keys and values have 128 KiB."""
+    assert need().weights == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert need(**AWQ).weights == pytest.approx(6.98e9 * 4.25 / 8 + 2 * 1.05e9, rel=0.01)
+    assert need().cache == 8192 * 128 * 1024
+    assert replace(need(), cache_dtype=torch.float8_e4m3fn).cache == need().cache / 2
+    assert need().chunk == 2**28 + 1024 * 2 * 4 * (4096 + 14336) + 256 * 2 * 14336
+    assert need(ranks=4).weights == need().weights / 4 and need(ranks=4).cache == need().cache / 4
+
+
+def test_too_little_memory_is_told_before_loading() -> None:
+    check_memory([need(**AWQ), need(**AWQ)], GPU)
+    with pytest.raises(UserError) as error:
+        check_memory([need(131072), need(131072)], GPU)
+    assert str(error.value) == (
+        "the models need 67.3 GB of GPU memory, 32.1 for weights, 34.4 for 131072 tokens of context and 0.9 to read"
+        " prompts, and RTX 4090 has 23.5 free: take a smaller max_model_len, int4 weights, kv_cache_dtype fp8, or more"
+        " GPUs"
+    )
+
+
+@pytest.mark.parametrize("plan", [EngineConfig("serial"), EngineConfig("async")])
+def test_a_pair_is_checked_as_its_ranks_hold_it(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, plan: EngineConfig
+) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
+    stands_in: Any = type("Ranks", (), {"size": plan.ranks, "local_rank": 0, "local_size": plan.ranks})
+    Models.check(pair, pair, plan, None if plan.ranks == 1 else stands_in, {"device": "cuda:0"})
+    assert held == ([2] if plan.mode == "serial" else [1, 1])
+
+
+def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an engine of this process that has gone."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * GB))
+    check_memory([need(**AWQ)], GPU)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(18 * GB))
+    with pytest.raises(UserError, match=r"has 4\.0 free"):
+        check_memory([need(**AWQ)], GPU)
+
+
+def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
+    with pytest.raises(UserError, match="take a smaller max_model_len"):
+        Models.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
+
+
+def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU, a dtype, heads; once for each model. Who asks for them by name is refused."""
+
+    def said(**options: Any) -> list[str]:
+        lines: list[str] = []
+        wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
+        Models.check(pair, None, EngineConfig("ar"), None, wanted)
+        return lines
+
+    assert said(dtype=torch.float32) == [
+        "the target runs on torch's own operators: the CUDA operators compute in bfloat16, not float32"
+    ]
+    [line] = said()
+    assert line.startswith("the target runs on torch's own operators: the CUDA operators take heads of 64 or 128, not")
+    assert said(ops="unfused") == []
+    with pytest.raises(UserError, match="take heads of 64 or 128"):
+        said(ops="cuda")
+
+    def too_old(device: Any) -> Any:
+        raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more, T4 has 7.5")
+
+    large = parse_config(LLAMA_8B)
+    assert operators("auto", large, BF16, GPU) is cuda
+    monkeypatch.setattr(cuda, "usable", too_old)
+    assert operators("auto", large, BF16, GPU) is library
+    with pytest.raises(UserError, match="T4 has 7"):
+        operators("cuda", large, BF16, GPU)

@@ -1,0 +1,39 @@
+"""The core is what docs/walkthrough.md lists: small, and enough to decode by itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+from tests.conventions.sources import ROOT, imported_files, python_sources
+
+
+def core() -> list[str]:
+    """The files, from swiftspec/."""
+    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    listed = text.partition("\n## The core\n")[2].partition("\n## ")[0]
+    return re.findall(r"`swiftspec/([\w/]+\.py)`", listed)
+
+
+def test_the_core_is_listed_once() -> None:
+    assert len(core()) == len(set(core())) > 30
+
+
+def test_the_core_imports_nothing_of_the_rest() -> None:
+    files = set(core())
+    outside = {file: found - files for file, found in imported_files(python_sources()).items() if file in files}
+    assert {file: found for file, found in outside.items() if found - {"__init__.py"}} == {}
+
+
+def test_the_core_decodes_alone() -> None:
+    """With every other module of the package refused; and a draft changes nothing but the number of rounds."""
+    files = [f"swiftspec/{file}" for file in core()]
+    command = [sys.executable, "-m", "tests.support.core_alone", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert len(said["alone"]) == 40 and said["with a draft"] == said["alone"] and said["accepted"] > 10
+    less = subprocess.run(command[:-6], cwd=ROOT, capture_output=True, text=True)
+    assert less.returncode != 0 and "is not in the core" in less.stderr

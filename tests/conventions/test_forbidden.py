@@ -1,0 +1,230 @@
+"""What no file does, and what only one room does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.conventions.sources import imports, native_sources, parsed, python_sources, room, uses
+from tests.conventions.test_layers import FLOORS, PEOPLE
+
+PICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "multiprocessing", "shelve"}
+PICKLING = {
+    "broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list", "torch.load", "torch.save", "torch.multiprocessing",
+    "concurrent.futures.ProcessPoolExecutor",
+}  # fmt: skip
+GRAPHS = {"CUDAGraph", "make_graphed_callables", "graph_pool_handle", "torch.cuda.graph", "torch.cuda.graphs"}
+WAITS = {"torch.cuda.synchronize", "torch.cuda.empty_cache", "torch.cuda.ipc_collect"}
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.putenv"}
+OUTPUT = {"sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
+MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
+MUTATORS = {
+    "append", "add", "extend", "insert", "pop", "popitem", "remove", "discard", "clear", "update",
+    "setdefault", "appendleft", "popleft",
+}  # fmt: skip
+CACHES = {"functools.cache", "functools.lru_cache"}
+
+
+def for_people(path: str) -> bool:
+    return path == "__init__.py" or FLOORS[room(path)] >= PEOPLE
+
+
+def ranks_in_one_room(path: str, source: str) -> list[str]:
+    """Ranks speak in one room; sockets are there, and where HTTP and the keepers are."""
+    if room(path) == "distributed":
+        return []
+    serving = path.startswith(("serve/http/", "serve/supervisor/")) or path == "serve/rank_process.py"
+    banned = {"torch.distributed", *(() if serving else ("socket.socket",))}
+    return [f"{path} uses {name}" for name in uses(path, source, banned)]
+
+
+def graphs_in_one_file(path: str, source: str) -> list[str]:
+    if path == "runtime/executors/graph.py":
+        return []
+    return [f"{path} uses {name}" for name in uses(path, source, GRAPHS)]
+
+
+def nobody_waits_for_a_device(path: str, source: str) -> list[str]:
+    """While one thread captures a graph, no other may wait for the whole device: CUDA takes that for an error. Only
+    where nobody captures yet, or any more: before both models run at the same time, and when a group leaves."""
+    if path in ("runtime/overlapped.py", "backends/cuda/peers.py"):
+        return []
+    return [f"{path} uses {name}" for name in uses(path, source, WAITS)]
+
+
+def grpc_in_one_folder(path: str, source: str) -> list[str]:
+    if path.startswith("distributed/rpc/"):
+        return []
+    found = imports(path, parsed(source))
+    return [f"{path} imports {name}" for name in found if name.partition(".")[0] in ("grpc", "grpc_tools")]
+
+
+def switches_are_parameters(path: str, source: str) -> list[str]:
+    """No environment but the launcher's, which distributed/launch/launcher.py reads; nothing is printed."""
+    banned = set() if for_people(path) else ENVIRONMENT | OUTPUT
+    if path == "distributed/launch/launcher.py":
+        banned -= ENVIRONMENT
+    calls = [node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)]
+    printing = [] if for_people(path) else [f"{path}:{call.lineno} prints" for call in calls if is_print(call)]
+    return [f"{path} uses {name}" for name in uses(path, source, banned)] + printing
+
+
+def is_print(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "print"
+
+
+def no_pickle(path: str, source: str) -> list[str]:
+    tree = parsed(source)
+    tops = {name.partition(".")[0] for name in imports(path, tree)}
+    complaints = [f"{path} imports {top}" for top in sorted(tops & PICKLERS)]
+    complaints += [f"{path} uses {name}" for name in uses(path, source, PICKLING)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            complaints.append(f"{path}:{node.value.lineno} allows pickle")
+    return complaints
+
+
+def module_assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            yield from ((t.id, node.value) for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            yield node.target.id, node.value
+
+
+def is_mutable(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func).rpartition(".")[2] in MUTABLE
+    return isinstance(value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp)
+
+
+def no_module_state(path: str, source: str) -> list[str]:
+    """No `global`, no cache on a function, no get_context(); a module-level container is an UPPER_CASE table that
+    nothing writes to. Rooms for people may do as they like."""
+    if path != "__init__.py" and for_people(path):
+        return []
+    tree = parsed(source)
+    complaints = [f"{path} uses {name}" for name in uses(path, source, CACHES)]
+    tables = {name for name, value in module_assignments(tree) if is_mutable(value)}
+    complaints += [
+        f"{path}: module-level container {name} is not an UPPER_CASE constant"
+        for name in sorted(tables)
+        if not name.isupper() and name != "__all__"
+    ]
+    for node in ast.walk(tree):
+        written: ast.AST | None = None
+        if isinstance(node, ast.Global):
+            complaints.append(f"{path}:{node.lineno} has a global statement")
+        elif isinstance(node, ast.FunctionDef) and node.name == "get_context":
+            complaints.append(f"{path}:{node.lineno} defines get_context")
+        elif isinstance(node, ast.Subscript):
+            written = None if isinstance(node.ctx, ast.Load) else node.value
+        elif isinstance(node, ast.Attribute):
+            written = node.value if node.attr in MUTATORS else None
+        if isinstance(written, ast.Name) and written.id in tables and written.id.isupper():
+            complaints.append(f"{path}: {written.id} is written to")
+    return complaints
+
+
+def no_torch_in_native_code(path: str, source: str) -> list[str]:
+    headers = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', source, re.MULTILINE)
+    complaints = [f"{path} includes {h}" for h in headers if re.match(r"(torch|ATen|c10|caffe2)\b", h)]
+    if any(h.startswith("pybind11/") or h == "Python.h" for h in headers) and not path.startswith("bind/"):
+        complaints.append(f"{path} knows Python; only the bindings do")
+    return complaints
+
+
+def no_waiting_in_native_code(path: str, source: str) -> list[str]:
+    """The same of csrc, but for an inbox, which is made before a group runs anything."""
+    waits = re.findall(r"\b(?:cudaDeviceSynchronize|cuCtxSynchronize|cudaDeviceReset)\b", source)
+    return [] if path == "cuda/peers/peers.cu" else [f"{path} calls {name}" for name in waits]
+
+
+Rule = Callable[[str, str], list[str]]
+RULES: list[Rule] = [
+    ranks_in_one_room, graphs_in_one_file, nobody_waits_for_a_device, grpc_in_one_folder, switches_are_parameters,
+    no_pickle, no_module_state,
+]  # fmt: skip
+NATIVE_RULES: list[Rule] = [no_torch_in_native_code, no_waiting_in_native_code]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_holds(rule: Rule) -> None:
+    complaints = [complaint for path, source in python_sources().items() for complaint in rule(path, source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+@pytest.mark.parametrize("rule", NATIVE_RULES, ids=lambda rule: rule.__name__)
+def test_the_native_house_holds(rule: Rule) -> None:
+    complaints = [complaint for path, source in native_sources().items() for complaint in rule(path, source)]
+    assert not complaints, "\n" + "\n".join(complaints)
+
+
+def test_there_is_something_to_read() -> None:
+    assert len(python_sources()) > 50 and any(path.endswith(".cpp") for path in native_sources())
+
+
+BAD: list[tuple[Rule, str, str]] = [
+    (ranks_in_one_room, "runtime/runner.py", "import torch.distributed as dist"),
+    (ranks_in_one_room, "runtime/runner.py", "from torch import distributed"),
+    (ranks_in_one_room, "serve/api.py", "import torch as t\nt.distributed.init_process_group()"),
+    (ranks_in_one_room, "smc/population.py", "import socket\nsocket.socket()"),
+    (graphs_in_one_file, "runtime/runner.py", "import torch\ng = torch.cuda.CUDAGraph()"),
+    (graphs_in_one_file, "engine.py", "from torch import cuda\nwith cuda.graph(g): pass"),
+    (graphs_in_one_file, "engine.py", "from torch.cuda import graph"),
+    (nobody_waits_for_a_device, "runtime/runner.py", "import torch\ntorch.cuda.synchronize()"),
+    (nobody_waits_for_a_device, "smc/round.py", "from torch import cuda\ncuda.empty_cache()"),
+    (grpc_in_one_folder, "serve/api.py", "import grpc"),
+    (grpc_in_one_folder, "distributed/draft/client.py", "from grpc import aio"),
+    (switches_are_parameters, "decode.py", "import os\nx = os.environ['A']"),
+    (switches_are_parameters, "tree/tree.py", "from os import getenv"),
+    (switches_are_parameters, "model/loader.py", "import os as o\no.getenv('A')"),
+    (switches_are_parameters, "runtime/runner.py", "print('x')"),
+    (switches_are_parameters, "distributed/launch/launcher.py", "print('x')"),
+    (switches_are_parameters, "distributed/launch/world.py", "import os\nx = os.environ['RANK']"),
+    (switches_are_parameters, "runtime/runner.py", "import sys\nsys.stderr.write('x')"),
+    (no_pickle, "serve/api.py", "import pickle"),
+    (no_pickle, "engine.py", "from torch import multiprocessing"),
+    (no_pickle, "engine.py", "import torch.distributed as d\nd.broadcast_object_list([1])"),
+    (no_pickle, "model/loader.py", "import torch as t\nt.load('x')"),
+    (no_pickle, "model/loader.py", "from torch import load as read"),
+    (no_pickle, "model/loader.py", "import numpy as np\nnp.load('x', allow_pickle=True)"),
+    (no_module_state, "engine.py", "x = None\ndef f():\n    global x"),
+    (no_module_state, "tree/tree.py", "cache = {}"),
+    (no_module_state, "tree/tree.py", "seen: set[int] = set()"),
+    (no_module_state, "tree/tree.py", "CACHE = {}\ndef f():\n    CACHE[1] = 2"),
+    (no_module_state, "tree/tree.py", "CACHE = []\ndef f():\n    CACHE.append(2)"),
+    (no_module_state, "tree/tree.py", "import functools\n@functools.lru_cache(1)\ndef f(): pass"),
+    (no_module_state, "runtime/runner.py", "def get_context(): pass"),
+    (no_torch_in_native_code, "host/a.cpp", "#include <torch/extension.h>"),
+    (no_torch_in_native_code, "cuda/a.cu", '# include "ATen/cuda/CUDAContext.h"'),
+    (no_torch_in_native_code, "host/a.cpp", "#include <pybind11/pybind11.h>"),
+    (no_torch_in_native_code, "binder.cpp", "#include <Python.h>"),
+    (no_waiting_in_native_code, "cuda/linear/linear.cu", "cudaDeviceSynchronize();"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), BAD)
+def test_a_bad_house_is_seen(rule: Rule, path: str, source: str) -> None:
+    assert rule(path, source)
+
+
+GOOD = [
+    ("distributed/collectives/torch_dist.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
+    ("distributed/launch/launcher.py", "import os\nrank = os.environ['RANK']"),
+    ("distributed/rpc/connection.py", "import grpc"),
+    ("tree/tree.py", "KINDS = {'a': 1}\nx = KINDS['a']\n__all__ = ['x']"),
+    ("tree/tree.py", "def f(state):\n    out = []\n    out.append(state.print)\n    state.load(1)"),
+    ("runtime/executors/graph.py", "import torch\ng = torch.cuda.CUDAGraph()"),
+    ("serve/__main__.py", "import os, typer\nprint(os.environ)\nimport swiftspec.engine\nx = {}"),
+    ("serve/cli/chat.py", "import numpy as np\nnp.load('x', allow_pickle=False)"),
+]
+
+
+@pytest.mark.parametrize(("path", "source"), GOOD)
+def test_a_good_house_passes(path: str, source: str) -> None:
+    assert [complaint for rule in RULES for complaint in rule(path, source)] == []

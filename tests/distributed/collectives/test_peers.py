@@ -1,0 +1,302 @@
+"""Groups of GPUs that sum in their kernels, as far as they go without a GPU: who opens whose memory, and what is said
+when that fails. Ranks are threads, and GPU memory is numbers. tests/gpu/test_peers.py has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from threading import Barrier, Lock, local
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from swiftspec.backends import cuda
+from swiftspec.backends import library as unfused
+from swiftspec.backends.cuda import linear as cuda_linear
+from swiftspec.backends.cuda import peers as cuda_peers
+from swiftspec.backends.cuda.peers import Unreached
+from swiftspec.builder.model_pair import Models
+from swiftspec.distributed.collectives import peers
+from swiftspec.errors import RankLost, UserError
+from swiftspec.messages import Proposal
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from tests.support.roles import make_runner, make_verifier, opening
+from tests.support.thread_group import ThreadGroup
+from tests.support.tiny_checkpoints import make_checkpoint
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Machine:
+    """GPUs in one machine: `blind` (a, b) of them cannot reach each other. Stands in for `_C`, whose current device is
+    the thread's."""
+
+    blind: set[tuple[str, str]] = field(default_factory=set)
+    opened: dict[str, set[str]] = field(default_factory=dict)  # owner -> who has its memory open
+    freed: dict[str, set[str]] = field(default_factory=dict)  # owner -> who had it open then
+    channels: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    still: set[str] = field(default_factory=set)  # whose kernels have ended
+    here: local = field(default_factory=local)
+    lock: Lock = field(default_factory=Lock)
+
+    def cuda_bus_id(self) -> str:
+        return self.here.bus
+
+    def cuda_reaches(self, bus: str) -> bool:
+        return not {(self.here.bus, bus), (bus, self.here.bus)} & self.blind
+
+    def cuda_inbox_bytes(self, ranks: int, lines: int) -> int:
+        return ranks * lines
+
+    def CudaInbox(self, size: int) -> Any:
+        return Inbox(self, self.here.bus, size)
+
+    def CudaPeerInbox(self, handle: bytes) -> Any:
+        return PeerInbox(self, handle.decode(), self.here.bus)
+
+    def CudaWord(self, name: str, rank: int, size: int, seconds: float) -> Any:
+        word = bytearray(8)
+        return SimpleNamespace(name=name, view=lambda: memoryview(word))
+
+    def CudaChannel(self, rank: int, *rest: Any) -> str:
+        self.channels[rank] = rest
+        return f"channel {rank}"
+
+    def cuda_trouble(self, word: int) -> tuple[int, int, int, int] | None:
+        return (0, 2, 1, 5) if word else None
+
+
+class Inbox:
+    def __init__(self, machine: Machine, bus: str, size: int) -> None:
+        self.machine, self.bus = machine, bus
+        self.address = 1000 * int(bus) + int(bus)
+        machine.opened[bus] = set()
+
+    def handle(self) -> bytes:
+        return self.bus.encode()
+
+    def __del__(self) -> None:
+        with self.machine.lock:
+            self.machine.freed[self.bus] = set(self.machine.opened[self.bus])
+
+
+class PeerInbox:
+    def __init__(self, machine: Machine, owner: str, viewer: str) -> None:
+        self.machine, self.owner, self.viewer = machine, owner, viewer
+        self.address = 1000 * int(viewer) + int(owner)
+        machine.opened[owner].add(viewer)
+
+    def __del__(self) -> None:
+        with self.machine.lock:
+            if self.viewer in self.machine.still:  # else a kernel might yet write there
+                self.machine.opened[self.owner].remove(self.viewer)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine()
+    monkeypatch.setattr(cuda_peers, "_C", made)
+    monkeypatch.setattr(cuda_linear, "_C", made)
+    for module in (cuda_peers, cuda_linear):
+        monkeypatch.setattr(module, "use_current_device", lambda: None)
+    monkeypatch.setattr(peers, "lines_of", lambda width: width)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.still.add(made.here.bus))
+    return made
+
+
+class Gloo(ThreadGroup):
+    """What a TensorParallel would be."""
+
+    name = "target"
+    left = False
+
+    def close(self) -> None:
+        self.left = True
+
+
+def on_gpus(machine: Machine, size: int, work: Callable[[Gloo, Any], T]) -> list[T | Exception]:
+    """What `work` returns or raises on each rank, whose GPU has the rank's number."""
+    barrier, places = Barrier(size, timeout=30), [torch.empty(0)] * size
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+
+    def run(rank: int) -> T | Exception:
+        machine.here.bus = str(rank)
+        try:
+            return work(Gloo(rank, size, barrier, places), store)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+def join(group: Gloo, store: Any) -> peers.PeerParallel:
+    stands_in: Any = group
+    return peers.PeerParallel.join(store, stands_in, width=64, device=CPU)
+
+
+@pytest.mark.parametrize("size", [2, 5, 8])
+def test_every_rank_sees_every_inbox_in_rank_order(machine: Machine, size: int) -> None:
+    def work(group: Gloo, store: Any) -> bool:
+        joined = join(group, store)
+        gathered = joined.all_gather(torch.tensor([group.rank]))
+        joined.close()
+        return group.left and gathered.flatten().tolist() == list(range(size))
+
+    assert on_gpus(machine, size, work) == [True] * size
+    for rank in range(size):
+        inboxes, lines, *_, patience = machine.channels[rank]
+        assert inboxes == [1000 * rank + owner for owner in range(size)] and (lines, patience) == (64, peers.PATIENCE)
+    assert machine.freed == {str(rank): set() for rank in range(size)}, "each when all others had closed it"
+
+
+def test_gpus_that_cannot_reach_each_other(machine: Machine) -> None:
+    """All ranks say the same, in one line."""
+    machine.blind = {("1", "3")}
+    errors = on_gpus(machine, 4, join)
+    assert {type(error) for error in errors} == {Unreached}
+    assert {str(error) for error in errors} == {"GPU 1 of rank 1 cannot reach GPU 3 of rank 3 of its group"}
+
+
+def test_gpus_that_cannot_reach_each_other_sum_by_a_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of the group alike."""
+    machine.blind = {("1", "3")}
+    monkeypatch.setattr(peers.TensorParallel, "join", lambda store, name, *_, **__: store.group)
+
+    def work(group: Gloo, store: Any) -> tuple[bool, bool]:
+        stands_in: Any = SimpleNamespace(set=store.set, get=store.get, group=group)
+        joined = peers.join(stands_in, "", 0, 0, device=CPU, timeout=timedelta(1), width=64)
+        return joined is group, group.left
+
+    assert on_gpus(machine, 4, work) == [(True, False)] * 4
+
+
+def test_more_ranks_than_the_kernels_sum_over(machine: Machine) -> None:
+    assert all("at most 8 GPUs, not 9" in str(error) for error in on_gpus(machine, 9, join))
+
+
+def test_a_rank_that_does_not_leave_is_not_waited_for_long(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "LEAVING", 0.1)
+    joined: list[peers.PeerParallel] = []
+
+    def work(group: Gloo, store: Any) -> None:
+        joined.append(join(group, store))
+        if group.rank == 1:
+            joined[-1].close()
+
+    assert on_gpus(machine, 2, work) == [None, None]
+    assert machine.freed == {"1": {"0"}}
+
+
+def test_few_rows_are_summed_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def product(x: Tensor, packed: Any, out: Tensor, *, residual: Tensor | None = None, channel: Any = None) -> Tensor:
+        seen.append(channel)
+        return out.fill_(3)
+
+    monkeypatch.setattr(cuda_linear, "_linear", product)
+    few: Any = object.__new__(cuda_linear.Communicator)
+    packed: Any = None
+    sums = cuda_linear.Sums(few, lambda x: 2 * x)
+    for rows in (1, 32, 33, 256):
+        residual = torch.ones(rows, 4)
+        out = cuda_linear.linear_residual(torch.ones(rows, 8), packed, residual, sums)
+        assert seen[-1] is (few if rows <= 32 else None)
+        assert torch.equal(out, torch.full((rows, 4), 3.0 if rows <= 32 else 7.0))
+    assert torch.equal(sums(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_short_messages_go_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that fit the lines of the longest product in so many pieces, in whole words; others by the library."""
+    end: Any = object.__new__(cuda_linear.Communicator)
+    end._lines = 4
+    most = 8 * cuda_linear.PIECES
+    sizes = {(8, torch.float32): True, (most, torch.float32): True, (most + 1, torch.float32): False}
+    sizes |= {(4, torch.float64): True, (3, torch.bfloat16): False}
+    for (count, dtype), taken in sizes.items():
+        x: Any = SimpleNamespace(device=torch.device("cuda"), nbytes=count * dtype.itemsize)
+        assert end.takes(x) == taken
+    assert not end.takes(torch.zeros(2))  # not on a GPU
+    said: list[str] = []
+    stub = SimpleNamespace(takes=lambda x: x.numel() < 3, gather=lambda x: said.append("kernel"))
+    library = SimpleNamespace(
+        name="draft", rank=0, size=2, all_reduce=None, all_gather=lambda x: said.append("library")
+    )
+    ends: tuple[Any, Any, Any] = (None, library, SimpleNamespace(sums=stub))
+    group = peers.PeerParallel(*ends)
+    for count in (2, 3):
+        group.all_gather(torch.zeros(count))
+    assert said == ["kernel", "library"]
+
+
+@pytest.mark.parametrize("word", [0, 1])
+def test_a_peer_that_never_comes_is_named(machine: Machine, tmp_path: Path, word: int) -> None:
+    make_checkpoint(tmp_path)
+    model = load_model(tmp_path, dtype=torch.float32, ops=unfused, max_positions=64)
+    sums = cuda_linear.Communicator(0, [1, 2, 3], 64, torch.tensor([word]), CPU)
+    group, ends, store = (SimpleNamespace(name="target", rank=0, size=3, all_reduce=None, sums=sums) for _ in range(3))
+    stands_in: tuple[Any, Any, Any] = (store, group, ends)
+    model.group = peers.PeerParallel(*stands_in)
+    runner = make_runner(model, unfused, context=32, tree_slots=8)
+
+    def fail(*args: Any, **more: Any) -> Tensor:
+        raise RuntimeError("CUDA error: unspecified launch failure\nand advice")
+
+    model.forward = fail
+    kind, text = (
+        (RankLost, r"^group target: GPU rank 0 waited too long for rank 2 \(slot 1, epoch 5\)$")
+        if word
+        else (RuntimeError, "CUDA error")
+    )
+    with pytest.raises(kind, match=text):
+        runner.prefill([1, 2])
+    verifier = make_verifier(runner)
+    model.forward = lambda *args, **more: torch.zeros(1, 64)
+    group.all_gather = fail  # what the ranks say of their logits
+    stands_in[2].sums.takes = lambda x: False
+    verifier.open(opening([1], SamplingParams(temperature=0), request=0))
+    with pytest.raises(kind, match=text):
+        verifier.verify(Proposal(0, 0, 0, (1,), (-1,)))
+
+
+def test_which_groups_sum_in_their_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those whose models all run on the CUDA operators, each on a GPU of its own; as wide as the widest of them."""
+    for name, hidden in (("target", 64), ("draft", 32)):
+        (tmp_path / name).mkdir()
+        make_checkpoint(tmp_path / name, hidden_size=hidden)
+    fits = {64: True, 32: True}
+
+    def require(config: Any, dtype: Any, device: Any) -> None:
+        if not fits[config.hidden_size]:
+            raise UserError("these operators do not fit")
+
+    monkeypatch.setattr(cuda, "require", require)
+
+    def models(**more: Any) -> Models:
+        plain: Any = {"dtype": torch.bfloat16, "device": torch.device("cuda", 0), "share_device": False, "ops": "auto"}
+        others = {"max_model_len": 64, "vocab_size": 64, "load": None, "emulate": None, "trace": None}
+        others |= {"activations": "auto", "cache_dtype": None, "head": "auto", "kept_memory": 0, "cache": None}
+        others |= {"grammars": None}
+        return Models(tmp_path / "target", tmp_path / "draft", **{**plain, **others, **more})
+
+    def width(target: bool, draft: bool, **more: Any) -> int:
+        return models(**more).kernel_sums(target=target, draft=draft)
+
+    assert (width(True, False), width(True, True), width(False, True)) == (64, 64, 32)
+    assert width(True, False, share_device=True) == width(True, False, ops="unfused") == 0
+    fits[32] = False
+    assert (width(True, False), width(True, True)) == (64, 0)

@@ -1,0 +1,214 @@
+"""The bridge in one process: a draft that is late, fails or is gone costs speed and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.backends import cpu as host
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.draft.client import GroupDrafter
+from swiftspec.distributed.draft.server import DraftService, Recording
+from swiftspec.distributed.group.leader import LeadingDrafter, Team
+from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.launch.supervision import Pulse
+from swiftspec.distributed.transport.channel import Channel
+from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.errors import DrafterLost
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.observe.recorder import Recorder
+from swiftspec.observe.round_records import Round
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.cancellation import Pause
+from swiftspec.tree.tree import DraftTree
+from tests.distributed.transport.test_channel import connect
+from tests.support.roles import make_drafter, make_runner, opening
+from tests.support.tiny_checkpoints import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0)
+BOUNDS = Bounds(40, 200, 8)
+
+
+class FakeDraft:
+    """Proposes the root and one token, which is the round's number; sleeps or fails when told."""
+
+    def __init__(self) -> None:
+        self.busy, self.draft_steps, self.sleep, self.fails = 0.0, 3, 0.0, False
+        self.calls: list[str] = []
+        self.runner = SimpleNamespace(hooks=[], cache=SimpleNamespace(prefix_len=[0]))  # which keeps nothing
+        self.tree = DraftTree(9, 2)
+        self.tree.reset(7)
+
+    def choose(self, opening: Opening) -> SimpleNamespace:
+        return SimpleNamespace(name="eager")
+
+    def open(self, opening: Opening) -> None:
+        self.calls.append(f"open {opening.request}")
+        self.request, self.round = opening.request, 0
+        self.at, self.root = len(opening.tokens) - 1, opening.tokens[-1]
+
+    def propose(self) -> Proposal:
+        time.sleep(self.sleep)
+        if self.fails:
+            raise RuntimeError("no memory left")
+        self.busy += 0.25
+        return Proposal(self.request, self.round, self.at, (self.root, self.round), (-1, 0))
+
+    def grow(self) -> None:
+        self.calls.append("grow")
+
+    def observe(self, result: VerifyResult) -> None:
+        self.round, self.at, self.root = result.round + 1, self.at + len(result.tokens), result.tokens[-1]
+
+    def reply(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def serve(there: Channel, draft: Any) -> DraftService:
+    """The draft's side, over a drafter that has no followers."""
+    recording = Recording(there, draft, traced=False)
+    return DraftService(there, LeadingDrafter(draft, Team([])), BOUNDS, recording, Pause(), Pulse())
+
+
+@pytest.fixture
+def bridge() -> Iterator[tuple[GroupDrafter, FakeDraft, Channel]]:
+    here, there = connect(None)
+    draft = FakeDraft()
+    service = threading.Thread(target=serve(there, draft).run)
+    service.start()
+    drafter = GroupDrafter(here, 3, BOUNDS, answer_timeout=0.3, open_timeout=0.6)
+    yield drafter, draft, there
+    with contextlib.suppress(ConnectionError):
+        here.send(Call.LEAVE)
+    service.join(10)
+    assert not service.is_alive()
+
+
+def result(request: int, round_: int, at: int) -> VerifyResult:
+    return VerifyResult(request, round_, at, (0,), (9,))
+
+
+def test_a_request_from_end_to_end(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, draft, _ = bridge
+    drafter.draft_steps = 5
+    drafter.open(opening([4, 5], GREEDY))
+    assert drafter.propose() == Proposal(1, 0, 1, (5, 0), (-1, 0))
+    for round_ in range(3):
+        drafter.grow()
+        drafter.observe(result(1, round_, 1 + round_))
+        assert drafter.propose() == Proposal(1, round_ + 1, 2 + round_, (9, round_ + 1), (-1, 0))
+    assert drafter.busy == 1.0 and draft.draft_steps == 5
+    drafter.close()
+    drafter.open(opening([7], GREEDY, request=2))
+    assert drafter.propose().request == 2
+    assert draft.calls[:6] == ["open 1", "grow", "grow", "grow", "grow", "close"]
+
+
+def test_a_late_answer_loses_the_request_and_is_dropped_in_the_next(
+    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+) -> None:
+    drafter, draft, _ = bridge
+    drafter.open(opening([4, 5], GREEDY))
+    drafter.propose()
+    draft.sleep = 0.5
+    drafter.observe(result(1, 0, 1))
+    with pytest.raises(DrafterLost, match="did not answer in time"):
+        drafter.propose()
+    draft.sleep = 0.0
+    drafter.close()
+    drafter.open(opening([7], GREEDY, request=2))
+    assert drafter.propose() == Proposal(2, 0, 0, (7, 0), (-1, 0)), "not the answer to the first request"
+
+
+def test_a_failing_draft_says_why_and_is_back_for_the_next_request(
+    bridge: tuple[GroupDrafter, FakeDraft, Channel],
+) -> None:
+    drafter, draft, _ = bridge
+    drafter.open(opening([4, 5], GREEDY))
+    drafter.propose()
+    draft.fails = True
+    drafter.observe(result(1, 0, 1))
+    with pytest.raises(DrafterLost, match="no memory left"):
+        drafter.propose()
+    drafter.observe(result(1, 1, 2))  # as a target that has not heard of it would
+    draft.fails = False
+    drafter.open(opening([7], GREEDY, request=2))
+    assert drafter.propose().request == 2
+
+
+def test_a_draft_that_is_gone(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, _, there = bridge
+    drafter.open(opening([4, 5], GREEDY))
+    drafter.propose()
+    drafter._send(Call.LEAVE)
+    time.sleep(0.2)  # its process is about to end
+    there.close()
+    for _ in range(2):
+        with pytest.raises(DrafterLost, match="gone"):
+            drafter.open(opening([7], GREEDY, request=2))
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+def test_what_the_tree_holds_is_answered_by_native_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target that accepts the first child each time hears what a drafter in its own process would say."""
+    make_checkpoint(tmp_path, vocab=40, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
+    plan, prompt = EngineConfig(verify_batch=4, draft_leaves=3, draft_steps=3), [3, 1, 4, 1, 5]
+    models = (load_model(tmp_path, dtype=torch.float32, ops=host, max_positions=260) for _ in range(2))
+    runners = (make_runner(model, host, context=200, tree_slots=60) for model in models)
+    ours, theirs = (make_drafter(runner, plan, ahead=True) for runner in runners)
+    said: list[Proposal] = []  # by Python
+    propose = DraftService._propose
+    monkeypatch.setattr(DraftService, "_propose", lambda self, p: (said.append(p), propose(self, p)))
+    here, there = connect(None)
+    service = threading.Thread(target=serve(there, theirs).run)
+    service.start()
+    drafter, heard = GroupDrafter(here, 3, BOUNDS), []
+    try:
+        for each in (drafter, ours):
+            each.open(opening(prompt, GREEDY))
+        for _ in range(20):
+            heard.append(drafter.propose())
+            assert heard[-1] == ours.propose()
+            ours.grow()
+            last = heard[-1]
+            result = VerifyResult(1, last.round, last.prefix_len, (0,), (last.tokens[1],))
+            for each in (drafter, ours):
+                each.observe(result)
+    finally:
+        here.send(Call.LEAVE)
+        service.join(10)
+    assert heard[0] == said[0] and 0 < len(heard) - len(said) < 20
+    assert 0 < drafter.busy <= theirs.busy
+
+
+def test_a_draft_is_watched_from_the_next_request_on(bridge: tuple[GroupDrafter, FakeDraft, Channel]) -> None:
+    drafter, _, _ = bridge
+    drafter._records = recorder = Recorder()
+    recorder.listener = list[Any]().extend
+    recorder.begin(opening([4, 5], GREEDY))
+    drafter.open(opening([4, 5], GREEDY))
+    drafter.watch(True)
+    recorder.add(Round(drafter.propose(), result(1, 0, 1), [], True, 0.0, None, None))
+    drafter.observe(result(1, 0, 1))
+    drafter.propose()
+    assert recorder.lacks(0), "not in the midst of a request"
+    recorder.begin(opening([4, 5], GREEDY, request=2))
+    drafter.open(opening([4, 5], GREEDY, request=2))
+    last = Round(drafter.propose(), result(2, 0, 1), [0.0] * 7, True, 0.0, None, None)
+    recorder.add(last)
+    drafter.drain(0)
+    lane = last.line()["draft"]
+    assert lane["nodes"] == 1 and lane["tree"]["tokens"].tolist() == [7]

@@ -1,0 +1,231 @@
+"""A draft group that is late, lost, and back, at any moment: every proposal is for the root that is now, and
+what the draft is told is the text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swiftspec.distributed.draft.client import DrafterLate, GroupDrafter
+from swiftspec.distributed.draft.failover import Away, PatientDrafter
+from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.transport.codec import Words, pack, read_opening, read_result
+from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+
+BOUNDS = Bounds(vocab=40, context=4000, nodes=8)
+
+
+def following(text: Sequence[int]) -> int:
+    """The token after a text, which depends on all of it."""
+    return sum((i + 1) * token for i, token in enumerate(text)) % 40
+
+
+class FakeDraft:
+    """The far end of a channel: proposes the right token, if it knows the right text. What it says arrives at once,
+    unless it is `slow`; once `dead` the connection is."""
+
+    def __init__(self) -> None:
+        self.peer = "the draft group"
+        self.slow = self.dead = False
+        self.said: list[tuple[int, Words]] = []
+        self.text: list[int] = []
+        self.openings = 0
+
+    def send(self, kind: int, words: Sequence[int] = ()) -> None:
+        self._check()
+        if kind == Call.DRAFTER_OPEN:
+            told = read_opening(list(words))
+            self.request, self.round, self.text = told.request, 0, list(told.tokens)
+            self.openings += 1
+        elif kind == Call.OBSERVE:
+            result = read_result(list(words))
+            assert (result.request, result.prefix_len) == (self.request, len(self.text) - 1)
+            self.round, self.text = result.round + 1, [*self.text, *result.tokens]
+        else:
+            return
+        nodes = (self.text[-1], following(self.text))
+        answer = Proposal(self.request, self.round, len(self.text) - 1, nodes, (-1, 0))
+        self.said.append((Call.PROPOSAL, [0, *pack(answer)]))
+
+    def recv(self, timeout: float | None = None) -> tuple[int, Words]:
+        self._check()
+        if self.slow or not self.said:
+            raise TimeoutError
+        return self.said.pop(0)
+
+    def recv_or_reply(self, reply: object, asks: int, answers: int, note: int) -> tuple[int, Words, bool]:
+        raise AssertionError("the target does not reply")
+
+    def close(self) -> None:
+        self.dead = True
+
+    def _check(self) -> None:
+        if self.dead:
+            raise ConnectionError("the draft group is gone")
+
+
+class FakeComeback:
+    """What has come back, once it has."""
+
+    def __init__(self) -> None:
+        self.back: FakeDraft | None = None
+        self.losses = 0
+
+    def take(self) -> FakeDraft | None:
+        back, self.back = self.back, None
+        return back
+
+    def lost(self) -> None:
+        self.losses += 1
+
+
+class Machine(RuleBasedStateMachine):
+    """A target that decodes, and everything that may happen to a draft group meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.draft, self.comeback = FakeDraft(), FakeComeback()
+        group = GroupDrafter(self.draft, 3, BOUNDS)
+        self.patient = PatientDrafter(group, Away(group, group, self.comeback), lambda: self.now)
+        self.request = 0
+        self.good = 0  # rounds in a row in which nothing was wrong with the draft
+        self.begin()
+
+    @rule()
+    def begin(self) -> None:
+        if self.request:
+            self.patient.close()
+        self.request, self.round, self.text = self.request + 1, 0, [self.request % 40, 5, 6]
+        self.patient.open(Opening(self.request, tuple(self.text), SamplingParams(temperature=0), 3))
+        self.good = 0
+
+    @rule()
+    def decode(self) -> None:
+        """A round, as the loop has it."""
+        self.now += 0.01
+        proposal = self.patient.propose()
+        where = proposal.request, proposal.round, proposal.prefix_len, proposal.tokens[0]
+        assert where == (self.request, self.round, len(self.text) - 1, self.text[-1])
+        self.patient.grow()
+        tokens = [following(self.text)]
+        if len(proposal.tokens) > 1:
+            assert proposal.tokens[1] == tokens[0], "the draft was told another text"
+            tokens.append(following([*self.text, *tokens]))
+        path = tuple(range(len(tokens)))
+        self.patient.observe(VerifyResult(self.request, self.round, len(self.text) - 1, path, tuple(tokens)))
+        self.text += tokens
+        self.round += 1
+        self.good = 0 if self.draft.slow or self.draft.dead else self.good + 1
+
+    @rule()
+    def decode_on(self) -> None:
+        for _ in range(20):
+            self.decode()
+
+    @rule()
+    def slow(self) -> None:
+        self.draft.slow = True
+
+    @rule()
+    def quick(self) -> None:
+        self.draft.slow = False
+
+    @rule()
+    def die(self) -> None:
+        self.draft.dead = True
+
+    @precondition(lambda self: self.draft.dead)
+    @rule()
+    def come_back(self) -> None:
+        self.draft = self.comeback.back = FakeDraft()
+        self.good = 0
+
+    @invariant()
+    def outages_are_in_order(self) -> None:
+        times = [time for each in self.patient.outages for time in (each.since, each.until) if time is not None]
+        assert times == sorted(times)
+        assert all(each.until is not None for each in self.patient.outages[:-1])
+
+    @invariant()
+    def a_draft_that_is_well_is_used_again(self) -> None:
+        if self.good > 300:  # it may have been late many times, and is asked seldom then
+            assert self.patient.lost is None
+
+    @invariant()
+    def a_draft_that_died_is_missed(self) -> None:
+        if self.draft.dead and self.patient.lost is not None:
+            assert self.draft.openings == 0 or self.comeback.losses > 0 or not self.patient._lost
+
+
+TestPatience = Machine.TestCase
+TestPatience.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def decoded(machine: Machine, rounds: int) -> float:
+    """Tokens a round of so many rounds."""
+    before = len(machine.text)
+    for _ in range(rounds):
+        machine.decode()
+    return (len(machine.text) - before) / rounds
+
+
+def test_a_draft_that_is_late_once_misses_a_round() -> None:
+    machine = Machine()
+    assert decoded(machine, 3) == 2
+    machine.slow()
+    assert decoded(machine, 1) == 1
+    machine.quick()
+    assert decoded(machine, 3) == 2
+    (outage,) = machine.patient.outages
+    assert outage.until is not None and outage.reason == "the draft group did not answer in time"
+
+
+def test_one_that_always_takes_long_comes_to_be_waited_for() -> None:
+    machine = Machine()
+    group = machine.patient._away.drafter
+    assert isinstance(group, GroupDrafter)
+    answer, waits = group.propose, list[float]()
+
+    def slowly() -> Proposal:
+        """It takes 0.8 s, whoever waits."""
+        if group.answer_timeout < 0.8:
+            machine.now += group.answer_timeout
+            raise DrafterLate("late")
+        machine.now += 0.8
+        return answer()
+
+    machine.decode()
+    group.propose = slowly
+    for _ in range(1000):
+        machine.decode()
+        waits.append(group.answer_timeout)
+    assert 0.8 < waits[-1] < 5 and machine.patient.lost is None
+
+
+def test_a_draft_that_comes_back_goes_on_in_the_same_request() -> None:
+    machine = Machine()
+    machine.decode_on()
+    machine.die()
+    assert decoded(machine, 5) == 1
+    machine.come_back()
+    assert decoded(machine, 1) == 1, "it reads the text meanwhile"
+    assert decoded(machine, 5) == 2
+    assert machine.draft.openings == 1 and machine.comeback.losses > 0
+    assert [outage.until is None for outage in machine.patient.outages] == [False]
+
+
+def test_a_draft_that_is_always_late_is_asked_less_and_less() -> None:
+    """Each time costs the target a wait."""
+    machine, waits = Machine(), 0
+    for _ in range(1000):
+        machine.slow()
+        machine.decode()
+        waits += machine.patient._in_step is False and machine.patient._pause > 0
+        machine.quick()
+        machine.draft.slow = bool(machine.patient._in_step)
+    assert len(machine.patient.outages) < 40

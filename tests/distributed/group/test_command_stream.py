@@ -1,0 +1,48 @@
+"""What a rank hears while it reads a prompt is neither lost nor heard twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swiftspec.distributed.group.command_stream import Orders
+from swiftspec.distributed.transport.opcodes import Call
+from swiftspec.errors import RankLost
+
+GO_ON, CLOSE, STEPS, OPEN = (int(call) for call in (Call.GO_ON, Call.DRAFTER_CLOSE, Call.STEPS, Call.DRAFTER_OPEN))
+
+
+class Says:
+    """A channel that says these kinds of messages, then nothing; `gone`: then it is gone."""
+
+    def __init__(self, *kinds: int, gone: bool = False) -> None:
+        self.kinds, self.gone, self.peer = list(kinds), gone, "rank 0"
+
+    def recv(self, timeout: float | None = None) -> tuple[int, list[int]]:
+        if self.kinds:
+            return self.kinds.pop(0), []
+        raise ConnectionError("rank 0 is gone") if self.gone else TimeoutError
+
+
+def orders(*kinds: int, gone: bool = False) -> Orders:
+    giver: Any = Says(*kinds, gone=gone)
+    return Orders(giver)
+
+
+def test_a_follower_goes_on_until_it_hears_something_else() -> None:
+    heard = orders(GO_ON, GO_ON, CLOSE, OPEN)
+    assert [heard.given_up() for _ in range(3)] == [False, False, True]
+    assert [heard.recv()[0] for _ in range(2)] == [CLOSE, OPEN]
+
+
+def test_a_follower_whose_leader_is_gone_says_so() -> None:
+    with pytest.raises(RankLost, match="is gone"):
+        orders(gone=True).given_up()
+
+
+def test_a_draft_goes_on_until_its_request_is_over() -> None:
+    heard = orders(STEPS, CLOSE)
+    assert [heard.over() for _ in range(2)] == [False, True]
+    assert [heard.recv()[0] for _ in range(2)] == [STEPS, CLOSE], "in their order, and none is lost"
+    assert not orders().over() and orders(gone=True).over()

@@ -1,0 +1,176 @@
+"""Ranks in threads on one store: they go on together or none does, and who waits says for whom."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.launch.config_check import Facts, agree, settings_of, telling
+from swiftspec.distributed.launch.startup_barrier import Roll, Waiting, difference, ranks
+from swiftspec.distributed.launch.world import World, same
+from swiftspec.errors import RankLost, UserError
+
+SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.3)
+BRIEF = replace(SOON, timeout=0.3)
+PLAN = EngineConfig(mode="async", target_tp=1, draft_tp=1)
+FACTS = Facts(settings_of(PLAN) | {"dtype": "bfloat16", "trace": False}, {"draft": "d" * 64}, {"target": "t" * 64})
+
+
+def store() -> Any:
+    made = HashStore()
+    made.set_timeout(timedelta(seconds=20))
+    return made
+
+
+def outcomes(*acts: Callable[[], object]) -> list[str]:
+    """What each act says when all run at the same time: `fine`, or its error."""
+    found = ["still there"] * len(acts)
+
+    def run(i: int, act: Callable[[], object]) -> None:
+        try:
+            act()
+            found[i] = "fine"
+        except (UserError, RankLost) as error:
+            found[i] = str(error)
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def start(worlds: list[World], *each: tuple[EngineConfig, Facts]) -> list[str]:
+    return outcomes(*(lambda w=w, e=e: agree(w, *e) for w, e in zip(worlds, each)))
+
+
+def job(size: int, said: list[str] | None = None, waiting: Waiting = SOON) -> list[World]:
+    page = store()
+    say = (lambda text: None) if said is None else said.append
+    return [World(r, size, r, size, "here", page, say=say, waiting=waiting) for r in range(size)]
+
+
+def test_ranks_that_were_started_alike_go_on() -> None:
+    assert start(job(2), (PLAN, FACTS), (PLAN, replace(FACTS, group_files={}))) == ["fine"] * 2, "no weights needed"
+
+
+DIFFERENT = [
+    ({"mode": "serial"}, "rank 1 was started with mode serial, rank 0 with mode async: start all ranks with the same"),
+    ({"draft_steps": 5}, "rank 1 was started with draft_steps 5, rank 0 with draft_steps unset:"),
+    ({"dtype": "float32"}, "rank 1 was started with dtype float32, rank 0 with dtype bfloat16:"),
+    ({"particles": 9}, "rank 1 was started with particles 9, rank 0 with particles 4:"),
+    ({"trace": True}, "rank 1 was started with trace true, rank 0 with trace false:"),
+    ({"ops": "x" * 999}, f"rank 1 was started with ops {'x' * 60}..., rank 0 with ops unset:"),
+]
+
+
+@pytest.mark.parametrize(("values", "line"), DIFFERENT, ids=lambda value: str(value)[:20])
+def test_whatever_differs_is_named_with_both_values(values: dict[str, Any], line: str) -> None:
+    other = replace(FACTS, settings={**FACTS.settings, **values})
+    both = start(job(2), (PLAN, FACTS), (PLAN, other))
+    assert both[0] == both[1] and both[0].startswith(line)
+
+
+def test_a_difference_is_told_while_another_rank_is_missing() -> None:
+    plan = EngineConfig(mode="async", target_tp=2, draft_tp=1)
+    facts = replace(FACTS, settings=settings_of(plan))
+    other = EngineConfig(mode="serial", target_tp=3)
+    found = start(job(3)[:2], (plan, facts), (other, replace(FACTS, settings=settings_of(other))))
+    assert all("rank 1 was started with mode serial, rank 0 with mode async" in line for line in found)
+
+
+def test_the_draft_must_be_the_same_for_all_and_the_target_in_its_group() -> None:
+    other = replace(FACTS, files={"draft": "e" * 64})
+    assert start(job(2), (PLAN, FACTS), (PLAN, other))[0].startswith(
+        "rank 1 has other files of the draft model than rank 0: give all ranks the same model directories"
+    )
+    plan = EngineConfig(mode="async", target_tp=2, draft_tp=1)
+    facts = replace(FACTS, settings=settings_of(plan))
+    apart, none = replace(facts, group_files={"target": "u" * 64}), replace(facts, group_files={})
+    found = start(job(3), (plan, facts), (plan, apart), (plan, none))
+    assert set(found) == {
+        "rank 1 has other files of the target model than rank 0: give all ranks the same model directories"
+    }
+
+
+def test_what_a_rank_is_refused_for_ends_all() -> None:
+    worlds = job(2)
+
+    def refused() -> None:
+        with telling(worlds[1]):
+            raise UserError("--model /nowhere: no such directory")
+
+    def goes_on() -> None:
+        agree(worlds[0].next_job(), PLAN, FACTS)
+
+    assert outcomes(goes_on, refused) == [
+        "rank 1: --model /nowhere: no such directory", "--model /nowhere: no such directory",
+    ]  # fmt: skip
+
+
+def test_who_waits_says_for_whom() -> None:
+    said: list[str] = []
+    found = start(job(3, said, BRIEF)[:1], (PLAN, FACTS))
+    assert found == ["ranks 1 and 2 did not come within 0.3 s: start all 3"]
+    assert said[0] == "waiting for ranks 1 and 2"
+    said.clear()
+    found = start([job(2, said, replace(BRIEF, grace=0.1))[1]], (PLAN, FACTS))
+    assert found == ["rank 0 did not say within 0.3 s whether all ranks go on"]
+    assert said[0] == "rank 1 is waiting for rank 0"
+
+
+def test_only_rank_0_speaks_where_it_is_there() -> None:
+    said: list[str] = []
+    first, second, _ = job(3, said, BRIEF)
+
+    def comes_second() -> None:
+        while not first.roll("start").store.check(["said 0"]):
+            time.sleep(0.001)
+        agree(second, PLAN, FACTS)
+
+    found = outcomes(lambda: agree(first, PLAN, FACTS), comes_second)
+    assert found == ["rank 2 did not come within 0.3 s: start all 3"] * 2
+    assert set(said) == {"waiting for rank 2"}
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2, 3)])
+def test_other_ideas_of_how_many_they_are(sizes: tuple[int, ...]) -> None:
+    page = store()
+
+    def act(rank: int, size: int) -> None:
+        mine = {"WORLD_SIZE": size}
+        Roll(page, rank, range(size), waiting=SOON).call(mine, same(mine, rank))
+
+    found = outcomes(*(lambda r=r, s=s: act(r, s) for r, s in enumerate(sizes)))
+    if sizes == (2, 2, 3):
+        assert found[:2] == ["fine"] * 2, "they are complete"
+        assert "rank 0 was started with WORLD_SIZE 2, rank 2 with WORLD_SIZE 3" in found[2]
+    else:
+        assert all(f"rank 1 was started with WORLD_SIZE {sizes[1]}, rank 0 with" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    "words", [b"", b"\xff", b"[1]", b"[" * 10**5, b'{"settings": 3, "files": [1]}', b'{"refused": [1]}']
+)
+def test_a_page_full_of_something_else(words: bytes) -> None:
+    worlds = job(2)
+    worlds[0].roll("start").store.set("said 1", words)  # pyright: ignore[reportArgumentType]
+    (line,) = start(worlds[:1], (PLAN, FACTS))
+    assert line.startswith("rank 1")
+
+
+def test_names_and_values_are_cut() -> None:
+    assert ranks([1]) == "rank 1" and ranks([1, 2, 3]) == "ranks 1, 2 and 3"
+    assert ranks(range(1, 4000)) == "ranks 1, 2, 3, 4, 5, 6 and 3993 more"
+    said = difference("x", 0, None, 1, True), difference("x", 0, "a\nb", 1, "y" * 10**6)
+    assert "with x true, rank 0 with x unset" in str(said[0]) and "rank 0 with x a b:" in str(said[1])
+    assert len(str(said[1])) < 200

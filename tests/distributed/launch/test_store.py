@@ -1,0 +1,113 @@
+"""Where ranks meet: a line for whoever waits, for a port that is taken, and for a number that two processes have."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from swiftspec.distributed.launch import store as module
+from swiftspec.distributed.launch import world as worlds
+from swiftspec.distributed.launch.launcher import Launched
+from swiftspec.distributed.launch.startup_barrier import Waiting
+from swiftspec.distributed.launch.store import open_store
+from swiftspec.distributed.launch.world import World, join_world
+from swiftspec.errors import UserError
+
+NET = Path("/proc/net")
+SOON = Waiting(timeout=20.0, silent=0.05, again=0.05, grace=0.2)
+BRIEF = Waiting(timeout=0.3, silent=0.05, again=0.05, grace=0.1)
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def listener() -> Iterator[int]:
+    """A port where something listens that never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def rank(number: int, port: int, size: int = 2) -> Launched:
+    return Launched(number, size, number, size, "127.0.0.1", port)
+
+
+def test_a_rank_waits_for_the_store_and_says_so(port: int) -> None:
+    said, waits, kept = [], threading.Event(), []
+
+    def say(text: str) -> None:
+        said.append(text)
+        waits.set()
+
+    def keep() -> None:
+        assert waits.wait(20)
+        kept.append(open_store(rank(0, port), say, SOON))
+
+    keeper = threading.Thread(target=keep)
+    keeper.start()
+    open_store(rank(1, port), say, SOON).set("a", "b")
+    keeper.join()
+    assert kept[0].get("a") == b"b" and len(said) >= 1
+    assert said[0].startswith(f"rank 1 is waiting for rank 0 at 127.0.0.1:{port} (Connection refused)")
+
+
+def test_nobody_keeps_the_store(port: int) -> None:
+    with pytest.raises(UserError, match=rf"^rank 1 does not reach rank 0 at 127.0.0.1:{port} .* look at MASTER_ADDR"):
+        open_store(rank(1, port), lambda text: None, BRIEF)
+
+
+def test_a_port_in_use_names_its_variable(listener: int) -> None:
+    with pytest.raises(UserError, match=f"^port {listener} is in use on this machine: choose another with MASTER_PORT"):
+        open_store(rank(0, listener), lambda text: None, SOON)
+
+
+@pytest.mark.skipif(not NET.exists(), reason="only Linux tells where it listens")
+def test_a_store_of_this_machine_alone_is_not_open_to_others(port: int) -> None:
+    """torch by itself listens on every address of the machine."""
+    store = open_store(rank(0, port), lambda text: None, SOON)
+    store.set("a", "b")
+    assert b"".join(addresses_at(port)) == bytes([127, 0, 0, 1])[::-1]
+
+
+def addresses_at(port: int) -> list[bytes]:
+    """Where this machine listens on a port, as the kernel has it."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in (NET / name).read_text().splitlines()[1:]]
+    found = [words[1].split(":") for words in lines if words[3] == "0A"]  # listening
+    return [bytes.fromhex(address) for address, number in found if int(number, 16) == port]
+
+
+def test_something_else_listens_there(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE", 0.5)
+    with pytest.raises(UserError, match=f"^no store at 127.0.0.1:{listener} .*MASTER_PORT"):
+        open_store(rank(1, listener), lambda text: None, SOON)
+
+
+def test_joining(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks meet; a third process that also claims to be rank 1 is told."""
+    mine = threading.local()
+    monkeypatch.setattr(worlds, "launched", lambda: rank(mine.rank, port))
+    monkeypatch.setattr(worlds, "run_on", lambda cores: None)
+    found: dict[str, World | UserError | None] = {}
+
+    def join(name: str, number: int) -> None:
+        mine.rank = number
+        try:
+            found[name] = join_world(waiting=SOON)
+        except UserError as error:
+            found[name] = error
+
+    first, second = (threading.Thread(target=join, args=(str(number), number)) for number in (0, 1))
+    for thread in (first, second):
+        thread.start()
+    for thread in (first, second):
+        thread.join(30)
+    join("again", 1)
+    assert all(isinstance(found[name], World) for name in "01")
+    assert str(found["again"]).startswith(f"another process with RANK=1 is at MASTER_PORT={port} already")

@@ -1,0 +1,233 @@
+"""A worker that is silent for a while, slow, or answers amiss: never a wrong token, never a hang, one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import pytest
+
+from swiftspec.builder.load_options import Worker
+from swiftspec.distributed.draft import failover
+from swiftspec.distributed.rpc import service
+from swiftspec.distributed.rpc.reconnect import MOST
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM, Running
+from swiftspec.messages import VerifyResult
+from swiftspec.observe.step_time_emulation import Emulation, StepTimes
+from swiftspec.params import SamplingParams
+from tests.support.relay import Relay, Way
+from tests.support.tiny_checkpoints import make_checkpoint, make_pair
+from tests.support.workers import OPTIONS, Started, on_workers, started
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+SAMPLED = SamplingParams(temperature=0.8, seed=1234, max_tokens=40, ignore_eos=True)
+MODES = ["serial", "async"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def plain(pair: tuple[Path, Path]) -> list[int]:
+    return LLM(pair[0], None, **OPTIONS).generate(PROMPT, SAMPLED).token_ids
+
+
+@pytest.fixture(scope="module")
+def both(pair: tuple[Path, Path]) -> Iterator[dict[str, Started]]:
+    with started("target", pair[0]) as target, started("draft", pair[1]) as draft:
+        yield {"target": target, "draft": draft}
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft's worker is late sooner than in earnest."""
+    for name, seconds in (("FIRST", 0.2), ("LEAST", 0.05), ("MOST", 0.1)):
+        monkeypatch.setattr(failover, name, seconds)
+
+
+@contextmanager
+def relayed(worker: Started, **named: Any) -> Iterator[tuple[Relay, Worker]]:
+    """The worker behind a wire that can stall."""
+    with Relay(("127.0.0.1", worker.port), Way(0.0)) as relay:
+        yield relay, replace(worker.named(**named), url="{}:{}".format(*relay.address))
+
+
+@contextmanager
+def slow(side: Any, model: Path, seconds: float) -> Iterator[Started]:
+    """A worker whose steps take so long."""
+    step = StepTimes(((1, 1, seconds),))
+    with started(side, model, options={"emulate": Emulation(**{side: step})}) as worker:
+        yield worker
+
+
+def until_it_drafts(running: Running, plain: list[int]) -> None:
+    """Asks until the draft's worker helps again. Every text is the target's own."""
+    until = time.monotonic() + 2 * MOST
+    while True:
+        answer = running.generate(PROMPT, SAMPLED)
+        assert answer.token_ids == plain
+        if answer.stats.accepted > 0 and answer.stats.drafter_lost is None:
+            return
+        assert time.monotonic() < until, answer.stats.drafter_lost
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_that_is_silent_for_a_while_costs_speed_only(
+    both: dict[str, Started], plain: list[int], impatient: None, mode: str
+) -> None:
+    with (
+        relayed(both["draft"]) as (wire, draft),
+        on_workers(both["target"].named(), draft, mode=mode, draft_steps=2) as running,
+    ):
+        stream = running.stream(PROMPT, SAMPLED)
+        text = [*next(stream).token_ids]
+        wire.stall()
+        text += [token for chunk in stream for token in chunk.token_ids]
+        assert text == plain and running.stats.drafter_lost is not None
+        wire.resume()
+        until_it_drafts(running, plain)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_target_that_is_silent_for_a_while_goes_on(both: dict[str, Started], plain: list[int], mode: str) -> None:
+    with (
+        relayed(both["target"]) as (wire, target),
+        on_workers(target, both["draft"].named(), mode=mode, draft_steps=2) as running,
+    ):
+        stream = running.stream(PROMPT, SAMPLED)
+        text = [*next(stream).token_ids]
+        wire.stall()
+        Timer(0.3, wire.resume).start()
+        assert [*text, *(token for chunk in stream for token in chunk.token_ids)] == plain
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_target_that_stays_silent_is_an_error_in_time_and_may_be_asked_again(
+    both: dict[str, Started], plain: list[int], mode: str
+) -> None:
+    with (
+        relayed(both["target"], timeout=0.4) as (wire, target),
+        on_workers(target, both["draft"].named(), mode=mode, draft_steps=2) as running,
+    ):
+        stream = running.stream(PROMPT, SAMPLED)
+        next(stream)
+        wire.stall()
+        began = time.monotonic()
+        with pytest.raises(UserError, match=r"--target-url \S+ did not answer in time: ask again"):
+            list(stream)
+        assert time.monotonic() - began < 5
+        wire.resume()
+        assert running.generate(PROMPT, SAMPLED).token_ids == plain
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_slow_draft_costs_speed_only(
+    pair: tuple[Path, Path], both: dict[str, Started], plain: list[int], impatient: None, mode: str
+) -> None:
+    with (
+        slow("draft", pair[1], 0.3) as draft,
+        on_workers(both["target"].named(), draft.named(), mode=mode, draft_steps=1) as running,
+    ):
+        assert running.generate(PROMPT, SAMPLED).token_ids == plain and running.outages
+
+
+def test_a_target_that_is_too_slow_is_an_error_in_time(
+    pair: tuple[Path, Path], both: dict[str, Started], plain: list[int]
+) -> None:
+    """One that is slow alone is waited for."""
+    short = replace(SAMPLED, max_tokens=4)
+    with slow("target", pair[0], 0.2) as target:
+        with on_workers(target.named(), both["draft"].named(), draft_steps=2) as running:
+            assert running.generate(PROMPT, short).token_ids == plain[:4]
+        with (
+            on_workers(target.named(timeout=0.1), both["draft"].named(), draft_steps=2) as running,
+            pytest.raises(UserError, match="did not answer in time"),
+        ):
+            running.generate(PROMPT, short)
+
+
+def amiss(name: str, result: VerifyResult) -> VerifyResult:
+    """What no target may answer."""
+    match name:
+        case "an old round":
+            return replace(result, round=result.round - 1)
+        case "another request":
+            return replace(result, request=result.request + 1)
+        case "another place":
+            return replace(result, prefix_len=result.prefix_len + 1)
+        case "a token that was not proposed":
+            return replace(result, path=(0, 1), tokens=(63, 9))
+        case _:
+            return replace(result, tokens=(*result.tokens[:-1], 64))
+
+
+@pytest.mark.parametrize(
+    "name", ["an old round", "another request", "another place", "a token that was not proposed", "no token"]
+)
+def test_a_target_that_answers_amiss_gives_no_token(
+    both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    result_to = service.result_to
+    monkeypatch.setattr(service, "result_to", lambda result: result_to(amiss(name, result)))
+    with (
+        on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
+        pytest.raises(UserError, match=r"--target-url \S+ sent what is no result of ours: .*") as told,
+    ):
+        list(running.stream(PROMPT, SAMPLED))
+    assert "\n" not in str(told.value)
+
+
+def twice(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """This kind of worker says everything twice."""
+    answers = kind._answers
+
+    def doubled(*about: Any) -> Iterator[Any]:
+        for answer in answers(*about):
+            yield answer
+            yield answer
+
+    monkeypatch.setattr(kind, "_answers", doubled)
+
+
+def test_a_target_that_answers_twice_is_not_believed(both: dict[str, Started], monkeypatch: pytest.MonkeyPatch) -> None:
+    twice(monkeypatch, service.TargetService)
+    with (
+        on_workers(both["target"].named(), both["draft"].named(), mode="serial", draft_steps=2) as running,
+        pytest.raises(UserError, match="no result of ours"),
+    ):
+        list(running.stream(PROMPT, SAMPLED))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_draft_that_answers_twice_costs_speed_at_most(
+    both: dict[str, Started], plain: list[int], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    twice(monkeypatch, service.DraftService)
+    with on_workers(both["target"].named(), both["draft"].named(), mode=mode, draft_steps=2) as running:
+        for _ in range(2):
+            assert running.generate(PROMPT, SAMPLED).token_ids == plain
+
+
+def test_another_tokenizer_or_version_is_refused_at_the_start(
+    pair: tuple[Path, Path], both: dict[str, Started], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, vocab=64)
+    target = both["target"].named()
+    with (
+        started("draft", tmp_path, tokenizer=bytes(31) + b"x") as draft,
+        pytest.raises(UserError, match=r"--draft-url \S+ makes no pair with this target: their tokenizers differ"),
+        on_workers(target, draft.named()),
+    ):
+        pass
+    monkeypatch.setattr(service, "PROTOCOL", 1)
+    for here in ((target, None), (pair[0], both["draft"].named())):
+        with pytest.raises(UserError, match="speaks version 1 of the protocol, and this is"), on_workers(*here):
+            pass

@@ -1,0 +1,367 @@
+"""What workers answer to messages that are good, late, twice, wrong or none."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.rpc.connection import Link
+from swiftspec.distributed.rpc.endpoint import MOST_BYTES, Endpoint, Security
+from swiftspec.distributed.rpc.protobuf_codec import (
+    Identity,
+    opening_to,
+    proposal_to,
+    read_delta,
+    read_opening,
+    read_proposal,
+    result_to,
+)
+from swiftspec.distributed.rpc.service import DRAFT, TARGET
+from swiftspec.distributed.rpc.sessions import Sessions, Turns
+from swiftspec.distributed.rpc.status import Full, Refused, SessionGone, WorkerLost
+from swiftspec.errors import UserError
+from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.params import SamplingParams
+from tests.support.tiny_checkpoints import make_checkpoint
+from tests.support.workers import TOKENIZER, Started, started
+
+TEXT = (5, 17, 3)
+GREEDY = SamplingParams(temperature=0)
+SHAPE = EngineConfig(mode="serial", draft_steps=2)
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=64)
+    with started("target", path) as worker:
+        yield worker
+
+
+class Client:
+    """Calls a target's worker without any of the client's own checks."""
+
+    def __init__(self, worker: Started) -> None:
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security())
+        about = link.ping(10)
+        self.own = Identity(about.model, about.tokenizer)
+
+    def raw(self, data: bytes) -> pb.VerifyAnswer:
+        return pb.VerifyAnswer.FromString(self._channel.unary_unary(f"/{TARGET}/VerifyDrafts")(data, timeout=20))
+
+    def ask(self, **asks: Any) -> pb.VerifyAnswer:
+        return self.raw(pb.VerifyRequest(**asks).SerializeToString())
+
+    def opening(self, shape: EngineConfig = SHAPE) -> pb.Opening:
+        return opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), shape, self.own)
+
+    def refused(self, code: grpc.StatusCode, call: Callable[[], object]) -> str:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        error: Any = caught.value
+        assert error.code() == code, error.details()
+        assert error.details() and "\n" not in error.details() and len(error.details()) < 400
+        return error.details()
+
+
+@pytest.fixture
+def client(target: Started) -> Client:
+    return Client(target)
+
+
+def test_a_round_is_applied_once(client: Client) -> None:
+    opened = client.ask(opening=client.opening())
+    assert len(opened.session) == 16 and opened.opened.kept == 0 and opened.telemetry.model > 0
+    ask = {"session": opened.session, "proposal": proposal_to(Proposal.root_only(1, 0, 2, TEXT[-1]))}
+    first, twice = client.ask(**ask), client.ask(**ask)
+    assert first == twice and len(first.result.tokens) == 1
+    token = first.result.tokens[0]
+    other = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9), (-1, 0)))
+    assert "over" in client.refused(
+        Code.FAILED_PRECONDITION, lambda: client.ask(session=opened.session, proposal=other)
+    )
+    after = client.ask(session=opened.session, proposal=proposal_to(Proposal.root_only(1, 1, 3, token)))
+    assert after.result.prefix_len == 3, "what was refused has changed nothing"
+    assert "over" in client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(**ask))
+
+
+def test_growth_goes_to_the_stream_that_opened_last(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, vocab=64)
+    with started("draft", tmp_path) as worker:
+        link = Link(f"127.0.0.1:{worker.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security())
+        about = link.ping(10)
+        own = Identity(about.model, about.tokenizer)
+        ahead = opening_to(Opening(1, TEXT, GREEDY, len(TEXT)), EngineConfig(mode="async"), own)
+        first, second = link.stream(), link.stream()
+        first.send(pb.DraftRequest(opening=ahead))
+        grown = first.recv(20)
+        assert read_delta(grown.delta).parents.tolist()[0] == 0 and grown.telemetry.model > 0
+        second.send(pb.DraftRequest(session=grown.session, opening=ahead))
+        both = [list(delta.tokens) for delta in (grown.delta, second.recv(20).delta)]
+        least = min(map(len, both))  # what has grown by the time goes together
+        assert both[0][:least] == both[1][:least]
+        result = result_to(VerifyResult(1, 0, 2, (0, 1), (grown.delta.tokens[0], 9)), whole=False)
+        first.send(pb.DraftRequest(session=grown.session, result=result))
+        with pytest.raises(Refused, match="has begun another"):
+            while True:
+                first.recv(20)
+        second.send(pb.DraftRequest(session=grown.session, result=result))
+        while (told := second.recv(20).delta).round == 0:
+            pass
+        assert told.round == 1
+        second.send(pb.DraftRequest(session=bytes(16), result=result))
+        with pytest.raises(SessionGone):
+            while True:
+                second.recv(20)
+        call = grpc.insecure_channel(f"127.0.0.1:{worker.port}").unary_unary(f"/{DRAFT}/GenerateDrafts")
+        with pytest.raises(grpc.RpcError, match="in a stream"):
+            call(pb.DraftRequest(opening=ahead).SerializeToString(), timeout=20)
+
+
+def test_what_does_not_fit_is_refused_in_a_line(client: Client) -> None:
+    session = client.ask(opening=client.opening()).session
+    good = proposal_to(Proposal(1, 0, 2, (TEXT[-1], 9, 8), (-1, 0, 1)))
+
+    def asked(change: Callable[[Any], object], what: Any = good, name: str = "proposal") -> Callable[[], object]:
+        message = type(what).FromString(what.SerializeToString())
+        change(message)
+        return lambda: client.ask(session=session, **{name: message})
+
+    wrong = [
+        lambda m: m.ClearField("tokens"), lambda m: m.parents.append(0), lambda m: m.tokens.__setitem__(1, 64),
+        lambda m: m.tokens.__setitem__(0, 4), lambda m: m.parents.__setitem__(1, 1),
+        lambda m: m.tokens.__setitem__(1, -1), lambda m: setattr(m, "prefix_len", 3),
+        lambda m: setattr(m, "request", 2),
+        lambda m: (m.tokens.extend(range(20)), m.parents.extend([0] * 20)),
+        lambda m: m.drawn.tokens.append(3), lambda m: m.parents.__setitem__(0, 0),
+    ]  # fmt: skip
+    for change in wrong:
+        client.refused(Code.INVALID_ARGUMENT, asked(change))
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.raw(b"\xff no message"))
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(session=session))
+    client.refused(Code.NOT_FOUND, lambda: client.ask(session=bytes(16), proposal=good))
+    client.refused(Code.RESOURCE_EXHAUSTED, lambda: client.raw(bytes(MOST_BYTES + 1)))
+    assert len(client.ask(session=session, proposal=good).result.tokens) >= 1, "the session is as it was"
+
+
+def test_an_opening_must_be_meant_for_this_worker(client: Client) -> None:
+    def asked(**changes: Any) -> Callable[[], object]:
+        message = client.opening()
+        for name, value in changes.items():
+            setattr(message, name, value)
+        return lambda: client.ask(opening=message)
+
+    assert "version 2" in client.refused(Code.FAILED_PRECONDITION, asked(protocol=1))
+    assert "tokenizers" in client.refused(Code.FAILED_PRECONDITION, asked(tokenizer=b"other"))
+    assert "another model" in client.refused(Code.FAILED_PRECONDITION, asked(model=b"other"))
+    client.refused(Code.INVALID_ARGUMENT, asked(prompt_len=4))
+    large = client.opening(EngineConfig(mode="serial", verify_batch=17))
+    told = client.refused(Code.FAILED_PRECONDITION, lambda: client.ask(opening=large))
+    assert "room for verify_batch 16" in told
+    bad = client.opening()
+    bad.sampling.temperature = float("nan")
+    client.refused(Code.INVALID_ARGUMENT, lambda: client.ask(opening=bad))
+
+
+def test_strangers_are_kept_out(target: Started) -> None:
+    guarded = Security(token="secret")
+    with started("target", target.model, security=guarded) as worker:
+        for security in (Security(), Security(token="other")):
+            with pytest.raises(Refused, match="token is missing or wrong"):
+                Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+        link = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, guarded)
+        assert link.ping(10).tokenizer == TOKENIZER
+        stream = Link(f"127.0.0.1:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, Security()).stream()
+        with pytest.raises(Refused):
+            stream.recv(10)
+    for bare in (Security(), Security(token="secret"), Security(cert=b"", key=b"")):
+        with pytest.raises(UserError, match="open to other machines"):
+            bare.check_worker(Endpoint("0.0.0.0", 7070))
+    with pytest.raises(UserError, match="another machine"):
+        Security().check_client(Endpoint("example.com", 7070), "--target-url")
+    for text in ("7070", "host", ":7070", "host:x", "host:70000", "http://host:1"):
+        with pytest.raises(UserError, match="HOST:PORT"):
+            Endpoint.of(text, "--listen")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
+def test_a_worker_over_tls(target: Started, tmp_path: Path) -> None:
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=worker"
+    for name in ("own", "other"):
+        files = ["-keyout", str(tmp_path / f"{name}.key"), "-out", str(tmp_path / f"{name}.pem")]
+        command = [*made.split(), "-addext", "subjectAltName=IP:127.0.0.1", *files]
+        subprocess.run(command, check=True, capture_output=True)
+    cert, other = tmp_path / "own.pem", tmp_path / "other.pem"
+    guarded = Security("secret", cert.read_bytes(), (tmp_path / "own.key").read_bytes())
+    guarded.check_worker(Endpoint("0.0.0.0", 7070))
+    with started("target", target.model, security=guarded) as worker:
+
+        def ping(security: Security, host: str = "127.0.0.1") -> pb.PingAnswer:
+            return Link(f"{host}:{worker.port}", "--target-url", TARGET, pb.VerifyAnswer, security).ping(10)
+
+        assert ping(Security("secret", ca=cert.read_bytes())).vocab_size == 64
+        with pytest.raises(WorkerLost):
+            ping(Security("secret"))  # in plain text
+        with pytest.raises(Refused, match="token"):
+            ping(Security("other", ca=cert.read_bytes()))
+        with pytest.raises(Refused, match=r"not trusted.*--tls-ca"):
+            ping(Security("secret", ca=other.read_bytes()))
+        with pytest.raises(Refused, match="for another host"):
+            ping(Security("secret", ca=cert.read_bytes()), "localhost")
+
+
+HEALTH: Any = health_pb2  # its names are made when it is imported
+
+
+def test_health_is_told_until_a_worker_drains(target: Started) -> None:
+    """By the standard service's own client, of the worker, of each service, and of none that is there."""
+    worker = Started("target", target.model).start()
+    channel = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    serving = HEALTH.HealthCheckResponse.SERVING
+    for name in ("", TARGET):
+        assert health.Check(HEALTH.HealthCheckRequest(service=name), timeout=10).status == serving
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(HEALTH.HealthCheckRequest(service=DRAFT), timeout=10)
+    assert caught.value.code() == Code.NOT_FOUND  # type: ignore[attr-defined]
+    watched: Any = health.Watch(HEALTH.HealthCheckRequest(service=TARGET), timeout=20)
+    assert next(watched).status == serving
+    threading.Thread(target=worker.server.stop, args=(5.0,)).start()
+    assert next(watched).status == HEALTH.HealthCheckResponse.NOT_SERVING
+    watched.cancel()
+    channel.close()
+
+
+class Shows(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientInterceptor):
+    """A client that shows the token with each call."""
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(client_call_details._replace(metadata=Security("secret").metadata), request)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return self.intercept_unary_unary(continuation, client_call_details, request_iterator)
+
+
+def test_reflection_tells_the_services_to_whoever_has_the_token(target: Started) -> None:
+    """By the standard service's own client, who makes a call of what it has read."""
+    with started("target", target.model, security=Security("secret")) as worker:
+        bare = grpc.insecure_channel(f"127.0.0.1:{worker.port}")
+        health: Any = health_pb2_grpc.HealthStub(bare)
+        with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
+            list(ProtoReflectionDescriptorDatabase(bare).get_services())
+        with pytest.raises(grpc.RpcError, match="the token is missing or wrong"):
+            health.Check(HEALTH.HealthCheckRequest(), timeout=10)
+        channel = grpc.intercept_channel(bare, Shows())
+        read = ProtoReflectionDescriptorDatabase(channel)
+        assert {TARGET, "grpc.health.v1.Health"} < {*read.get_services()}
+        methods = DescriptorPool(read).FindServiceByName(TARGET).methods_by_name
+        assert {*methods} == {"VerifyDrafts", "Stream", "EndSession", "Ping", "ReadTokenizer"}
+        answer = GetMessageClass(methods["Ping"].output_type)
+        told: Any = channel.unary_unary(f"/{TARGET}/Ping", response_deserializer=answer.FromString)(b"", timeout=10)
+        assert told.vocab_size == 64 and told.tokenizer == TOKENIZER
+        bare.close()
+
+
+def test_a_worker_of_the_other_kind_is_refused(target: Started) -> None:
+    with pytest.raises(Refused, match="worker of the other kind"):
+        Link(f"127.0.0.1:{target.port}", "--draft-url", DRAFT, pb.DraftAnswer, Security()).ping(10)
+
+
+def test_a_worker_that_rests_looks_after_its_group(target: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftspec.distributed.rpc.server.LOOK", 0.01)
+    over: SimpleQueue[int] = SimpleQueue()
+    target.server.run(over, lambda: over.put(0))  # ends by what it has seen
+
+
+def test_messages_carry_every_field() -> None:
+    names = [field.name for field in fields(SamplingParams)]
+    assert [field.name for field in pb.Sampling.DESCRIPTOR.fields] == names
+    sampling = SamplingParams(
+        temperature=0.5, top_k=3, logit_bias={4: -1.5}, seed=2**64 - 1, max_tokens=9, stop=("a", "b"), logprobs=0,
+        stop_token_ids=(1, 2), grammar="g", negative_prompt_ids=(3,), verify_batch=2,
+    )  # fmt: skip
+    shape = EngineConfig(mode="async", draft_steps=5, calibration=0.3, catch_up=False)
+    own, opening = Identity(b"m", b"t"), Opening(3, TEXT, sampling, 2)
+    assert read_opening(opening_to(opening, shape, own), own) == (opening, shape)
+    proposal = Proposal(1, 2, 3, (4, 5, 6), (-1, 0, 0))
+    assert read_proposal(proposal_to(proposal)) == proposal
+
+
+class Work:
+    busy = 0.0
+
+    def __init__(self, shape: EngineConfig) -> None:
+        self.shape = shape
+
+
+def test_sessions_end_by_rest_and_make_room() -> None:
+    now = [0.0]
+    sessions = Sessions(Work, most=2, idle=10.0, clock=lambda: now[0])
+    first, second = (sessions.open(b"", SHAPE) for _ in range(2))
+    assert sessions.open(first.id, SHAPE) is first
+    now[0] = 1.0
+    with sessions.at_work(first):
+        pass
+    third = sessions.open(b"", SHAPE)
+    with pytest.raises(SessionGone):
+        sessions.find(second.id)
+    with sessions.at_work(first), sessions.at_work(third), pytest.raises(Full, match="--max-sessions"):
+        sessions.open(b"", SHAPE)
+    now[0] = 11.5
+    sessions.sweep()
+    assert len(sessions) == 0
+    with pytest.raises(SessionGone), sessions.at_work(first):
+        pass
+
+
+def test_a_session_that_is_about_to_rest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has answered and does what is left to do, when another one is opened."""
+    monkeypatch.setattr("swiftspec.distributed.rpc.sessions.MOMENT", 60.0)
+    sessions, opened = Sessions(Work, most=1, idle=10.0), SimpleQueue[Any]()
+    first = sessions.open(b"", SHAPE)
+    with sessions.at_work(first):
+        other = threading.Thread(target=lambda: opened.put(sessions.open(b"", SHAPE)))
+        other.start()
+        other.join(0.05)
+        assert opened.empty()
+    other.join()
+    assert opened.get() is not first and first.gone
+
+
+def test_turns_go_round_in_order() -> None:
+    turns, order, threads = Turns(), list[int](), list[threading.Thread]()
+
+    def work(number: int) -> None:
+        with turns:
+            order.append(number)
+
+    with turns:
+        assert not turns.offered()
+        for number in range(5):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+            while len(turns._waiting) <= number:
+                pass
+    for thread in threads:
+        thread.join(10)
+    assert order == [0, 1, 2, 3, 4]
+    assert turns.offered() and not turns.offered()
+    turns.end()
+    assert turns.offered()

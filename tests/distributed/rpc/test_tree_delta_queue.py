@@ -1,0 +1,130 @@
+"""Growth on its way to who sends it: what has come goes as one, in order, and nothing of it is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from threading import Event, Timer
+
+import numpy as np
+import pytest
+
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.rpc.draft_stream import DraftStream
+from swiftspec.distributed.rpc.protobuf_codec import Identity, delta_to
+from swiftspec.distributed.rpc.tree_delta_queue import HELD, Grown, Telling
+from swiftspec.messages import Opening, VerifyResult
+from swiftspec.params import SamplingParams
+from swiftspec.tree.replica import TreeDelta
+
+
+def delta(round_: int, first: int, count: int = 2, request: int = 1) -> TreeDelta:
+    parents = np.full(count, first - 1)
+    return TreeDelta(request, round_, 1, first, parents, np.arange(count), np.full(count, -1.0))
+
+
+COST = pb.Telemetry(span=7, wall=3, model=2)
+
+
+def taken(grown: Grown, *, join: bool) -> list[Telling]:
+    """All of it."""
+    found: list[Telling] = []
+    while together := grown.take(join=lambda: join):
+        found += together
+    return found
+
+
+@pytest.mark.parametrize("join", [False, True])
+def test_what_has_come_goes_as_one_and_the_end_by_itself(join: bool) -> None:
+    come, told = Event(), [delta(0, 1), delta(0, 3), delta(0, 5, 0), delta(1, 5), delta(1, 7)]
+
+    def grow() -> Iterator[Telling]:
+        yield from ((each, pb.Telemetry.FromString(COST.SerializeToString())) for each in told)
+        come.set()
+
+    grown = Grown(grow)
+    assert come.wait(10)
+    found = taken(grown, join=join)
+    shapes = [(each.round, each.first, len(each), each.expansions) for each, _ in found]
+    whole = [(0, 1, 4, 2), (0, 5, 0, 1), (1, 5, 4, 2)]
+    assert shapes == (whole if join else [(each.round, each.first, len(each), 1) for each in told])
+    assert sum(cost.wall for _, cost in found if cost is not None) == 15
+
+
+def test_requests_stay_apart_and_whether_to_join_is_asked_once_one_is_open() -> None:
+    waits, opened, joins, come = Event(), Event(), list[bool](), Event()
+
+    def grow() -> Iterator[Telling]:
+        assert waits.wait(10)
+        opened.set()
+        yield delta(0, 1), None
+
+    def join() -> bool:
+        joins.append(opened.is_set())
+        return True
+
+    grown = Grown(grow)
+    Timer(0.05, waits.set).start()  # while `take` waits
+    assert len(grown.take(join=join)) == 1 and joins == [True]
+
+    def both() -> Iterator[Telling]:
+        yield from ((delta(0, 1 + 2 * number, request=request), None) for request in (1, 2) for number in range(2))
+        come.set()
+
+    grown = Grown(both)
+    assert come.wait(10)
+    assert [(each.request, each.first, len(each)) for each, _ in taken(grown, join=True)] == [(1, 1, 4), (2, 1, 4)]
+
+
+def test_what_growing_raises_comes_after_what_has_grown() -> None:
+    def grow() -> Iterator[Telling]:
+        yield delta(0, 1), None
+        raise ValueError("no more")
+
+    grown = Grown(grow)
+    assert [each.first for each, _ in grown.take(join=lambda: True)] == [1]
+    with pytest.raises(ValueError, match="no more"):
+        grown.take(join=lambda: True)
+
+
+def test_a_tree_whose_growth_nobody_takes_waits() -> None:
+    more = Event()
+
+    def grow() -> Iterator[Telling]:
+        for number in range(HELD + 2):
+            if number == HELD + 1:
+                more.set()
+            yield delta(0, 1 + 2 * number), None
+
+    grown = Grown(grow)
+    assert not more.wait(0.3)
+    assert len(taken(grown, join=False)) == HELD + 2 and more.is_set()
+    stuck = Grown(grow)
+    stuck.close()
+
+
+def test_what_growth_has_cost_is_booked_to_the_message_that_asked_for_it() -> None:
+    class Link:
+        peer = "--draft-url"
+
+        def __init__(self) -> None:
+            self.told = [(0, 1, COST), (0, 3, None), (1, 5, COST)]
+
+        def stream(self) -> Link:
+            return self
+
+        def send(self, message: pb.DraftRequest) -> None: ...
+
+        def recv(self, timeout: float) -> pb.DraftAnswer:
+            round_, first, cost = self.told.pop(0)
+            return pb.DraftAnswer(delta=delta_to(delta(round_, first)), telemetry=cost)
+
+    stream = DraftStream(Link(), EngineConfig(mode="async"), Bounds(64, 100, 16), 1.0)  # type: ignore[arg-type]
+    stream.attach(Identity(b"", b""))
+    stream.open(Opening(1, (5, 17), SamplingParams(), 2), 0)
+    stream.tell(VerifyResult(1, 0, 1, (0,), (9,)), 0)
+    for _ in range(3):
+        stream.recv(None)
+    opening, result = stream.hops.take()
+    assert (opening.round, result.round) == (-1, 0) and opening.asked < result.asked

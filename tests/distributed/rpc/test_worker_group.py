@@ -1,0 +1,75 @@
+"""A worker that is a group of ranks gives the text of one, in every session that it has."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.distributed.worker_group import Crew
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from tests.support.ranks import Pool
+from tests.support.tiny_checkpoints import make_pair
+from tests.support.workers import OPTIONS
+
+PROMPT = [5, 17, 3, 29, 11, 8, 2, 30]
+ASKED = (
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=20, ignore_eos=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("side", "plan"),
+    [
+        pytest.param("target", {"mode": "serial", "draft_steps": 3}, marks=pytest.mark.slow),
+        pytest.param("draft", {"mode": "async", "draft_steps": 3}, marks=pytest.mark.slow),
+        ("draft", {}),
+    ],
+)
+def test_the_text_is_that_of_one_rank(pool: Pool, tmp_path: Path, side: str, plan: dict[str, Any]) -> None:
+    target, draft = make_pair(tmp_path)
+    model, other = (target, draft) if side == "target" else (draft, target)
+    requests = [(PROMPT, asdict(params)) for params in ASKED]
+    job = {"side": side, "model": str(model), "other": str(other), "plan": plan, "requests": requests}
+    found = pool.run(2, "decode_on_group", **job)[0]
+    plain = LLM(target, None, **OPTIONS)
+    for (one, two, lost, accepted), params in zip(found, ASKED, strict=True):
+        assert one == two == plain.generate(PROMPT, params).token_ids
+        assert lost == [None, None] and accepted > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_all_ranks_use_the_steps_that_all_have(pool: Pool, tmp_path: Path, side: str, rank: int) -> None:
+    target, draft = make_pair(tmp_path)
+    model, other = (target, draft) if side == "target" else (draft, target)
+    requests = [(PROMPT, asdict(ASKED[0]))]
+    job = {"side": side, "model": str(model), "other": str(other), "requests": requests, "more_on": rank}
+    ((one, two, lost, accepted),) = pool.run(2, "decode_on_group", plan={"mode": "serial", "draft_steps": 3}, **job)[0]
+    assert one == two == LLM(target, None, **OPTIONS).generate(PROMPT, ASKED[0]).token_ids
+    assert lost == [None, None] and accepted > 3
+
+
+def test_what_a_client_asks_amiss_ends_no_rank(pool: Pool, tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path)
+    grammar, full, guided, good = pool.run(2, "refuse_on_group", side="target", model=str(target))[0]
+    assert "a grammar needs" in grammar and "context is full" in full and "unconditional text" in guided and not good
+    grammar, full, guided, good = pool.run(2, "refuse_on_group", side="draft", model=str(draft))[0]
+    assert "a grammar needs" in grammar and "unconditional text" in guided and full == good == ""
+
+
+def test_a_follower_that_is_gone_is_told_whenever_somebody_asks() -> None:
+    class Gone:
+        def recv(self, timeout: float) -> None:
+            raise ConnectionError("rank 1 is gone")
+
+    crew, said = Crew([Gone()]), list[str]()  # type: ignore[list-item]
+    crew.look(0.0)
+    crew.when_lost(said.append)
+    crew.look(0.0)
+    assert said == ["rank 1 is gone"]

@@ -1,0 +1,162 @@
+"""Messages between two ranks over either wire: whole, in order, and with an end that shows."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from swiftspec.distributed.transport import tcp
+from swiftspec.distributed.transport.channel import Channel, accept, dial
+from swiftspec.distributed.transport.tcp import HEAD, MAX_WORDS, TcpChannel
+
+
+class FakeStore:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._news = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._news:
+            self._values[key] = value
+            self._news.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._news:
+            assert self._news.wait_for(lambda: key in self._values, 10)
+            return self._values[key].encode()
+
+
+def connect(host: str | None) -> tuple[Channel, Channel]:
+    store, ends = FakeStore(), {}
+
+    def call() -> None:
+        ends["there"] = dial(store, "here", "the caller's peer", spin=False, timeout=10)  # type: ignore[arg-type]
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    here = accept(store, "here", "the caller", host=host, spin=False, timeout=10)  # type: ignore[arg-type]
+    caller.join()
+    return here, ends["there"]
+
+
+@pytest.fixture(params=[None, "127.0.0.1"], ids=["shared", "tcp"])
+def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+    here, there = connect(request.param)
+    yield here, there
+    here.close()
+    there.close()
+
+
+def test_messages_come_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    messages = [list(range(-7, n - 7)) for n in (0, 1, 5, 1000, 40_000)]
+    sender = threading.Thread(target=lambda: [here.send(kind, words) for kind, words in enumerate(messages)])
+    sender.start()
+    for kind, words in enumerate(messages):
+        assert there.recv(10) == (kind, words)
+    sender.join()
+    there.send(99)
+    assert here.recv()[0] == 99
+
+
+def test_waiting_ends_in_time_and_may_begin_again(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    for timeout in (0.0, 0.1):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="no message from the caller within"):
+            here.recv(timeout)
+        assert timeout <= time.monotonic() - began < timeout + 2
+    there.send(3, [4])
+    assert here.recv(5) == (3, [4])
+
+
+def test_a_peer_that_is_gone_shows(ends: tuple[Channel, Channel]) -> None:
+    here, there = ends
+    there.send(1)
+    there.close()
+    assert here.recv(5)[0] == 1, "what it had sent is still there"
+    with pytest.raises(ConnectionError, match="the caller is gone"):
+        here.recv(5)
+    with pytest.raises(ConnectionError):
+        for _ in range(1000):
+            here.send(2, [0] * 1000)
+
+
+class Door:
+    """Somebody waits behind it for a friend; everybody knows its address."""
+
+    def __init__(self) -> None:
+        self._store = FakeStore()
+        self.got: list[Channel] = []
+        self.waiting = threading.Thread(target=self._wait)
+        self.waiting.start()
+        _, host, port, _ = self._store.get("door").decode().split()
+        self.address = host, int(port)
+
+    def _wait(self) -> None:
+        there = accept(self._store, "door", "a friend", host="127.0.0.1", spin=False, timeout=10)  # type: ignore[arg-type]
+        self.got.append(there)
+
+    def friend(self) -> Channel:
+        """Comes in, with the ticket."""
+        return dial(self._store, "door", "the house", spin=False, timeout=10)  # type: ignore[arg-type]
+
+
+def test_who_does_not_know_the_ticket_stays_outside() -> None:
+    door = Door()
+    with socket.create_connection(door.address) as stranger:
+        stranger.sendall(bytes(16))
+        assert stranger.recv(1) == b"", "turned away"
+    friend = door.friend()
+    door.waiting.join()
+    friend.send(5)
+    assert door.got[0].recv(5)[0] == 5
+
+
+def test_who_calls_and_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "TICKET_TIMEOUT", 0.1)
+    door = Door()
+    with socket.create_connection(door.address):
+        friend = door.friend()
+        door.waiting.join(5)
+    assert not door.waiting.is_alive() and door.got
+    friend.send(5)
+    assert door.got[0].recv(5)[0] == 5
+
+
+def test_nobody_comes() -> None:
+    for host in (None, "127.0.0.1"):
+        with pytest.raises(OSError, match=r"time|came"):
+            accept(FakeStore(), "alone", "nobody", host=host, spin=False, timeout=0.2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("data", [HEAD.pack(1, MAX_WORDS + 1), b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_stream_of_something_else_is_refused(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    channel = TcpChannel.__new__(TcpChannel)
+    channel.peer, channel._sock, channel._buffer, channel._sound = "the stranger", ours, bytearray(), True
+    theirs.sendall(data)
+    with pytest.raises(ConnectionError, match="not one of ours"):
+        channel.recv(5)
+    with pytest.raises(ConnectionError, match="closed"):
+        channel.send(1)
+
+
+def test_an_interrupt_in_the_middle_ends_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = connect("127.0.0.1")
+
+    def interrupted(*_: object) -> Callable[[], None]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TcpChannel, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        here.recv(1)
+    with pytest.raises(ConnectionError, match="closed"):
+        here.recv(1)
+    there.close()

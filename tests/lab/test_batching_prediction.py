@@ -1,0 +1,79 @@
+"""Requests side by side, by hand: what each way has of rows, rounds and tokens; and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.lab import batching_prediction, latency_model
+from swiftspec.lab.profile import main
+from swiftspec.lab.simulation import Acceptance, Times
+from swiftspec.model.config_json import parse_config
+from tests.lab.test_predict import LLAMA_3B, LLAMA_70B
+
+CHAINS = Acceptance(
+    [{"plan": {"mode": "serial", "verify_batch": 3, "draft_leaves": 1, "draft_steps": 2}, "rounds": [[2, 0], [0, 0]]}]
+)
+
+
+def test_each_way_has_its_rows_and_its_tokens() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    def forwards(rows: int, drafted: int, requests: int) -> tuple[Times, Times]:
+        """A row of the target takes a second, one of the draft a tenth, fast or slow."""
+        asked.append((rows, drafted, requests))
+        times = Times(10.0 + rows, 1.0 + drafted / 10, verify=0.5)
+        return times, times
+
+    found = {
+        (each.name, each.groups): each.speed for each in batching_prediction.batches([1, 4], 2, 2, CHAINS, forwards)
+    }
+    assert found["plain", 4] == pytest.approx(4 / 14.5)
+    # G (K + 1) rows verified; 2 G of the draft, then G; two tokens a round on average
+    assert found["chains K 2", 4] == pytest.approx(4 * 2 / (22.5 + 1.8 + 1.4))
+    # the same with N times the rows; K + 1 tokens a round
+    assert found["smc N 2 K 2", 4] == pytest.approx(4 * 3 / (34.5 + 2.6 + 1.8))
+    assert found["smc N 2 K 2", 1] == pytest.approx(3 / (16.5 + 1.4 + 1.2))
+    assert (24, 16, 4) in asked and (24, 8, 4) in asked
+    assert (
+        batching_prediction.table(batching_prediction.batches([1, 4], 2, 2, CHAINS, forwards))
+        .splitlines()[2]
+        .startswith("4 ")
+    )
+
+
+def test_chains_that_nobody_recorded() -> None:
+    with pytest.raises(UserError, match=r"no chains of 3 draft tokens were recorded \(2 were\)"):
+        CHAINS.chains(3)
+    with pytest.raises(UserError, match="none were"):
+        Acceptance([]).chains(2)
+
+
+def test_rows_are_nearly_free_until_the_operations_do_not_fit() -> None:
+    config, lines = parse_config(LLAMA_70B), latency_model.constants(latency_model.GPUS["h200"])[1]
+    times = [latency_model.forward(config, 1, rows, lines, False) for rows in (1, 64, 1024)]
+    assert times[1] < 1.05 * times[0] and times[2] > 3 * times[0]
+    four = latency_model.forward(config, 1, 4, lines, False, sequences=4)
+    assert four > latency_model.forward(config, 1, 4, lines, False), "each request has a context of its own to read"
+
+
+def test_the_command_puts_particles_beside_chains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config in (("target", LLAMA_70B), ("draft", LLAMA_3B)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    models = ["--model", str(tmp_path / "target"), "--draft-model", str(tmp_path / "draft")]
+    assert main(["predict", "--hardware", "h200x1", *models, "--groups", "1,8", "--particles", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "plain, tok/s" in out and "chains K 4, tok/s" in out and "smc N 2 K 4, tok/s" in out
+    for more, said in (
+        (["--groups", "1,x"], "--groups '1,x': write numbers of requests"),
+        (["--groups", "1,999"], "in 1..256"),
+        (["--groups", "2", "--smc-draft-tokens", "5"], "no chains of 5 draft tokens were recorded (1, 2, 3, 4, 6, 8"),
+        ([], "take two ranks or more, or a --link, or --groups"),
+    ):
+        assert main(["predict", "--hardware", "h200x1", *models, *more]) == 1
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1

@@ -1,0 +1,69 @@
+"""Drafting over a network: rounds by hand, links by word, and the command."""
+
+from __future__ import annotations
+
+import pytest
+
+from swiftspec.errors import UserError
+from swiftspec.lab import network_prediction
+from swiftspec.lab.network_link import Link
+from swiftspec.lab.network_prediction import Far
+from swiftspec.lab.profile import main
+from swiftspec.lab.simulation import Times
+
+TIMES = Times(30, 3)  # milliseconds
+DRAFT_APART, BOTH_APART = Far(20, 0, both=False), Far(20, 0, both=True)
+HIT, MISS = (2, 0), (0, 1)
+
+
+def test_serial_rounds_pay_for_every_message() -> None:
+    assert network_prediction.serial([HIT] * 3, 4, TIMES, DRAFT_APART).round == 30 + 40 + 12
+    assert network_prediction.serial([HIT] * 3, 4, TIMES, BOTH_APART).round == 30 + 80 + 12
+
+
+def test_a_replica_that_holds_enough_hides_the_link() -> None:
+    found = network_prediction.ahead([HIT] * 50, 4, TIMES, BOTH_APART)
+    assert found.round == pytest.approx(70) and found.waiting == 0
+    near = network_prediction.ahead([HIT] * 50, 4, TIMES, Far(5, 0, both=False))
+    assert near.round == pytest.approx(30) and near.waiting == 0
+
+
+def test_growth_that_comes_late_and_growth_that_a_result_asks_for() -> None:
+    late = network_prediction.ahead([HIT] * 400, 4, TIMES, DRAFT_APART)
+    assert late.round == pytest.approx((20 + 12 + 20 + 30) / 2, rel=0.01), "growth goes into the round after the next"
+    asked = network_prediction.ahead([MISS] * 50, 4, TIMES, BOTH_APART)
+    assert asked.round == pytest.approx(70 + 20 + 3 + 20)
+    slow = network_prediction.ahead([HIT] * 50, 4, TIMES, Far(20, 5, both=True))
+    assert slow.round == pytest.approx((20 + 12 + 20 + 4 * 5 + 70) / 2, rel=0.01), "nodes take their time on the wire"
+
+
+def test_the_depth_that_a_link_hides() -> None:
+    assert network_prediction.hidden(TIMES, BOTH_APART) == 10
+    assert network_prediction.hidden(TIMES, Far(5, 0, both=False)) == 6
+    assert network_prediction.hidden(TIMES, DRAFT_APART) == 0
+
+
+def test_what_a_link_can_say() -> None:
+    assert Link.parse("40ms") == Link(0.04)
+    assert Link.parse("200us,1Gbit").one_way(0) == pytest.approx(1e-4)
+    assert Link.parse("1s, 500kbit").one_way(62_500) == pytest.approx(1.5)
+
+
+BAD = ["", "40", "ms", "-1ms", "40ms,", "40ms,fast", "40ms,0Gbit", "61s", "1e3ms", "1ms,1Gbit,"]
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_a_link_cannot_say(text: str) -> None:
+    with pytest.raises(UserError, match=r"--link .*: write a round trip"):
+        Link.parse(text)
+
+
+def test_the_command_says_whether_it_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["predict", "--emulate", "target=30ms,draft=3ms", "--ranks", "1"]
+    assert main([*pair, "--link", "400us,1Gbit"]) == 0
+    near = capsys.readouterr().out
+    assert "draft apart: pays, async, draft apart at d" in near and "async, both apart" in near
+    assert main([*pair, "--link", "100ms"]) == 0
+    assert "draft apart: does not pay" in capsys.readouterr().out
+    assert main([*pair, "--link", "soon"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,200 @@
+"""runtime/executors/graph.py on the CPU: which shapes there are, and that a replay sees its inputs and nothing else.
+
+The stand-in for a capture runs the forward again on the tensors that it was captured with, as a graph would; what was
+not copied into them would still be the batch that came first. tests/gpu/test_graph.py has the real one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec.backends import library as unfused
+from swiftspec.backends import reference
+from swiftspec.config import PopulationConfig
+from swiftspec.model.batch import Batch, HostBatch
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors import Request
+from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs
+from swiftspec.tree import mask as tree_mask
+from tests.support.fake_cuda_graphs import Rerun
+from tests.support.histories import HistoryModel
+from tests.support.roles import make_population, make_runner, opening
+from tests.support.thread_group import ThreadGroup, on_ranks, peers
+from tests.support.tiny_checkpoints import make_checkpoint
+
+CPU = torch.device("cpu")
+PENALISED: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3}
+
+
+def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBatch:
+    noise = np.random.default_rng(seed)
+    rows *= sequences
+    tokens, positions, slots = noise.integers(0, 1 << 40, (3, rows))
+    lengths, sequence = noise.integers(0, 1 << 40, sequences), np.arange(rows) * sequences // rows
+    return HostBatch(tokens, positions, slots, noise.random((rows, width)) < 0.5, sequence, lengths)
+
+
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences: int) -> None:
+    inputs = Inputs(8, 16, sequences, CPU)
+    for rows, seed in ((8, 0), (5, 1), (1, 2)):
+        batch = random_batch(rows, 16, seed, sequences)
+        inputs.fill(batch)
+        placed = batch.to(CPU)
+        for field in fields(Batch):
+            want, got = getattr(placed, field.name), getattr(inputs.batch, field.name)
+            if field.name != "kv_len":
+                each = want.unflatten(0, (sequences, rows))
+                want = torch.cat((each, each[:, -1:].expand(-1, 8 - rows, *want.shape[1:])), 1).flatten(0, 1)
+            assert torch.equal(got, want), field.name
+
+
+def test_few_shapes_serve_all_numbers_of_rows() -> None:
+    capture = Rerun()
+    graphs = Graphs(capture)
+    graphs.open("forwards", lambda: None)
+
+    def forwards(batch: HostBatch) -> list[float]:
+        return graphs.run_batch("forwards", batch, lambda placed: placed.tokens.float(), CPU).tolist()
+
+    for rows in range(1, ROWS[-1] + 1):
+        batch = random_batch(rows, 8, rows)
+        assert forwards(batch) == torch.from_numpy(batch.tokens).float().tolist()
+    assert capture.captures == len(ROWS) and capture.replays == ROWS[-1]
+    forwards(random_batch(3, 16, 0))
+    assert capture.captures == len(ROWS) + 1
+
+
+def test_families_go_when_they_rest_longest_and_all_with_their_buffer() -> None:
+    capture = Rerun()
+    graphs, buffers, owners = Graphs(capture), [torch.zeros(3), torch.zeros(3)], []
+
+    def run(family: int, buffer: int = 0) -> int:
+        before = capture.captures
+        graphs.bind(buffers[buffer])
+        owners.append(graphs.open(family, object))
+        graphs.run(family, "key", lambda: buffers[buffer] + 1)
+        return capture.captures - before
+
+    assert [run(family) for family in range(FAMILIES)] == [1] * FAMILIES
+    assert run(0) == 0 and owners[-1] is owners[0], "what a family was captured with stays as long"
+    assert run(FAMILIES) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
+    assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
+    graphs.forget(0)
+    assert run(0, 1) == 1
+
+
+def test_a_run_before_the_capture_leaves_its_state_as_it_was() -> None:
+    graphs, state = Graphs(Rerun()), torch.zeros(2)
+    graphs.open("rounds", lambda: None)
+    for count in (1, 2, 3):
+        assert graphs.run("rounds", "key", lambda: state.add_(1), [state]).tolist() == [count, count]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("graph")
+    make_checkpoint(path)
+    return path
+
+
+def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
+    """Rounds of trees of changing size: logits, and the whole cache but for slots that nobody has."""
+    capture = Rerun()
+    model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
+    plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
+    steps = EagerSteps(plain), GraphForwards(graphed, Graphs(capture))
+    for kind in steps:
+        kind.open(Request(kind.runner.sampler(SamplingParams(), ())))
+    noise, prefix = np.random.default_rng(3), noise_tokens(41)
+    for runner in (plain, graphed):
+        runner.prefill(prefix)
+    for rows in (1, 3, 8, 2, 7, 8):
+        tokens, parents = noise.integers(0, 64, rows), [-1, *(int(noise.integers(0, i)) for i in range(1, rows))]
+        mask = tree_mask.from_parents(parents)
+        path = [0, *([node for node in range(1, rows) if parents[node] == 0][:1])]
+        want, got = (kind.forward(kind.runner.tree_batch(tokens, mask.sum(1) - 1, mask)) for kind in steps)
+        assert (want - got).abs().max() < 1e-12
+        for runner in (plain, graphed):
+            runner.cache.commit(path)
+    assert (plain.cache.k - graphed.cache.k).abs().max() < 1e-12
+    assert capture.captures == 4 and capture.replays == 6  # 1, 2, 4 and 8 rows, all of width 8
+
+
+@pytest.mark.parametrize("exact", [0, 1])
+def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
+    """Requests with other seeds replay the same graphs; another way to shape logits, where captured numbers would be
+    the last request's, makes new ones."""
+    captures, workers = [Rerun(), None], []
+    for capture in captures:
+        models = HistoryModel(3, 1), HistoryModel(3, 2)
+        pair = [make_runner(model, reference, context=40, tree_slots=256) for model in models]
+        plan = PopulationConfig(3, 2, 0.7, 1.0, exact)
+        workers.append(make_population(pair[0], pair[1], plan, longest=20, captures=(capture, capture)))
+    shaped: list[dict[str, Any]] = [{}, {}, {"logit_bias": {1: 0.5}}, {"logit_bias": {1: -0.5}}, PENALISED, PENALISED]
+    counts = []
+    for number, more in enumerate(shaped):
+        sampling = SamplingParams(temperature=0.8 if number < 4 else 1.2, seed=number // 2, **more)
+        for worker in workers:
+            worker.open(opening([0, 1, 2], sampling), {1}, 18)
+            while worker.launch():
+                worker.collect()
+        graphed, plain = (worker.answer() for worker in workers)
+        assert graphed.tokens == plain.tokens and graphed.log_z == pytest.approx(plain.log_z)
+        assert (graphed.ess_mean, graphed.resample_rate) == (plain.ess_mean, plain.resample_rate)
+        assert captures[0] is not None
+        counts.append(captures[0].captures)
+    widths = counts[0]
+    assert counts[3] > counts[2] > counts[0] and captures[0].replays > counts[-1] and widths <= 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"top_k": 9, "top_p": 0.9}, PENALISED))],
+    ids=str,
+)
+def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
+    checkpoint: Path, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """Two ranks whose logits a kernel gathers capture whole rounds; where messages are too long for it they go operator
+    by operator. The second request replays what the first has captured."""
+    make_checkpoint(tmp_path, layers=1, seed=5)
+    longest = 9 * 64 * 4  # bytes of the target's logits in a round
+
+    def answers(group: ThreadGroup | None, most: int = longest) -> list[tuple[str, list[int], str]]:
+        joined = None if group is None else peers(group, most)
+        runners = []
+        for path in (checkpoint, tmp_path):
+            model = load_model(path, dtype=torch.float64, ops=unfused, max_positions=400, group=joined)
+            runners.append(make_runner(model, unfused, context=64, tree_slots=256))
+        capture = None if group is None else Rerun()
+        plan = PopulationConfig(3, 2, 0.8, 1.5)
+        worker = make_population(runners[0], runners[1], plan, longest=40, captures=(capture, capture))
+        found = []
+        for seed in (1, 2):
+            sampling = SamplingParams(temperature=0.8, seed=seed, **more)
+            worker.open(opening([3, 1, 4, 1, 5], sampling), {7}, 14)
+            while worker.launch():
+                worker.collect()
+            answer = worker.answer()
+            found.append((worker.group.steps.name, answer.tokens, f"{answer.log_z:.9f}"))
+        assert capture is None or (capture.captures > 1) == (found[0][0] == "graph")
+        return found
+
+    alone, (one, other) = answers(None), on_ranks(2, answers)
+    assert one == other and [name for name, *_ in one] == ["graph"] * 2
+    assert [each[1:] for each in one] == [each[1:] for each in alone]
+    if not more:
+        assert on_ranks(2, lambda group: answers(group, longest - 1)) == [alone] * 2
+
+
+def noise_tokens(count: int) -> list[int]:
+    return np.random.default_rng(0).integers(0, 64, count).tolist()

@@ -1,0 +1,170 @@
+"""A draft's rounds on the device, against the same rounds with the host in between; on a CPU.
+
+Stand-ins: a capture that runs the expansions again, and the two kernels of csrc/cuda/tree in Python on the tensors
+that they are given. tests/native/test_cuda_code.py compares the kernels' own code with the host's tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec.backends import library as unfused
+from swiftspec.backends.cuda import tree as cuda_tree
+from swiftspec.config import EngineConfig
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph import FORWARDS
+from swiftspec.runtime.executors.graph_expansions import GraphExpansions
+from swiftspec.runtime.local_drafter import LocalDrafter
+from tests.support.fake_cuda_graphs import Rerun
+from tests.support.roles import make_drafter, make_runner, opening
+from tests.support.same_rounds import as_paths, same_rounds
+from tests.support.thread_group import ThreadGroup, on_ranks, peers
+from tests.support.tiny_checkpoints import make_checkpoint
+
+W, K, D = 3, 4, 3
+
+
+class CudaTree:
+    """As csrc/cuda/tree/tree.h says."""
+
+    def __init__(self, *, children: int, **arrays: Tensor) -> None:
+        kept = {name: array.numpy() for name, array in arrays.items()}
+        self.token, self.parent, self.slot, self.weight = (kept[n] for n in ("token", "parent", "slot", "weight"))
+        self.visible, self.used = kept["visible"], kept["used"]
+        self.node, self.tokens, self.positions = kept["node"], kept["tokens"], kept["positions"]
+        self.slots, self.mask = kept["slots"], kept["mask"]
+        self.children = children
+
+    def leaves(self, prefix: Tensor, _: int) -> None:
+        w, start, (count, first) = len(self.node), int(prefix[0]), self.used.tolist()
+        leaves = [i for i in range(count) if self.slot[i] < 0 and self.weight[i] > -np.inf]
+        chosen = sorted(leaves, key=lambda i: (-self.weight[i], i))[:w]
+        for row in range(w):
+            mine, seen = first + row, np.zeros(len(self.visible), np.bool_)
+            i = chosen[row] if row < len(chosen) else -1
+            if i > 0:
+                seen |= self.visible[self.slot[self.parent[i]]]
+            self.positions[row] = start + int(seen.sum())
+            seen[mine] = True
+            self.visible[mine] = self.mask[row] = seen
+            self.node[row], self.slots[row] = i, start + mine
+            self.tokens[row] = 0 if i < 0 else self.token[i]
+        for row, i in enumerate(chosen):
+            self.slot[i] = first + row
+        self.used[1] = first + w
+
+    def add(self, tokens: Tensor, values: Tensor, _: int) -> None:
+        assert tokens.shape == values.shape == (len(self.node), self.children)
+        for row, parent in enumerate(self.node.tolist()):
+            if parent < 0:
+                continue
+            new = slice(int(self.used[0]), int(self.used[0]) + self.children)
+            self.token[new], self.parent[new], self.slot[new] = tokens[row].numpy(), parent, -1
+            self.weight[new] = self.weight[parent] + values[row].numpy()
+            self.used[0] += self.children
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rounds")
+    make_checkpoint(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_tree, "_C", SimpleNamespace(CudaTree=CudaTree))
+    monkeypatch.setattr(cuda_tree, "current_stream", lambda: 0)
+    monkeypatch.setattr(cuda_tree, "use_current_device", lambda: None)
+
+
+def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple[LocalDrafter, LocalDrafter, Rerun]:
+    """One with the host, one without."""
+    model = load_model(checkpoint, dtype=torch.float32, ops=unfused, max_positions=256, group=group)
+    with_tree: Any = SimpleNamespace(**vars(unfused) | {"device_tree": cuda_tree.device_tree})
+    capture = Rerun()
+    runners = [make_runner(model, ops, context=128, tree_slots=8 * W * D) for ops in (unfused, with_tree)]
+    return make_drafter(runners[0], config), make_drafter(runners[1], config, capture), capture
+
+
+def grown(drafter: LocalDrafter) -> list[Any]:
+    """The families of graphs that a drafter has for expansions in a row."""
+    found: list[Any] = []
+    for kind in drafter.steps_known:
+        if isinstance(kind, GraphExpansions):
+            found += [name for name, family in kind.graphs._families.items() if name != FORWARDS and family.graphs]
+    return found
+
+
+def expansions(drafter: LocalDrafter) -> list[str]:
+    """Notes the batches that the drafter's runner makes."""
+    calls: list[str] = []
+    for name in ("chain_batch", "tree_batch"):
+        whole = getattr(drafter.runner, name)
+        setattr(drafter.runner, name, lambda *a, whole=whole, name=name: (calls.append(name), whole(*a))[1])
+    return calls
+
+
+SAMPLING = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=0.8, seed=5, top_p=0.9),
+    SamplingParams(temperature=0, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("proposal", ["coupled", "top"])
+@pytest.mark.parametrize("mode", ["serial", "async"])
+@pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled", "filtered", "penalised"])
+def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: SamplingParams, proposal: Any) -> None:
+    plan = EngineConfig(mode=mode, verify_batch=K, draft_leaves=W, draft_steps=D, proposal=proposal)
+    host, ours, capture = drafters(checkpoint, plan)
+    calls = expansions(ours)
+    same_rounds(host, ours, sampling, 64)
+    plain = sampling.repetition_penalty == 1 and sampling.top_p == 1
+    assert (ours.steps.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
+    if plain and mode == "serial":
+        assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
+
+
+@pytest.mark.parametrize("sampling", SAMPLING[:2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_group_grows_the_same_tree_without_the_host(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """On every rank, and as the group with the host does; each rank captures as often as the others."""
+    plan = EngineConfig(mode="async", verify_batch=K, draft_leaves=W, draft_steps=D)
+
+    def work(group: ThreadGroup) -> tuple[int, int, list[set[tuple[int, ...]]]]:
+        host, ours, capture = drafters(checkpoint, plan, peers(group, 1 << 16))
+        same_rounds(host, ours, sampling, 64)
+        assert grown(ours)
+        ours.open(opening([1, 2, 3], sampling, request=0))
+        return capture.captures, capture.replays, [as_paths(ours.propose())]
+
+    found = on_ranks(size, work)
+    assert all(one == found[0] for one in found)
+
+
+def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path) -> None:
+    plan = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D)
+    longest = 8 * W * (2 * K + 1)
+
+    def work(group: ThreadGroup) -> list[str]:
+        made = [drafters(checkpoint, plan, peers(group, most))[1] for most in (longest - 1, longest)]
+        return [drafter.choose(opening([1], SAMPLING[0])).name for drafter in made]
+
+    assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
+
+
+def test_a_graph_holds_the_calibration(checkpoint: Path) -> None:
+    config = EngineConfig(verify_batch=K, draft_leaves=W, draft_steps=D, calibration=1.7)
+    given = drafters(checkpoint, config)
+    same_rounds(*given[:2], SAMPLING[0], 64)
+    assert [family[2] for family in grown(given[1])] == [1.7]

@@ -1,0 +1,236 @@
+"""A verification as one graph against the same one in steps; on a CPU, with the stand-ins of
+tests/support/fake_cuda_graphs.py. Real graphs are in tests/gpu/test_graph.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.backends import library as unfused
+from swiftspec.messages import Drawn, Proposal
+from swiftspec.model.batch import HostBatch
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.graph import FAMILIES, ROWS, GraphForwards, Inputs
+from swiftspec.runtime.executors.graph_verifications import DeviceHistory, GraphVerifications, Lineage
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.sampling.vocab import HEAD
+from swiftspec.tree import mask as tree_mask
+from tests.runtime.executors.test_graph_expansions import peers
+from tests.support.fake_cuda_graphs import Blind, Recorder, Rerun
+from tests.support.roles import make_runner, make_verifier, opening
+from tests.support.same_rounds import drawn, same_verdicts
+from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.tiny_checkpoints import make_checkpoint
+
+VOCAB = 600  # more than the filters' heads
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("verify")
+    make_checkpoint(path, vocab=VOCAB, num_attention_heads=8)
+    return path
+
+
+def verifiers(
+    checkpoint: Path, group: Any = None, method: str = "match", ops: Any = unfused
+) -> tuple[LocalVerifier, LocalVerifier, Rerun]:
+    """One in steps, one with graphs."""
+    model = load_model(checkpoint, dtype=torch.float64, ops=ops, max_positions=256, group=group)
+    capture = Rerun() if ops is not unfused else Recorder() if group is None else Blind()
+    steps, graphed = (
+        make_verifier(make_runner(model, ops, context=160, tree_slots=64), method, each) for each in (None, capture)
+    )
+    return steps, graphed, capture
+
+
+def in_one_graph(verifier: LocalVerifier) -> bool:
+    """Whether the request's verifications are."""
+    return isinstance(verifier.steps, GraphVerifications)
+
+
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.8, seed=5)
+BIAS = {7: 4.0, 11: -3.0, 20: 2.0}
+SAMPLING = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "biased": replace(SAMPLED, logit_bias=BIAS),
+    "top_k": replace(SAMPLED, top_k=20, min_p=0.01),
+    "top_p": replace(SAMPLED, top_p=0.8),
+    "flat": SamplingParams(temperature=30.0, top_p=0.95, seed=2),
+    "penalised": replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+    "penalised, greedy": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4),
+    "all": replace(SAMPLED, logit_bias=BIAS, top_k=90, top_p=0.9, min_p=0.003, frequency_penalty=0.3),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every row, in requests with another seed too; where the filters' heads do not settle it, outside the graph."""
+    outside, accept = [], GraphVerifications.accept
+    monkeypatch.setattr(GraphVerifications, "accept", lambda *a: outside.append(a[0]) or accept(*a))
+    steps, graphed, capture = verifiers(checkpoint)
+    same_verdicts(steps, graphed, SAMPLING[name], VOCAB)
+    assert not in_one_graph(steps) and in_one_graph(graphed)
+    assert capture.replays == 80 and len(outside) == (80 if name == "flat" else 0)
+    assert capture.captures <= 4, "1, 2, 4 and 8 rows, all of one width, and nothing for the forwards alone"
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "top_p", "flat", "all"])
+def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
+    def work(group: ThreadGroup) -> int:
+        steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16))
+        same_verdicts(steps, graphed, SAMPLING[name], VOCAB, rounds=4)
+        assert in_one_graph(graphed)
+        return capture.captures
+
+    assert len(set(on_ranks(size, work))) == 1
+
+
+def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -> None:
+    longest = 4 * ROWS[-1] * (HEAD + 1)
+
+    def work(group: ThreadGroup) -> list[bool]:
+        found = []
+        for most, top_k in ((longest - 1, 0), (longest, 0), (longest, 2 * HEAD - 1), (longest, 2 * HEAD)):
+            _, graphed, _ = verifiers(checkpoint, peers(group, most))
+            graphed.open(opening(PROMPT, replace(SAMPLED, top_k=top_k), request=0))
+            found.append(in_one_graph(graphed))
+        return found
+
+    assert on_ranks(2, work) == [[False, True, True, False]] * 2
+
+
+def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
+    """Guided requests, where operators know one sequence, and proposals of too many nodes. What comes after a guided
+    one, whose keys lie elsewhere, is captured anew."""
+    steps, graphed, capture = verifiers(checkpoint)
+    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    before = capture.captures
+    same_verdicts(steps, graphed, replace(SAMPLED, guidance_scale=1.5, negative_prompt_ids=(7, 2)), VOCAB, rounds=3)
+    assert not in_one_graph(graphed) and capture.captures == before
+    same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
+    assert in_one_graph(graphed) and capture.captures > before
+    many = Proposal(0, 0, 5, tuple(range(ROWS[-1] + 1)), tuple(range(-1, ROWS[-1])))
+    before = capture.captures
+    for verifier in (steps, graphed):
+        verifier.open(opening(PROMPT, SAMPLED, request=0))
+    assert drawn(graphed, many) == drawn(steps, many) and capture.captures == before
+
+
+def drawn_proposal(dice: np.random.Generator, at: int, root: int, round_: int) -> Proposal:
+    """A tree whose children are among the tokens of a q, some of which mean nothing."""
+    nodes, width = int(dice.choice([1, 2, 4, 7])), 16
+    parents = [-1, *sorted(int(dice.integers(0, node)) for node in range(1, nodes))]
+    inner = sorted(set(parents[1:]))
+    named = np.stack([dice.permutation(VOCAB)[:width] for _ in inner] or [np.arange(width)]).astype(np.int32)
+    probs = dice.dirichlet(np.ones(width), max(len(inner), 1)).astype(np.float32)
+    named[:, -1], probs[:, -1] = named[:, 0], 0
+    left = {node: list(row[:-1]) for node, row in zip(inner, named, strict=False)}
+    tokens = (root, *(int(left[parent].pop(int(dice.integers(0, 3)))) for parent in parents[1:]))
+    return Proposal(0, round_, at, tokens, tuple(parents), Drawn(named, probs) if inner else None)
+
+
+def same_rejections(steps: LocalVerifier, graphed: LocalVerifier, sampling: SamplingParams) -> None:
+    dice, root = np.random.default_rng(4), PROMPT[-1]
+    for seed in (5, 6):
+        for verifier in (steps, graphed):
+            verifier.open(opening(PROMPT, replace(sampling, seed=seed), request=0))
+        for round_ in range(10):
+            proposal = drawn_proposal(dice, steps.runner.cache.prefix_len[0], root, round_)
+            for verifier in (steps, graphed):
+                verifier.submit(proposal).wait()
+            assert graphed._accepted == steps._accepted
+            root = steps._accepted.tokens[-1]
+            for verifier in (steps, graphed):
+                verifier.settle()
+
+
+@pytest.mark.parametrize("name", ["sampled", "biased", "top_k", "top_p", "flat", "all"])
+def test_rejection_in_one_graph(checkpoint: Path, name: str) -> None:
+    """What is accepted, the token after it and the overlaps, to the bit; the host waits once."""
+    steps, graphed, capture = verifiers(checkpoint, method="reject")
+    same_rejections(steps, graphed, SAMPLING[name])
+    assert not in_one_graph(steps) and in_one_graph(graphed) and capture.replays == 20
+
+
+def test_a_group_rejects_alike(checkpoint: Path) -> None:
+    def work(group: ThreadGroup) -> int:
+        steps, graphed, capture = verifiers(checkpoint, peers(group, 1 << 16), method="reject")
+        same_rejections(steps, graphed, SAMPLING["all"])
+        assert in_one_graph(graphed)
+        return capture.captures
+
+    assert len(set(on_ranks(2, work))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["greedy", "sampled", "flat", "all"])
+def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
+    """Where operators know several sequences without the host; torch's own do not, so a capture looks away here."""
+    ops = SimpleNamespace(**vars(unfused) | {"CAPTURES": 2})
+    guided = replace(SAMPLING[name], guidance_scale=1.5, negative_prompt_ids=(7, 2))
+
+    def work(group: ThreadGroup | None) -> int:
+        steps, graphed, capture = verifiers(checkpoint, group and peers(group, 1 << 16), ops=ops)
+        same_verdicts(steps, graphed, guided, VOCAB, rounds=4)
+        assert in_one_graph(graphed)
+        before = capture.captures
+        same_verdicts(steps, graphed, replace(guided, guidance_scale=2.5), VOCAB, rounds=2)
+        scored = replace(guided, guidance_scale=3.0, logprobs=0)
+        assert capture.captures > before  # the scale is held by value
+        same_verdicts(steps, graphed, scored, VOCAB, rounds=2)
+        assert type(graphed.steps) is GraphForwards
+        return capture.captures
+
+    assert work(None) > 0 if size == 1 else len(set(on_ranks(size, work))) == 1
+
+
+def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> None:
+    """Whatever plays a part in it; the seed does not."""
+    _, verifier, capture = verifiers(checkpoint)
+
+    def captured(sampling: SamplingParams) -> int:
+        before = capture.captures
+        verifier.open(opening(PROMPT, sampling, request=0))
+        verifier.verify(Proposal(0, 0, 5, (9,), (-1,)))
+        verifier.close()
+        return capture.captures - before
+
+    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(FAMILIES)]
+    assert [captured(way) for way in ways[:-1]] == [1] * len(ways[:-1])
+    assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * len(ways[:-1])
+    assert captured(ways[0]) == 0 and captured(ways[-1]) == 1
+    assert captured(ways[0]) == 0 and captured(ways[1]) == 1, "the one that rested longest goes"
+    fields = {"top_k": 3, "top_p": 0.5, "min_p": 0.1, "logit_bias": {3: 1.0}, "repetition_penalty": 1.1}
+    for name, value in (fields | {"presence_penalty": 0.1, "frequency_penalty": 0.1, "temperature": 0}).items():
+        captured(SAMPLED)
+        assert captured(GREEDY if name == "temperature" else replace(SAMPLED, **{name: value})) == 1, name
+
+
+@given(st.integers(1, 8), st.data())
+def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) -> None:
+    """The root's not, and those of rows that pad not."""
+    parents = [-1, *(data.draw(st.integers(0, node - 1)) for node in range(1, nodes))]
+    tokens = data.draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes))
+    prefix = data.draw(st.integers(0, 20))
+    mask, slots = tree_mask.from_parents(parents), np.arange(prefix, prefix + nodes)
+    inputs, zeros = Inputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
+    inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
+    history = DeviceHistory([1, 2], 4, "cpu")
+    history.observe([0, 3, 3])
+    assert torch.equal(
+        history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
+    )

@@ -1,0 +1,270 @@
+"""Rounds in one native call each are the rounds in steps: the same trees, caches, proposals and tokens, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from swiftspec import _C
+from swiftspec.backends import cpu as host
+from swiftspec.backends.cpu import shm
+from swiftspec.backends.cpu.shm import SharedGroup
+from swiftspec.config import EngineConfig
+from swiftspec.distributed.transport.codec import pack, read_proposal
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
+from tests.support import roles
+from tests.support.roles import opening
+from tests.support.tiny_checkpoints import make_checkpoint
+from tests.support.token_constraints import DiceRules
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+T = TypeVar("T")
+VOCAB, TREE = 40, 60
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+SAMPLINGS = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.8, seed=5),
+    SamplingParams(temperature=1.3, seed=6, logit_bias={7: 2.0, 9: -3.0}),
+    SamplingParams(temperature=0.9, seed=7, grammar="dice"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make_checkpoint(path, vocab=VOCAB, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=48)
+    return path
+
+
+def make_runner(path: Path, dtype: torch.dtype) -> Runner:
+    return runner_on(load_model(path, dtype=dtype, ops=host, max_positions=200 + TREE))
+
+
+def runner_on(model: Any) -> Runner:
+    runner = roles.make_runner(model, host, context=200, tree_slots=TREE)
+    runner.rules = lambda grammar: DiceRules(VOCAB)
+    return runner
+
+
+def same_caches(one: Runner, other: Runner) -> None:
+    assert one.cache.prefix_len == other.cache.prefix_len and one.cache.tree_len == other.cache.tree_len
+    used = one.cache.kv_len()[0]
+    assert torch.equal(one.cache.k[..., :used, :], other.cache.k[..., :used, :])
+    assert torch.equal(one.cache.v[..., :used, :], other.cache.v[..., :used, :])
+
+
+def same_trees(one: LocalDrafter, other: LocalDrafter) -> None:
+    a, b = one.tree, other.tree
+    assert (a.count, a.expanded, one.pending) == (b.count, b.expanded, other.pending)
+    for name in ("token", "parent", "slot", "logprob"):
+        np.testing.assert_array_equal(getattr(a, name)[: a.count], getattr(b, name)[: a.count])
+    np.testing.assert_array_equal(a.visible[: a.expanded, : a.expanded], b.visible[: a.expanded, : a.expanded])
+
+
+def any_result(proposal: Proposal, data: st.DataObject) -> VerifyResult:
+    """The tokens down to some node of a proposal, then perhaps others; at times more than w of them have no KV."""
+    node = data.draw(st.integers(0, len(proposal.tokens) - 1))
+    tokens: list[int] = []
+    while node > 0:
+        tokens.insert(0, proposal.tokens[node])
+        node = proposal.parents[node]
+    tokens += data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=0 if tokens else 1, max_size=7))
+    return VerifyResult(1, proposal.round, proposal.prefix_len, tuple(range(len(tokens))), tuple(tokens))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    plan = EngineConfig(
+        verify_batch=data.draw(st.integers(1, 6)),
+        draft_leaves=data.draw(st.integers(1, 5)),
+        draft_steps=data.draw(st.integers(1, 4)),
+        proposal=data.draw(st.sampled_from(["top", "coupled"])),
+        calibration=data.draw(st.sampled_from([None, 1.3])),
+    )
+    sampling = data.draw(st.sampled_from(SAMPLINGS))
+    fused, stepped = (roles.make_drafter(make_runner(checkpoint, dtype), plan) for _ in range(2))
+    roles.only(stepped, "eager")
+    fused.open(opening(PROMPT, sampling))
+    stepped.open(opening(PROMPT, sampling))
+    assert (fused.steps.name, stepped.steps.name) == ("native", "eager")
+    for _ in range(data.draw(st.integers(1, 5))):
+        proposal = fused.propose()
+        assert proposal == stepped.propose()
+        same_trees(fused, stepped)
+        same_caches(fused.runner, stepped.runner)
+        result = any_result(proposal, data)
+        fused.observe(result)
+        stepped.observe(result)
+    assert fused.busy > 0
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None:
+    """It is what the drafter says itself, without an expansion."""
+    plan = EngineConfig(
+        verify_batch=data.draw(st.integers(1, 6)), draft_leaves=3, draft_steps=data.draw(st.integers(1, 4)),
+        catch_up=data.draw(st.booleans()),
+    )  # fmt: skip
+    drafter = roles.make_drafter(make_runner(checkpoint, torch.float32), plan, ahead=True)
+    drafter.open(opening(PROMPT, SAMPLINGS[0]))
+    proposal = drafter.propose()
+    for _ in range(4):
+        drafter.grow()
+        reply, result = drafter.reply(), any_result(proposal, data)
+        answer = reply.to(pack(result))
+        for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
+            assert reply.to(pack(other)) == []
+        assert reply.to(pack(result)[:-1]) == reply.to([]) == []
+        busy = drafter.busy
+        drafter.observe(result)
+        proposal = drafter.propose()
+        if answer:
+            assert read_proposal(answer) == proposal and drafter.busy == busy
+        else:
+            assert drafter.busy > busy or plan.verify_batch == 1, "a fresh root, or too few nodes"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_verifications(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> None:
+    sampling = data.draw(st.sampled_from(SAMPLINGS))
+    fused, stepped = (roles.make_verifier(make_runner(checkpoint, dtype)) for _ in range(2))
+    roles.only(stepped, "eager")
+    fused.open(opening(PROMPT, sampling))
+    stepped.open(opening(PROMPT, sampling))
+    plain = roles.make_verifier(make_runner(checkpoint, dtype))  # one token ahead, to have something to accept
+    text = list(PROMPT)
+    for round_ in range(4):
+        root, at = text[-1], len(text) - 1
+        plain.open(opening(text, sampling, len(PROMPT)))
+        (likely,) = plain.verify(Proposal.root_only(1, 0, at, root)).tokens
+        tokens, parents = [root, likely], [-1, 0]
+        for _ in range(data.draw(st.integers(0, 6))):
+            parents.append(data.draw(st.integers(0, len(tokens) - 1)))
+            taken = {t for t, p in zip(tokens, parents, strict=False) if p == parents[-1]}
+            tokens.append(data.draw(st.integers(0, VOCAB - 1).filter(lambda t, taken=taken: t not in taken)))
+        proposal = Proposal(1, round_, at, tuple(tokens), tuple(parents))
+        result = fused.verify(proposal)
+        assert result == stepped.verify(proposal) and result.tokens[0] == likely and len(result.tokens) >= 2
+        fused.settle()
+        stepped.settle()
+        same_caches(fused.runner, stepped.runner)
+        text += result.tokens
+
+
+@dataclass
+class Ranks:
+    """One rank of a group as the models take it, over shared memory; the ranks are threads."""
+
+    memory: SharedGroup
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.memory.rank, self.memory.size
+        self.all_reduce, self.all_gather = self.memory.all_reduce, self.memory.all_gather
+
+    def captures(self, x: torch.Tensor) -> bool:
+        return False
+
+    def lost(self, error: Exception) -> Exception:
+        return error
+
+
+def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
+    name = shm.new_name()
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout=20))), range(size)))
+
+
+def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:
+    """A draft's trees and a target's results, round for round, on one rank."""
+    runners = []
+    for _ in range(2):
+        model = load_model(path, dtype=torch.float32, ops=host, max_positions=200 + TREE, group=ranks)
+        runners.append(runner_on(model))
+    drafter = roles.make_drafter(runners[0], EngineConfig(verify_batch=6, draft_leaves=3, draft_steps=3))
+    verifier = roles.make_verifier(runners[1])
+    for role in (drafter, verifier):
+        roles.only(role, steps)
+    drafter.open(opening(PROMPT, sampling))
+    verifier.open(opening(PROMPT, sampling))
+    seen: list[Any] = []
+    for _ in range(12):
+        proposal = drafter.propose()
+        tree, result = drafter.tree, verifier.verify(proposal)
+        seen.append((proposal, result, tree.token[: tree.count].tolist(), tree.logprob[: tree.count].copy()))
+        verifier.settle()
+        drafter.observe(result)
+    return seen
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("size", [2, 3, 4])  # 4: one has none of the tokens
+def test_a_group_of_ranks(checkpoint: Path, size: int, sampling: SamplingParams) -> None:
+    """Every rank sees the same rounds, and they are the rounds in steps."""
+    first, *others = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "native"))
+    stepped = in_a_group(size, lambda ranks: group_rounds(checkpoint, ranks, sampling, "eager"))
+    for rank in others:
+        for (*facts, logprob), (*same, also) in zip(first, rank, strict=True):
+            assert facts == same
+            np.testing.assert_array_equal(logprob, also)
+    for (*facts, logprob), (*same, also) in zip(first, stepped[0], strict=True):
+        assert facts == same
+        np.testing.assert_allclose(logprob, also, atol=2e-5)
+    assert any(len(result.tokens) > 1 for _, result, *_ in first), "the target follows a child now and then"
+
+
+def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:
+    """And so do the roles of a group's follower whose leader has chosen that."""
+    verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
+    for sampling in SAMPLINGS:
+        assert verifier.choose(opening(PROMPT, sampling)).name == "native"
+        assert verifier.choose(replace(opening(PROMPT, sampling), steps="eager")).name == "eager"
+    plain = SamplingParams(temperature=0.8)
+    for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guidance_scale": 2.0}):
+        assert verifier.choose(opening(PROMPT, replace(plain, **values))).name == "eager"
+    drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
+    assert drawing.choose(opening(PROMPT, plain)).name == "eager"
+
+
+def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
+    """A wrong number from Python is an exception, not a crash."""
+    runner = make_runner(checkpoint, torch.float32)
+    model: Any = runner.model
+    rounds = model.fused.rounds(runner.cache)
+    scoring = rounds.scoring(VOCAB, 1.0, None, False, 0, 0)
+    for tokens, parents, prefix, message in [
+        ([1, 2], [-1], 0, "has a parent"),
+        ([1, 2, 3], [-1, 0, 2], 0, "topological"),
+        ([1, VOCAB], [-1, 0], 0, "vocabulary"),
+        ([1, 2], [-1, 0], 200 + TREE - 1, "fit the cache"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            rounds.verify(tokens, parents, prefix, scoring, None)
+    with pytest.raises(ValueError, match="allowed"):
+        rounds.verify([1, 2], [-1, 0], 0, scoring, np.zeros((2, VOCAB // 8 - 1), np.uint8))
+    drafter = roles.make_drafter(runner, EngineConfig())
+    tree: Any = drafter.tree
+    with pytest.raises(ValueError, match="full"):
+        rounds.expand(tree.native, 0, [], TREE + 1, 2, scoring, False, 1.0, None)
+    with pytest.raises(ValueError, match="allowed"):
+        rounds.expand(tree.native, 0, [], 1, 2, scoring, False, 1.0, lambda nodes: np.zeros((1, 1), np.uint8))
+    with pytest.raises(ValueError, match="does not have"):
+        tree.reroot(3)

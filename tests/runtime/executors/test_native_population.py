@@ -1,0 +1,182 @@
+"""A population's rounds in one native call each are its rounds in steps: the same tokens, weights, slots and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors.native_population import NativeRounds
+from swiftspec.smc.population import SMC, Group
+from tests.model.test_loader import quantise
+from tests.support.roles import only, opening, population_of
+from tests.support.tiny_checkpoints import make_pair
+
+pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+SHAPES: list[dict[str, Any]] = [{}, {"temperature": 1.1, "logit_bias": {5: 2.0}}, {"temperature": 0.7}]
+CONFIGS = {
+    "smc": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3)),
+    "power": EngineConfig("smc", population=PopulationConfig(4, 2, 0.6, 2.0, smc_groups=3)),
+    "at once": EngineConfig("smc", population=PopulationConfig(3, 3, 0.8, smc_groups=3, deferred_bonus=False)),
+    "many": EngineConfig("smc", population=PopulationConfig(19, 2, 0.95, smc_groups=3)),
+    "match": EngineConfig("serial", draft_steps=3, max_num_seqs=3),
+    "reject": EngineConfig("serial", draft_steps=2, max_num_seqs=3, verify="reject"),
+}
+
+
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    made = make_pair(tmp_path_factory.mktemp("int4"), head_dim=16, intermediate_size=64)
+    quantise(made[0], "awq")
+    return made
+
+
+def worker(pair: tuple[Path, Path], config: EngineConfig, *names: str, dtype: torch.dtype = torch.bfloat16) -> SMC:
+    smc = population_of(LLM(*pair, config, max_model_len=96, dtype=dtype))
+    assert [kind.name for kind in smc.steps_known] == ["native", "eager"]
+    only(smc, *names)
+    return smc
+
+
+def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingParams, int]]:
+    """Prompts and limits of unlike lengths."""
+    for i in range(count):
+        shaped: dict[str, Any] = {"temperature": 0.0} if greedy and i % 4 == 3 else SHAPES[i % 3]
+        yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], SamplingParams(seed=i, **shaped), 2 + 9 * i % 31
+
+
+def same(one: SMC, other: SMC, live: Sequence[tuple[Group, Group]]) -> None:
+    """Of the groups that both have: what a round reads, and the keys and values of the slots that somebody holds."""
+    for a, b in live:
+        for name in ("tokens", "done", "accepted", "used", "compactions"):
+            assert getattr(a, name) == getattr(b, name), name
+        assert (a.columns is None) == (b.columns is None)
+        assert a.columns is None or b.columns is None or np.array_equal(a.columns, b.columns)
+        at = one._order.index(a.sequence)
+        for x, y in zip(one.round.tensors, other.round.tensors, strict=True):
+            if x.is_floating_point():
+                torch.testing.assert_close(x[at], y[at], atol=1e-4, rtol=1e-6)
+            elif x.shape != one.particles._path.shape:
+                assert torch.equal(x[at], y[at])
+        p, q = one.particles, other.particles
+        for row in range(p.count):
+            length = int(p.length[at, row])
+            assert length == q.length[at, row] and torch.equal(p.tokens[at, row, :length], q.tokens[at, row, :length])
+        written = p.mask[at].any(0)
+        written[p.tail_slots[at].flatten()] = False  # not written yet, or a finished row's
+        for r, s in ((one.target, other.target), (one.draft, other.draft)):
+            start = r.cache.prefix_len[a.sequence]
+            assert start == s.cache.prefix_len[b.sequence]
+            slots = torch.cat((torch.arange(start), start + written.nonzero().flatten()))
+            for x, y in ((r.cache.k, s.cache.k), (r.cache.v, s.cache.v)):
+                assert torch.equal(x[:, a.sequence][:, :, slots], y[:, a.sequence][:, :, slots])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("models", ["bf16", "int4"])
+def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: str, name: str) -> None:
+    """Round by round, while requests come, end by themselves and are cancelled."""
+    pair, config = request.getfixturevalue(models), CONFIGS[name]
+    workers = worker(pair, config, "native"), worker(pair, config, "eager")
+    waiting = asked_of(9 if models == "bf16" else 5, greedy=name == "match")
+    live, rounds, ended = list[tuple[Group, Group]](), 0, 0
+    while True:
+        while len(live) < 3 and (asked := next(waiting, None)) is not None:
+            prompt, sampling, limit = asked
+            a, b = (each.admit(opening(prompt, sampling), {7, 11}, limit) for each in workers)
+            live.append((a, b))
+        if not live:
+            break
+        assert workers[0].launch() == workers[1].launch()
+        for each in workers:
+            each.collect()
+        rounds += 1
+        same(*workers, live)
+        for a, b in [*live]:
+            if not a.over and rounds % 7 != 5:
+                continue
+            one, other = workers[0].finish(a), workers[1].finish(b)
+            assert one.tokens == other.tokens and one.log_z == pytest.approx(other.log_z, abs=1e-4)
+            for each, group in zip(workers, (a, b), strict=True):
+                each.leave(group)
+            live.remove((a, b))
+            ended += 1
+    assert ended == (9 if models == "bf16" else 5) and rounds >= 5
+
+
+def test_rejection_is_that_of_eager_rounds_at_every_level(level: str, bf16: tuple[Path, Path]) -> None:
+    sampling = [SamplingParams(0.9, max_tokens=40, ignore_eos=True, seed=seed) for seed in range(3)]
+    texts: list[list[list[int]]] = []
+    for kind in ("native", "eager"):
+        engine = LLM(*bf16, CONFIGS["reject"], max_model_len=96, dtype=torch.bfloat16)
+        only(population_of(engine), kind)
+        texts.append([answer.token_ids for answer in engine.generate_batch([[5, 6, 7], [8, 9], [10]], sampling)])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("more", [{"top_k": 5}, {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}}])
+def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
+    more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And natively again once that has left; the texts are those of eager rounds."""
+    calls, native = [0], NativeRounds.round
+    monkeypatch.setattr(NativeRounds, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1])
+    prompts = [[5, 6, 7], [8, 9], [10]]
+    warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True)
+    sampling = [replace(warm, seed=1), replace(warm, seed=2, max_tokens=4, **more), replace(warm, seed=3)]
+    for config in (CONFIGS["smc"], CONFIGS["reject"]):
+        engines = [LLM(*bf16, config, max_model_len=96, dtype=torch.bfloat16) for _ in range(2)]
+        only(population_of(engines[1]), "eager")
+        before = calls[0]
+        found, wanted = (engine.generate_batch(prompts, sampling) for engine in engines)
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+        assert 0 < calls[0] - before < max(answer.stats.rounds for answer in found)
+
+
+@pytest.mark.parametrize(("name", "drafts"), [("smc", [0, 6, 3, 3]), ("at once", [0, 3, 3, 3, 3])])
+def test_hooks_are_told_of_every_forward(name: str, drafts: list[int], bf16: tuple[Path, Path]) -> None:
+    told = dict[str, list[tuple[list[int], bool]]]()
+    for kind in ("native", "eager"):
+        smc, rows = worker(bf16, CONFIGS[name], kind), {"target": [0], "draft": [0]}
+        smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
+        for runner, mine in ((smc.target, rows["target"]), (smc.draft, rows["draft"])):
+            runner.hooks.append(lambda began, count, mine=mine: mine.append(count))
+        busy = smc.busy
+        smc.launch()
+        told[kind] = [(mine, now > then) for mine, now, then in zip(rows.values(), smc.busy, busy, strict=True)]
+    assert told["native"] == told["eager"] == [([0, 12], True), (drafts, True)]
+
+
+def test_a_round_that_does_not_fit_is_refused(bf16: tuple[Path, Path]) -> None:
+    smc = worker(bf16, CONFIGS["smc"], "native")
+    smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
+    smc.launch()
+    native: Any = smc.steps_known[0]
+    head = np.empty((1, smc.round.told + 16), np.int64)
+    spoilt = {"base": "the tree's region is full", "_prefix": "the rows do not fit the cache"}
+    for name, said in spoilt.items():
+        tensor = smc.round._prefix if name == "_prefix" else smc.particles.base
+        before = tensor.clone()
+        tensor.fill_(100_000)
+        with pytest.raises(ValueError, match=said):
+            native._native.round([(1, 0.8, None)], head, None)
+        tensor.copy_(before)
+    with pytest.raises(ValueError, match="as many groups as there are"):
+        native._native.round([(4, 0.8, None)], head, None)
+    with pytest.raises(ValueError, match="slots in use, ascending"):
+        native._native.compact(0, 0, [3, 2])

@@ -1,0 +1,74 @@
+"""A request that ends while its prompt is read: at the next chunk, with caches that are right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.engine import Chunk
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.runner import PREFILL_CHUNK
+from tests.support.tiny_checkpoints import make_checkpoint
+
+LONG = [(5 * i + i // 7) % 60 for i in range(3 * PREFILL_CHUNK + 9)]  # four chunks of each model
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+WARM = SamplingParams(max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    for name, seed in (("target", 0), ("draft", 1)):
+        make_checkpoint(folder / name, seed=seed, layers=1, dtype=torch.float64, max_position_embeddings=1024)
+    return folder / "target", folder / "draft"
+
+
+def make(pair: tuple[Path, Path], mode: str, kept: int = 1) -> LLM:
+    few = PopulationConfig(particles=2, smc_draft_tokens=2)
+    plan = EngineConfig(mode, population=few)
+    return LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64, kept_memory=kept)
+
+
+def after(looks: int) -> tuple[Callable[[], bool], list[int]]:
+    """What says yes from so many looks on, and the looks it has had."""
+    had: list[int] = []
+    return lambda: had.append(1) or len(had) > looks, had
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize(("mode", "models"), [("ar", 1), ("serial", 2), ("smc", 2)])
+def test_it_ends_at_the_next_chunk_and_the_next_request_is_right(
+    pair: tuple[Path, Path], mode: str, models: int, kept: int
+) -> None:
+    asked = WARM if mode == "smc" else GREEDY
+    want = make(pair, mode, 0).generate(LONG, asked).token_ids
+    for looks in range(4 * models):
+        llm, (cancelled, had) = make(pair, mode, kept), after(looks)
+        assert list(llm.stream(LONG, asked, cancelled)) == [] and len(had) == looks + 1
+        assert llm.generate(LONG, asked).token_ids == want
+
+
+def test_the_next_request_goes_on_from_what_was_read(pair: tuple[Path, Path]) -> None:
+    llm, want = make(pair, "ar"), make(pair, "ar", 0).generate(LONG, GREEDY).token_ids
+    for _ in range(3):
+        assert list(llm.stream(LONG, GREEDY, after(1)[0])) == []
+    assert llm.generate(LONG, GREEDY).token_ids == want
+    assert llm.stats.kept_tokens == 3 * PREFILL_CHUNK
+
+
+def test_nobody_is_asked_once_the_prompt_is_read(pair: tuple[Path, Path]) -> None:
+    llm, read = make(pair, "serial"), list[Chunk]()
+    for chunk in llm.stream(LONG, GREEDY, lambda: bool(read)):
+        read.append(chunk)
+    assert sum(len(chunk.token_ids) for chunk in read) == 8 and read[-1].finish_reason == "length"
+
+
+def test_a_request_that_nobody_cancels_is_not_ended_by_the_one_before(pair: tuple[Path, Path]) -> None:
+    llm = make(pair, "ar")
+    assert list(llm.stream(LONG, GREEDY, lambda: True)) == []
+    assert len(llm.generate(LONG, GREEDY).token_ids) == 8

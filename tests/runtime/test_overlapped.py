@@ -1,0 +1,186 @@
+"""Both models at the same time in one process. On a CPU the streams are left out; tests/gpu/test_graph.py has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends import reference
+from swiftspec.config import EngineConfig
+from swiftspec.decode import decode
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.drafter import NoDrafter
+from swiftspec.runtime.executors.graph import CudaCapture
+from swiftspec.runtime.overlapped import FIRST, Beside, BesideDrafter, ThreadedVerifier, warm_up
+from swiftspec.runtime.runner import Runner
+from swiftspec.runtime.verifier import LocalVerifier
+from swiftspec.serve.rank_plan import split_ranks
+from swiftspec.serve.settings.settings import Settings
+from tests.support.roles import make_drafter, make_runner, make_verifier, opening
+from tests.support.tiny_checkpoints import make_checkpoint
+
+PROMPT = [5, 17, 3, 29, 11]
+SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.1, max_tokens=40, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("beside")
+    make_checkpoint(path, dtype=torch.float64)
+    return path
+
+
+def runner(checkpoint: Path) -> Runner:
+    model = load_model(checkpoint, dtype=torch.float64, ops=reference, max_positions=192)
+    return make_runner(model, reference, context=128, tree_slots=64)
+
+
+def rounds(checkpoint: Path, sampling: SamplingParams, *, beside: bool) -> list[tuple[Proposal, VerifyResult]]:
+    plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+    verifier: Any = make_verifier(runner(checkpoint))
+    verifier = ThreadedVerifier(verifier) if beside else verifier
+    drafter = make_drafter(runner(checkpoint), plan)
+    for role in (drafter, verifier):
+        role.open(opening(PROMPT, sampling))
+    found = list(islice(decode(drafter, verifier), 15))
+    for role in (drafter, verifier):
+        role.close()
+    return found
+
+
+def test_a_warm_up_leaves_nothing_behind(checkpoint: Path) -> None:
+    def tokens(warm: bool) -> list[tuple[int, ...]]:
+        plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+        verifier, drafter = make_verifier(runner(checkpoint)), make_drafter(runner(checkpoint), plan)
+        if warm:
+            warm_up(drafter, verifier)
+        for role in (drafter, verifier):
+            role.open(opening(PROMPT, SAMPLED))
+        return [tuple(result.tokens) for _, result in islice(decode(drafter, verifier), 8)]
+
+    assert tokens(True) == tokens(False)
+
+
+class Streams:
+    """Stands for torch's streams: how they were made, and on which something runs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []
+        self.now = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "Stream", self.make)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def make(self, device: Any = None, priority: int = 0) -> int:
+        self.made.append(priority)
+        return priority
+
+    @contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that its roles do is on a stream of a higher priority, and so are its graphs' kernels."""
+    streams = Streams(monkeypatch)
+    plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
+    drafter = make_drafter(runner(checkpoint), plan)
+    assert isinstance(drafter, BesideDrafter)
+    drafter._on_stream = Beside(torch.device("cuda"), FIRST)
+    forward, seen = drafter.runner.model.forward, []
+    monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
+    verifier = make_verifier(runner(checkpoint))
+    for role in (drafter, verifier):
+        role.open(opening(PROMPT, SAMPLED))
+    assert len(list(islice(decode(drafter, verifier), 4))) == 4
+    assert set(seen) == {FIRST} and len(seen) > 4 and streams.now == 0
+    for priority in (FIRST, 0):
+        CudaCapture(Lock(), priority)
+    assert streams.made == [FIRST, FIRST, 0]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
+def test_the_rounds_are_those_in_turn(checkpoint: Path, sampling: SamplingParams) -> None:
+    """And their text is the target's own."""
+    ours = rounds(checkpoint, sampling, beside=True)
+    assert ours == rounds(checkpoint, sampling, beside=False)
+    text = [token for _, result in ours for token in result.tokens]
+    drafter, alone = NoDrafter(), make_verifier(runner(checkpoint))
+    for role in (drafter, alone):
+        role.open(opening(PROMPT, sampling))
+    plain = [token for _, result in islice(decode(drafter, alone), len(text)) for token in result.tokens]
+    assert text == plain
+
+
+class Waits(LocalVerifier):
+    """A target that is not ready before the draft has grown."""
+
+    def __init__(self, verifier: LocalVerifier) -> None:
+        super().__init__(verifier.runner, verifier.steps_known)
+        self.began, self.grown = Event(), Event()
+
+    def verify(self, proposal: Proposal) -> VerifyResult:
+        self.began.set()
+        assert self.grown.wait(10), "nobody grew meanwhile"
+        return super().verify(proposal)
+
+
+def test_the_draft_grows_while_the_target_verifies(checkpoint: Path) -> None:
+    target = Waits(make_verifier(runner(checkpoint)))
+
+    class Grows(NoDrafter):
+        def grow(self) -> None:
+            assert target.began.wait(10)
+            target.grown.set()
+
+    verifier, drafter = ThreadedVerifier(target), Grows()
+    for role in (drafter, verifier):
+        role.open(opening(PROMPT, SAMPLED))
+    assert len(list(islice(decode(drafter, verifier), 3))) == 3
+    verifier.close()
+
+
+def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoint: Path) -> None:
+    target = Waits(make_verifier(runner(checkpoint)))
+    verifier = ThreadedVerifier(target)
+    verifier.open(opening(PROMPT, SAMPLED))
+    proposal = Proposal(1, 0, len(PROMPT) + 5, (PROMPT[-1],), (-1,))  # of another prefix
+    target.grown.set()
+    with pytest.raises(AssertionError, match="differ in their prefix"):
+        verifier.submit(proposal).wait()
+    target.began.clear()
+    target.grown.clear()
+    verifier.submit(Proposal(1, 0, len(PROMPT) - 1, (PROMPT[-1],), (-1,)))
+    assert target.began.wait(10)
+    target.grown.set()
+    verifier.close()
+    assert target.runner.cache.tree_len == 0, "the forward came before the end"
+
+
+def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
+    assert split_ranks("async", 1, None, None, alone=True) == (1, 0)
+    with pytest.raises(UserError, match="two ranks"):
+        split_ranks("async", 1, None, None)
+    with pytest.raises(UserError, match="two ranks"):
+        split_ranks("async", 1, None, 1, alone=True)
+    assert EngineConfig("async", draft_tp=0).ranks == 1
+    settings = Settings.model_validate({"mode": "async", "device": "cuda"})
+    assert settings.make_plan(has_draft=True).draft_tp == 0
+    with pytest.raises(UserError, match="draft_tp"):
+        EngineConfig("async", target_tp=2, draft_tp=0)
+    with pytest.raises(UserError, match="on a GPU, not on cpu"):
+        LLM(checkpoint, checkpoint, EngineConfig("async", draft_tp=0))

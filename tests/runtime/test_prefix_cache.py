@@ -1,0 +1,322 @@
+"""Kept texts: whatever was asked before, an answer, and every key and value under it, is that of a fresh read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from swiftspec import _C
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.errors import NotFinite
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.prefix_cache import KeepingRunner, told
+from swiftspec.runtime.runner import PREFILL_CHUNK
+from tests.support.roles import drafter_of, opening, population_of, verifier_of
+from tests.support.tiny_checkpoints import make_checkpoint, make_pair
+
+VOCAB, CONTEXT = 40, 160
+LEAST = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+WARM = replace(GREEDY, temperature=0.9, seed=3)
+PENALISED = replace(WARM, repetition_penalty=1.3, presence_penalty=0.4, logit_bias={3: 1.0})
+GUIDED = replace(GREEDY, guidance_scale=2.0, negative_prompt_ids=(7, 30, 12))
+LONG = replace(GUIDED, negative_prompt_ids=tuple(range(1, 31)))
+A, B = list(range(1, 31)), [3, 9, *range(2, 35)]
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A target and a draft that is often right."""
+    return make_pair(tmp_path_factory.mktemp("pair"), vocab=VOCAB, seed=3)
+
+
+def make(pair: Pair, mode: str = "serial", kept: int = 1, **config: Any) -> LLM:
+    draft = None if mode == "ar" else pair[1]
+    plan = EngineConfig(mode, **config)
+    return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, kept_memory=kept)
+
+
+def runners(llm: LLM) -> list[KeepingRunner]:
+    if llm.config.mode == "smc":
+        both: list[Any] = [population_of(llm).target, population_of(llm).draft]
+    else:
+        both = [verifier_of(llm).runner, *([] if llm.config.mode == "ar" else [drafter_of(llm).runner])]
+    assert all(isinstance(runner, KeepingRunner) for runner in both)
+    return both
+
+
+def keep(llm: LLM, budget: int, least: int = LEAST) -> LLM:
+    """With another budget of tokens."""
+    for runner in runners(llm):
+        runner.store.budget, runner.store.least = budget, least
+    return llm
+
+
+def ask(llm: LLM, prompt: Sequence[int], sampling: SamplingParams, rounds: int | None = None) -> list[int]:
+    """The answer's tokens; cut off after so many rounds."""
+    tokens, stream = list[int](), llm.stream(prompt, sampling)
+    for count, chunk in enumerate(stream, 1):
+        tokens += chunk.token_ids
+        if count == rounds:
+            stream.close()
+    return tokens
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests one after the other, most of which go on from an earlier text or a part of it."""
+
+    pair: Pair
+    makers: ClassVar[dict[str, LLM]] = {}
+
+    def __init__(self) -> None:
+        super().__init__()
+        if not self.makers:
+            self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, kept=0)})
+        self.keeps, self.reads = self.makers["keeps"], self.makers["reads"]
+        for runner in runners(self.keeps):
+            runner.store.texts, runner._texts = [], []
+        self.texts = [A]
+
+    @rule(budget=st.sampled_from([0, 30, 60, 100, 1000]))
+    def give(self, budget: int) -> None:
+        keep(self.keeps, budget)
+        for runner in runners(self.keeps):
+            runner.store.change([], [])
+
+    @rule(
+        data=st.data(), sampling=st.sampled_from([GREEDY, GREEDY, WARM, PENALISED, GUIDED, LONG]),
+        rounds=st.sampled_from([None, None, 1, 2]),
+    )  # fmt: skip
+    def ask(self, data: st.DataObject, sampling: SamplingParams, rounds: int | None) -> None:
+        before = data.draw(st.sampled_from(self.texts))
+        kept = data.draw(st.sampled_from([len(before), len(before) - 1]) | st.integers(0, len(before)))
+        new = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+        prompt = [*before[:kept], *new][: CONTEXT - 40]
+        found = runners(self.keeps)[0].find([prompt] if not sampling.guided else [prompt, new])
+        answer = ask(self.keeps, prompt, sampling, rounds)
+        assert self.keeps.stats.kept_tokens == found[0] < len(prompt)
+        assert answer == ask(self.reads, prompt, sampling, rounds)
+        self.same_cache()
+        self.texts.append(prompt + answer)
+
+    def same_cache(self) -> None:
+        """What lies under the text, in both models and in every sequence."""
+        for ours, theirs in zip(runners(self.keeps), every(self.reads), strict=True):
+            assert ours.cache.prefix_len == theirs.cache.prefix_len
+            for s, count in enumerate(ours.cache.prefix_len):
+                for mine, fresh in ((ours.cache.k, theirs.cache.k), (ours.cache.v, theirs.cache.v)):
+                    torch.testing.assert_close(mine[:, s, :, :count], fresh[:, s, :, :count], atol=1e-9, rtol=1e-9)
+
+    @invariant()
+    def within_the_budget(self) -> None:
+        for runner in runners(self.keeps):
+            copies = runner.store.texts
+            assert sum(kept.k.shape[2] for kept in copies) == runner.store.size <= runner.store.budget
+            assert all(kept.k.shape == kept.v.shape and len(kept.tokens) == kept.k.shape[2] for kept in copies)
+
+
+def every(llm: LLM) -> list[Any]:
+    return [verifier_of(llm).runner, drafter_of(llm).runner]
+
+
+@pytest.mark.parametrize(
+    "examples", [5, pytest.param(40, marks=pytest.mark.slow), pytest.param(160, marks=pytest.mark.long)]
+)
+def test_any_requests(pair: Pair, examples: int) -> None:
+    Requests.pair = pair
+    Requests.makers = {}
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    run_state_machine_as_test(
+        Requests,
+        settings=settings(max_examples=examples, stateful_step_count=10, deadline=None, suppress_health_check=checks),
+    )
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ar": {"mode": "ar"},
+    "serial": {"mode": "serial"},
+    "reject": {"mode": "serial", "verify": "reject"},
+    "smc": {"mode": "smc", "population": PopulationConfig(3, 2)},
+}
+
+
+def conversation(answer: Callable[[list[int], SamplingParams, int | None], list[int]], warm: bool) -> list[list[int]]:
+    """Two conversations by turns, one of which is edited, with answers that are cut off."""
+    sampling, texts, said = WARM if warm else GREEDY, {"a": A, "b": B}, []
+    for turn, (name, rounds) in enumerate([("a", None), ("b", 1), ("a", None), ("b", None), ("a", 2), ("a", None)]):
+        if turn == 4:
+            texts["a"] = texts["a"][:-9]  # the last question is asked otherwise
+        prompt = [*texts[name], 5 + turn, 6]
+        said.append(answer(prompt, replace(sampling, seed=turn), rounds))
+        texts[name] = prompt + said[-1]
+    return said
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_conversations_by_turns(pair: Pair, plan: str) -> None:
+    keeps, reads, kept = keep(make(pair, **PLANS[plan]), 200), make(pair, kept=0, **PLANS[plan]), []
+
+    def answer(prompt: list[int], sampling: SamplingParams, rounds: int | None) -> list[int]:
+        tokens = ask(keeps, prompt, sampling, rounds)
+        kept.append(len(prompt) - keeps.stats.kept_tokens)
+        return tokens
+
+    warm = plan in ("reject", "smc")
+    want = conversation(lambda prompt, sampling, rounds: ask(reads, prompt, sampling, rounds), warm)
+    assert conversation(answer, warm) == want
+    answers = [0, 0, len(want[0]), len(want[1]), len(want[2]) - 9, len(want[4])]  # particles leave their prompt alone
+    most = [2 + 1 + (answers[turn] if plan == "smc" else 0) for turn in range(6)]
+    assert all(new <= bound for new, bound in zip(kept[2:], most[2:], strict=True)), (kept, most)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, GUIDED, LONG], ids=["alone", "guided", "long"])
+def test_a_longer_text_reads_what_is_new(pair: Pair, sampling: SamplingParams) -> None:
+    llm = keep(make(pair), 200)
+    text = A + ask(llm, A, sampling)
+    rows: list[int] = []
+    for runner in runners(llm):
+        runner.hooks.append(lambda began, count: rows.append(count))
+    stream = llm.stream([*text, 8, 9], sampling)
+    next(stream)
+    assert llm.stats.kept_tokens in (len(text) - 1, len(text))
+    assert max(rows) <= 2 * llm.config.verify_batch, "no prompt chunk"
+
+
+def test_the_prompt_alone_is_read_once(pair: Pair) -> None:
+    """The same prompt again: all but its last token is there, and with other sampling the answer is another."""
+    llm, fresh = make(pair), make(pair, kept=0)
+    for sampling in (GREEDY, WARM, replace(WARM, seed=4), PENALISED):
+        assert ask(llm, A, sampling) == ask(fresh, A, sampling)
+        assert llm.stats.kept_tokens == (0 if sampling is GREEDY else len(A) - 1)
+
+
+def test_the_text_that_rested_longest_goes(pair: Pair) -> None:
+    llm = keep(make(pair, "ar"), 100)
+    (runner,) = runners(llm)
+    prompts = [[first, *range(2, 31)] for first in range(4)]  # 30 tokens each, and one of the answer
+    once = replace(GREEDY, max_tokens=1)
+    for prompt in (*prompts, prompts[1]):
+        ask(llm, prompt, once)
+    stored = [int(kept.tokens[0]) for kept in runner.store.texts]
+    assert stored == [0, 2, 3] and int(runner._held()[0][0]) == 1, "what is in use has no copy"
+    ask(llm, [9, *prompts[0]], once)
+    assert [int(kept.tokens[0]) for kept in runner.store.texts] == [2, 3, 1]
+    ask(llm, [2, 2], once)
+    ask(llm, prompts[2], once)
+    assert llm.stats.kept_tokens == 29
+
+
+def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
+    llm = keep(make(pair, "ar"), 100)
+    (runner,) = runners(llm)
+    for prompt in (A, B, [*A[:12], 39]):
+        ask(llm, prompt, replace(GREEDY, max_tokens=1))
+    assert llm.stats.kept_tokens == 12
+    assert [len(kept.tokens) for kept in runner.store.texts] == [len(B), len(A)]
+
+
+def test_guided_and_not(pair: Pair) -> None:
+    """Another number of sequences is another buffer, and what was kept moves there."""
+    llm, fresh = keep(make(pair), 200), make(pair, kept=0)
+    for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
+        assert ask(llm, A, sampling) == ask(fresh, A, sampling)
+        assert llm.stats.kept_tokens >= least
+    held = runners(llm)[0]._held()
+    assert [len(text) for text in held] == [len(A) + 11, 30 + 11]
+    assert runners(llm)[0].find([A, LONG.negative_prompt_ids]) == [len(A) - 1, 29]
+
+
+def test_a_leader_has_the_last_word(pair: Pair) -> None:
+    llm = make(pair, "ar")
+    (runner,) = runners(llm)
+    ask(llm, A, GREEDY)
+    asked = opening([*A, 3], GREEDY)
+    assert told(asked, runner).kept == (len(A),)
+    assert told(replace(asked, kept=(7,)), runner).kept == (7,)
+    assert told(replace(asked, kept=()), runner).kept == (0,)
+    assert told(replace(asked, sampling=GUIDED), runner, guided=True).kept == (len(A), 0)
+    runner.store.least = 100
+    assert told(replace(asked, sampling=GUIDED), runner, guided=True).kept == (0, 0), "not worth a copy"
+    assert verifier_of(llm).open(replace(asked, kept=(7,))) == 7
+    assert runner.cache.prefix_len == [len(A)]
+
+
+def test_what_is_not_finite_is_not_kept(pair: Pair) -> None:
+    llm = make(pair, "ar")
+    (runner,) = runners(llm)
+    want = ask(llm, A, GREEDY)
+    forward = runner.model.forward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        logits = forward(*args, **kwargs)
+        return None if logits is None else logits * float("nan")
+
+    runner.model.forward = broken  # type: ignore[method-assign]
+    with pytest.raises(NotFinite):
+        ask(llm, [*A, 4], GREEDY)
+    runner.model.forward = forward  # type: ignore[method-assign]
+    assert runner._held() == []
+    assert ask(llm, A, GREEDY) == want and llm.stats.kept_tokens == 0
+
+
+def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(pair[0], dtype=torch.float64)
+    fresh = LLM(pair[0], dtype=torch.float64, kept_memory=0)
+    (runner,), calls = runners(llm), 0
+    prompt = [7 * i % VOCAB for i in range(PREFILL_CHUNK + 100)]
+    forward = runner.model.forward
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompt, GREEDY)
+    assert runner._held() == [], "the second chunk has slots and nothing in them"
+    assert ask(llm, prompt, GREEDY) == ask(fresh, prompt, GREEDY)
+
+
+def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, fresh = keep(make(pair, "ar"), 200), make(pair, "ar", kept=0)
+    (runner,) = runners(llm)
+    for prompt in (A, B):
+        ask(llm, prompt, GREEDY)
+    assert runner.store.size > 0
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", full)
+        assert ask(llm, A, GREEDY) == ask(fresh, A, GREEDY)
+    assert runner.store.size == 0
+
+
+@pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+def test_on_native_operators_every_bit_is_that_of_a_fresh_read(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
+    llm, fresh = (LLM(tmp_path, tmp_path, kept_memory=kept) for kept in (1, 0))
+    text = [11 * i % 61 for i in range(PREFILL_CHUNK + 45)]
+    for _ in range(3):
+        text = [*text, *ask(llm, text, GREEDY), 4, 2, 9]
+    assert ask(llm, text, GREEDY) == ask(fresh, text, GREEDY)
+    assert llm.stats.kept_tokens >= len(text) - 4
+    for ours, theirs in zip(every(llm), every(fresh), strict=True):
+        count = ours.cache.prefix_len[0]
+        assert torch.equal(ours.cache.k[:, 0, :, :count], theirs.cache.k[:, 0, :, :count])
+        assert torch.equal(ours.cache.v[:, 0, :, :count], theirs.cache.v[:, 0, :, :count])

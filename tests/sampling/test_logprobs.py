@@ -1,0 +1,158 @@
+"""Log-probabilities are those of the whole model's own law, whatever shapes the draws and however the text is found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftspec.config import EngineConfig
+from swiftspec.engine import Chunk
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.messages import Likelihood
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.sampling.logprobs import likelihoods
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.sampling.vocab import VocabShard
+from tests.support.roles import make_drafter, put, verifier_of
+from tests.support.thread_group import on_ranks
+from tests.support.tiny_checkpoints import make_checkpoint
+
+VOCAB = 64
+PROMPT = [(7 * i + i // 9) % VOCAB for i in range(PREFILL_CHUNK + 40)]
+ASKED = SamplingParams(max_tokens=21, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+SHAPED = replace(ASKED, temperature=0.7, seed=5, top_p=0.9, presence_penalty=0.8, logit_bias={4: 2.0})
+REQUESTS = [replace(ASKED, temperature=0), SHAPED]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    for name, seed in (("target", 0), ("draft", 0)):
+        make_checkpoint(folder / name, seed=seed, vocab=VOCAB, dtype=torch.float64)
+    return folder / "target", folder / "draft"
+
+
+def make(pair: tuple[Path, Path], mode: str, **config: Any) -> LLM:
+    """An engine; mode "ahead" is a draft that grows while the target verifies, in one process."""
+    plan = EngineConfig("serial" if mode == "ahead" else mode, **config)
+    llm = LLM(pair[0], None if mode == "ar" else pair[1], plan, dtype=torch.float64)
+    if mode == "ahead":
+        drafter: Any = llm.roles.parts
+        put(llm, make_drafter(drafter.drafter.runner, plan, ahead=True))
+    return llm
+
+
+def rows_of(pair: tuple[Path, Path], text: list[int]) -> Tensor:
+    """What transformers says of each token of a text but the first: log-probabilities [n - 1, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float64)
+    with torch.no_grad():
+        return model(torch.tensor([text])).logits[0, :-1].log_softmax(-1)
+
+
+def check(found: tuple[Likelihood, ...] | None, tokens: list[int], rows: Tensor, k: int) -> None:
+    assert found is not None and len(found) == len(tokens) == len(rows)
+    for likelihood, token, row in zip(found, tokens, rows):  # transformers normalises in float32
+        assert likelihood.logprob == pytest.approx(float(row[token]), abs=1e-5)
+        values, ids = row.topk(k)
+        assert [token for token, _ in likelihood.top] == ids.tolist()
+        assert [value for _, value in likelihood.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ar", "serial", "ahead"])
+@pytest.mark.parametrize("sampling", REQUESTS, ids=["greedy", "shaped"])
+def test_they_are_those_of_transformers(pair: tuple[Path, Path], mode: str, sampling: SamplingParams) -> None:
+    """The draft is the target, so that rounds are long, and the last one is cut at the budget."""
+    chunks = list(make(pair, mode).stream(PROMPT, sampling))
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    rows = rows_of(pair, [*PROMPT, *tokens])
+    for chunk in chunks:
+        assert chunk.likelihoods is not None and len(chunk.likelihoods) == len(chunk.token_ids)
+    answer = tuple(likelihood for chunk in chunks for likelihood in chunk.likelihoods or ())
+    check(answer, tokens, rows[len(PROMPT) - 1 :], 3)
+    check(chunks[0].prompt, PROMPT[1:], rows[: len(PROMPT) - 1], 2)
+    assert all(chunk.prompt is None for chunk in chunks[1:])
+    assert len(tokens) == 21 and (mode == "ar" or len(chunks) < 15)
+
+
+def test_who_asks_gets_the_same_text_and_who_does_not_gets_none(pair: tuple[Path, Path]) -> None:
+    llm = make(pair, "serial")
+    plain = replace(SHAPED, logprobs=None, prompt_logprobs=None)
+    for asked in (SHAPED, replace(SHAPED, prompt_logprobs=None), replace(SHAPED, logprobs=None)):
+        want = llm.generate(PROMPT, plain).token_ids
+        chunks = list(llm.stream(PROMPT, asked))
+        assert [token for chunk in chunks for token in chunk.token_ids] == want
+        assert all((chunk.likelihoods is not None) == (asked.logprobs is not None) for chunk in chunks)
+        assert (chunks[0].prompt is not None) == (asked.prompt_logprobs is not None)
+    for chunk in llm.stream(PROMPT, plain):
+        assert chunk == Chunk(chunk.token_ids, chunk.accepted, chunk.finish_reason)
+
+
+def test_a_prompt_that_was_read_before_is_read_afresh_for_them(pair: tuple[Path, Path]) -> None:
+    llm = make(pair, "serial")
+    first, second = (next(iter(llm.stream(PROMPT, ASKED))).prompt for _ in range(2))
+    assert first == second and len(first or ()) == len(PROMPT) - 1
+    assert llm.stats.kept_tokens == 0
+    llm.generate(PROMPT, replace(ASKED, prompt_logprobs=None))
+    assert llm.stats.kept_tokens == len(PROMPT) - 1
+
+
+def test_a_prompt_of_one_token_has_none(pair: tuple[Path, Path]) -> None:
+    assert next(iter(make(pair, "ar").stream([5], ASKED))).prompt == ()
+
+
+def test_none_but_the_token_itself(pair: tuple[Path, Path]) -> None:
+    zero = next(iter(make(pair, "ar").stream(PROMPT[:5], replace(ASKED, logprobs=0))))
+    assert zero.likelihoods is not None and zero.likelihoods[0].top == () and zero.likelihoods[0].logprob < 0
+
+
+def test_a_stop_token_ends_them_too(pair: tuple[Path, Path]) -> None:
+    llm = make(pair, "serial")
+    tokens = llm.generate(PROMPT, REQUESTS[0]).token_ids
+    ended = list(llm.stream(PROMPT, replace(REQUESTS[0], stop_token_ids=(tokens[2],))))
+    assert sum(len(chunk.likelihoods or ()) for chunk in ended) == tokens.index(tokens[2]) + 1
+
+
+def test_only_the_verifications_need_other_steps(pair: tuple[Path, Path]) -> None:
+    llm = LLM(*pair, EngineConfig("serial"), dtype=torch.float32)
+    verifier, asked = verifier_of(llm), SamplingParams(temperature=0, logprobs=1)
+    assert verifier.asked(asked) == {"greedy", "log-probabilities"}
+    assert verifier.asked(replace(asked, logprobs=None, prompt_logprobs=1)) == {"greedy"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("k", [0, 4, 20])
+def test_a_vocabulary_over_ranks_gives_those_of_one(size: int, k: int) -> None:
+    vocab, rows, params = 23, 4, SamplingParams()
+    logits = 3 * torch.randn(rows, vocab, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    tokens = [0, 22, 7, 11]
+    want = likelihoods(Sampler(params, (), vocab, "cpu"), logits, tokens, k)
+    width = -(-vocab // size)
+    padded = torch.nn.functional.pad(logits, (0, size * width - vocab))
+
+    def on_rank(group: Any) -> tuple[Likelihood, ...]:
+        sampler = Sampler(params, (), vocab, "cpu", shard=VocabShard(group, width, vocab))
+        return likelihoods(sampler, padded[:, group.rank * width : (group.rank + 1) * width], tokens, k)
+
+    ranks = on_ranks(size, on_rank)
+    assert all(rank == ranks[0] for rank in ranks)
+    for one, other in zip(want, ranks[0], strict=True):
+        assert one.logprob == pytest.approx(other.logprob) and len(one.top) == k
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+WRONG: list[dict[str, Any]] = [{"logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "guidance_scale": 2}]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_be_asked(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="logprobs"):
+        SamplingParams(**wrong)

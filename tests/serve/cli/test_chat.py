@@ -1,0 +1,340 @@
+"""The chat: its rules against a fake engine, the keys through prompt_toolkit, and all of it in a real terminal."""
+
+import io
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+from rich.console import Console
+
+from swiftspec.config import EngineConfig
+from swiftspec.engine import Chunk, Stats
+from swiftspec.errors import UserError
+from swiftspec.params import SamplingParams
+from swiftspec.serve.cli.chat import Chat
+from swiftspec.serve.session import Session
+from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.serve.terminal import Painter, line_reader, visible
+from swiftspec.serve.text.codec import TextCodec
+from swiftspec.smc.group_result import Answer
+from tests.support.pty_terminal import Terminal
+from tests.support.toy_pair import CONTEXT, byte_level_tokenizer, make_pair, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_tokenizer(tmp_path_factory.mktemp("codec"), byte_level_tokenizer()))
+
+
+class FakeEngine:
+    """Answers with `reply`, three tokens a round, the first two guessed; `during` is called after each round."""
+
+    load_time = 0.5
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.config, self.max_model_len = EngineConfig("serial"), 200
+        self.reply = "return a + b, read"
+        self.during: Callable[[], None] = lambda: None
+        self.lost: str | None = None
+        self.population: Answer | None = None
+        self.asked: list[tuple[str, SamplingParams]] = []
+        self.stats = Stats()
+        self._codec = codec
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Chunk]:
+        if len(prompt) >= self.max_model_len:
+            raise UserError("the prompt does not fit")
+        self.asked.append((self._codec.spell(prompt), sampling))
+        return self._stream()
+
+    def _stream(self) -> Iterator[Chunk]:
+        self.stats = Stats(decode_time=0.5, first_token_time=0.041, drafter_lost=self.lost, population=self.population)
+        tokens = self._codec.encode(self.reply)
+        for at in range(0, len(tokens), 3):
+            self.stats.rounds, self.stats.accepted = self.stats.rounds + 1, self.stats.accepted + 2
+            yield Chunk(tuple(tokens[at : at + 3]), 2, "stop" if at + 3 >= len(tokens) else None)
+            self.during()
+
+
+class Room:
+    """A chat with a fake engine, fed line by line; `show()` gives what was printed since."""
+
+    def __init__(self, codec: TextCodec, **given: object) -> None:
+        self.engine = FakeEngine(codec)
+        self.settings, self.codec = load(given), codec
+        self.out = io.StringIO()
+        session = Session(self.engine, codec, "m/target", "m/draft", False, "float32", 1, {"top_p": 0.9})  # type: ignore[arg-type]
+        self.lines: list[str | type[BaseException]] = []
+        self.chat = Chat(session, self.settings, Console(file=self.out, width=200, color_system=None), self.ask)
+
+    def ask(self) -> str:
+        line = self.lines.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def run(self, *lines: str | type[BaseException]) -> str:
+        """Runs the chat over these lines and returns what it printed."""
+        self.lines = [*lines]
+        self.out.seek(0)
+        self.out.truncate()
+        self.chat.run()
+        return self.out.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(env_name(name), raising=False)
+
+
+@pytest.fixture
+def room(codec: TextCodec) -> Room:
+    return Room(codec)
+
+
+def test_the_conversation_goes_through_the_template(room: Room) -> None:
+    shown = room.run("one", "two", EOFError)
+    assert shown.count("return a + b, read\n") == 2
+    assert re.search(r"\d+ tok, \d+ tok/s, TTFT 41 ms, 3\.0 tok/round", shown)
+    last = "<|user|>one<|end|><|bot|>return a + b, read<|end|><|user|>two<|end|><|bot|>"
+    assert [asked for asked, _ in room.engine.asked] == ["<|user|>one<|end|><|bot|>", last]
+    assert "forgotten" in room.run("/clear", "three", EOFError)
+    assert room.engine.asked[-1][0] == "<|user|>three<|end|><|bot|>"
+
+
+def test_the_banner_names_the_pair_and_shows_the_mark(room: Room) -> None:
+    shown = room.run(EOFError)
+    assert "m/target, guesses by m/draft; mode serial, float32, 1 threads, context 200" in shown
+    assert "like this" in shown
+
+
+def test_leaving(room: Room) -> None:
+    for lines in ([EOFError], ["/quit"], [KeyboardInterrupt, KeyboardInterrupt]):
+        room.run(*lines)
+        assert room.lines == []
+    assert "leaves" in room.run(KeyboardInterrupt, "a", KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt)
+    assert room.lines == []
+
+
+def test_set(room: Room) -> None:
+    assert "temperature = 0.5" in room.run(
+        "/set temperature 0.5", "/set --top-k 7", '/set stop ["x", "y"]', "a", EOFError
+    )
+    sampling = room.engine.asked[-1][1]
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.stop) == (0.5, 7, 0.9, ("x", "y"))
+    assert "temperature = 1.0" in room.run("/set temperature default", EOFError)
+    listed = room.run("/set", EOFError)
+    assert re.search(r"top_p +0\.9\n", listed)
+    assert re.search(r"top_k +7\n", listed)
+    for line, words in (
+        ("/set top-p 3", "error: top_p must lie above 0 and at most 1, not 3.0"),
+        ("/set seed x", "error: seed must be a whole number, not 'x'"),
+        ("/set seed", "error: /set seed needs a value"),
+        ("/set mode ar", "error: cannot set 'mode' here"),
+        ("/frobnicate", "error: no command /frobnicate"),
+        ("/stats maybe", "error: /stats takes on, off or last"),
+    ):
+        assert words in room.run(line, EOFError)
+    room.run("a", EOFError)
+    assert room.engine.asked[-1][1].top_p == 0.9
+
+
+def test_a_temperature_at_which_the_draft_samples_otherwise(room: Room) -> None:
+    assert "proposal" not in room.run("/set temperature 1", EOFError)
+    room.engine.config = EngineConfig("serial", proposal="top")
+    assert "proposal top does not see the noise" in room.run("/set temperature 1", EOFError)
+    assert "proposal" not in room.run("/set temperature 0", EOFError)
+
+
+def test_guidance(room: Room) -> None:
+    assert "guidance without a negative prompt takes an empty one" in room.run("/set guidance_scale 2", "a", EOFError)
+    assert "takes an empty one" not in room.run("/set negative-prompt be rude", "b", EOFError)
+    empty, rude = (sampling for _, sampling in room.engine.asked)
+    assert (empty.guidance_scale, rude.guidance_scale) == (2.0, 2.0)
+    spelled = [room.codec.spell(sampling.negative_prompt_ids) for sampling in (empty, rude)]
+    assert spelled == ["<|user|><|end|><|bot|>", "<|user|>be rude<|end|><|bot|>"]
+    assert re.search(r"negative_prompt +'be rude'\n", room.run("/set", EOFError))
+    assert "does nothing at guidance scale 1" in room.run("/set guidance_scale default", EOFError)
+
+
+def test_stats(room: Room) -> None:
+    assert "no answer yet" in room.run("/stats", EOFError)
+    shown = room.run("a", "/stats last", EOFError)
+    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert told["metrics"]["speculative_decoding"]["mean_acceptance_length"] == 3
+    assert told["timings"]["predicted_n"] == told["usage"]["completion_tokens"]
+    assert "tok/round" not in room.run("/stats off", "a", EOFError)
+    assert "tok/round" in room.run("/stats on", "a", EOFError)
+
+
+def test_stats_of_a_population(room: Room) -> None:
+    room.engine.config = EngineConfig("smc")
+    room.engine.population = Answer([1], True, 1, 2.5, 0.25, -0.5, False, 0, 0)
+    shown = room.run("a", "/stats", EOFError)
+    told = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert (told["exact"], told["particles"], told["ess_mean"], told["log_z"]) == (False, 4, 2.5, -0.5)
+    assert "text" not in told
+
+
+def test_a_lost_drafter_is_told_also_without_stats(room: Room) -> None:
+    room.engine.lost = "out of memory"
+    for lines in (("a", EOFError), ("/stats off", "a", EOFError)):
+        assert "the drafter was lost (out of memory), the target went on alone" in room.run(*lines)
+
+
+def test_the_oldest_turns_go_when_the_context_is_full(room: Room) -> None:
+    room.engine.max_model_len = 130
+    shown = room.run(*(f"{n} " + "x" * 20 for n in range(6)), EOFError)
+    assert "the oldest turn was dropped: the context holds 130 tokens" in shown
+    last = room.engine.asked[-1][0]
+    assert last.startswith("<|user|>")
+    assert f"5 {'x' * 20}" in last
+    assert f"0 {'x' * 20}" not in last
+
+
+def test_what_does_not_fit_at_all_is_refused_and_forgotten(room: Room) -> None:
+    assert "error: the prompt does not fit" in room.run("x" * 300, EOFError)
+    room.run("a", EOFError)
+    assert room.engine.asked[-1][0] == "<|user|>a<|end|><|bot|>"
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_came(room: Room) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    room.engine.during = lambda: os.kill(os.getpid(), signal.SIGINT)
+    shown = room.run("one", EOFError)
+    assert "stopped, 6 tok" in shown
+    assert signal.getsignal(signal.SIGINT) is before
+    room.engine.during = lambda: None
+    room.run("two", EOFError)
+    kept = re.fullmatch(
+        r"<\|user\|>one<\|end\|><\|bot\|>(.+)<\|end\|><\|user\|>two<\|end\|><\|bot\|>", room.engine.asked[-1][0]
+    )
+    assert kept is not None
+    assert room.engine.reply.startswith(kept.group(1))
+    assert kept.group(1) in shown
+
+
+def test_ctrl_c_before_the_first_token(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = Session.encode_chat
+
+    def interrupted(session: Session, messages: Sequence[Any]) -> list[int]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return encode(session, messages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Session, "encode_chat", interrupted)
+        assert "stopped" in room.run("one", EOFError)
+    room.run("two", EOFError)
+    assert [asked for asked, _ in room.engine.asked] == ["<|user|>two<|end|><|bot|>"]
+
+
+def test_an_answer_without_text_leaves_no_trace(room: Room) -> None:
+    room.engine.reply = ""
+    room.run("one", EOFError)
+    room.engine.reply = "a"
+    room.run("two", EOFError)
+    assert room.engine.asked[-1][0] == "<|user|>two<|end|><|bot|>"
+
+
+def test_a_conversation_far_beyond_the_context_drops_turns_too(room: Room) -> None:
+    """Even where its text is refused before it is tokenized."""
+    roles = ("user", "assistant")
+    room.chat._history = [{"role": roles[at % 2], "content": "x" * 100} for at in range(40)]
+    assert "turns were dropped" in room.run("last", EOFError)
+    assert room.engine.asked[-1][0].endswith("<|user|>last<|end|><|bot|>")
+    assert len(room.chat._history) < 40
+    kept = list(room.chat._history)
+    assert "error: the prompt of 9000 bytes does not fit the context of 200" in room.run("y" * 9000, EOFError)
+    assert room.chat._history == kept
+
+
+def test_raw_continues_each_text_by_itself(codec: TextCodec) -> None:
+    room = Room(codec, raw=True)
+    room.run("def a", "class", EOFError)
+    assert [asked for asked, _ in room.engine.asked] == ["def a", "class"]
+
+
+def test_slashes_in_pasted_code_are_no_commands(room: Room) -> None:
+    room.run("/usr/bin\n/quit", EOFError)
+    assert room.engine.asked[-1][0] == "<|user|>/usr/bin\n/quit<|end|><|bot|>"
+    assert room.lines == []
+
+
+def paint(**console: Any) -> str:
+    out = io.StringIO()
+    painter = Painter(Console(file=out, force_terminal=True, **console))
+    painter.write("a\nb", True)
+    painter.write("c", False)
+    return out.getvalue()
+
+
+def test_colours_and_underlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert paint() == "\x1b[4;32ma\x1b[0m\n\x1b[4;32mb\x1b[0mc"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert paint() == "\x1b[4ma\x1b[0m\n\x1b[4mb\x1b[0mc"
+    assert paint(color_system=None) == "a\nbc"
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert visible("a\tb\n\x1b[2J\x07\r\x9b\x7f") == "a\tb\n␛[2J␇␍\ufffd\ufffd"
+
+
+def typed(keys: str) -> str:
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text(keys)
+        return line_reader()()
+
+
+def test_keys() -> None:
+    assert typed("def f():\r") == "def f():"
+    assert typed("a\x1b\rb\r") == "a\nb"  # Alt-Enter
+    assert typed("\x1b[200~def f():\n    return\n\x1b[201~\r") == "def f():\n    return\n"
+    assert typed("abc\x03def\r") == "def"
+    with pytest.raises(KeyboardInterrupt):
+        typed("\x03")
+    with pytest.raises(EOFError):
+        typed("\x04")
+
+
+@pytest.mark.slow
+def test_in_a_real_terminal(tmp_path: Path) -> None:
+    target, draft = make_pair(tmp_path)
+    flags = ["--model", str(target), "--draft-model", str(draft), "--threads", "1", "--ignore-eos"]
+    flags += ["--emulate", "target=10ms"]  # so that there is time for a Ctrl-C before an answer is over
+    terminal = Terminal(["-m", "swiftspec.serve", *flags], TERM="xterm", SWIFTSPEC_MAX_TOKENS="20", NO_COLOR="")
+    terminal.until(r"ready in [\s\S]*target, guesses by .*draft; mode serial")
+    terminal.until(">>>")
+    terminal.send("def f():\r")
+    terminal.until(r"20 tok, [\d.e+]+ tok/s, TTFT \d+ ms, \d\.\d tok/round[\s\S]*>>>")
+    terminal.send("/race\r")
+    terminal.until(r"times as fast; the text is the same: all 20 tokens are equal[\s\S]*>>>")
+    terminal.send("/set top-p 3\r")
+    terminal.until(r"error: top_p must lie above 0[\s\S]*>>>")
+    terminal.send("/set max-tokens 200\r")
+    terminal.until(r"max_tokens = 200[\s\S]*>>>")
+    terminal.send("/set temperature 1.5\r")
+    terminal.until(r"temperature = 1.5[\s\S]*>>>")
+    terminal.send("class A:\r")
+    terminal.until(r"<sent>[\s\S]{8}")
+    terminal.send("\x03")
+    stopped = terminal.until(r"stopped, \d+ tok, [\s\S]*>>>")
+    assert int(re.search(r"stopped, (\d+)", stopped).group(1)) < min(200, CONTEXT - 40)  # type: ignore[union-attr]
+    terminal.send("/stats\r")
+    terminal.until(r'"finish_reason": "abort"[\s\S]*"mode": "serial"[\s\S]*>>>')
+    terminal.send("\x03")
+    terminal.until(r"leaves[\s\S]*>>>")
+    terminal.send("/quit\r")
+    assert terminal.leave() == 0
+    assert "Traceback" not in terminal.shown

@@ -1,0 +1,104 @@
+"""The race in the chat: both runs are the same request but for the draft, and what is said of them is so."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+
+from swiftspec.config import EngineConfig
+from swiftspec.serve.cli.race import LONGEST, Lane, verdict
+from swiftspec.serve.settings.settings import Settings, env_name
+from swiftspec.serve.text.codec import TextCodec
+from tests.serve.cli.test_chat import Room
+from tests.support.toy_pair import byte_level_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_tokenizer(tmp_path_factory.mktemp("codec"), byte_level_tokenizer()))
+
+
+@pytest.fixture
+def room(toy: TextCodec, monkeypatch: pytest.MonkeyPatch) -> Room:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(env_name(name), raising=False)
+    return Room(toy)
+
+
+def test_the_same_request_without_and_with_the_draft(room: Room) -> None:
+    shown = room.run("/set temperature 0.7", "one", "/race two", "three", EOFError)
+    assert shown.count("return a + b, read") == 4
+    assert re.search(r"plain:\s+return[^:]*speculative:\s+return", shown)
+    tokens = len(room.codec.encode(room.engine.reply))
+    assert f"the text is the same: all {tokens} tokens are equal" in shown
+    first, plain, fast, last = room.engine.asked
+    assert plain[0] == fast[0] == f"{first[0]}return a + b, read<|end|><|user|>two<|end|><|bot|>"
+    assert plain[0].replace("two", "three") == last[0], "the conversation is as it was"
+    assert (plain[1].verify_batch, fast[1].verify_batch, last[1].verify_batch) == (1, None, None)
+    assert plain[1].max_tokens == fast[1].max_tokens == LONGEST and last[1].max_tokens is None
+    assert (plain[1].temperature, plain[1].seed) == (fast[1].temperature, fast[1].seed) == (0.7, last[1].seed)
+
+
+def test_without_text_it_is_the_last_message_again(room: Room) -> None:
+    assert "error: nothing was said yet: /race TEXT" in room.run("/race", EOFError)
+    room.run("/set max_tokens 9", "one", "/race", "/race two", "/race", EOFError)
+    prompts = [prompt for prompt, _ in room.engine.asked]
+    assert prompts[0] == prompts[1] == prompts[2] and "two" in prompts[3]
+    assert prompts[3] == prompts[4] == prompts[5] == prompts[6]
+    assert {sampling.max_tokens for _, sampling in room.engine.asked} == {9}
+
+
+def test_raw_text(toy: TextCodec) -> None:
+    room = Room(toy, raw=True)
+    room.run("/race def f(", EOFError)
+    assert [prompt for prompt, _ in room.engine.asked] == ["def f("] * 2
+
+
+@pytest.mark.parametrize("lane", [1, 2])
+def test_ctrl_c_ends_it(room: Room, lane: int) -> None:
+    def stop() -> None:
+        if len(room.engine.asked) == lane:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    room.engine.during = stop
+    shown = room.run("/race one", EOFError)
+    assert "the race was stopped" in shown and "times as fast" not in shown
+    assert len(room.engine.asked) == lane
+
+
+def test_another_text_is_seen(room: Room) -> None:
+    def other() -> None:
+        room.engine.reply = "return a - b"
+
+    room.engine.during = other
+    both = zip(*(room.codec.encode(reply) for reply in ("return a + b, read", "return a - b")), strict=False)
+    apart = next(at for at, (a, b) in enumerate(both, 1) if a != b)
+    assert f"THE TEXT IS NOT THE SAME: token {apart} is another" in room.run("/race one", EOFError)
+    room.engine.reply, room.engine.config = "return a + b", EngineConfig(verify="reject")
+    shown = room.run("/race one", EOFError)
+    assert "a text of its own, of the same distribution" in shown and "NOT" not in shown
+
+
+@pytest.mark.parametrize("mode", ["ar", "smc"])
+def test_without_a_tree_there_is_no_race(room: Room, mode: str) -> None:
+    room.engine.config = EngineConfig(mode)
+    assert f"error: mode {mode} has no draft tree to race with" in room.run("/race one", EOFError)
+    assert room.engine.asked == []
+
+
+def test_the_verdict() -> None:
+    def lane(name: str, seconds: float, tokens: int = 100, **more: Any) -> Lane:
+        return Lane(name, range(tokens), seconds, **{"rounds": 50, "lost": None, **more})
+
+    lines = verdict(lane("plain", 2.0, rounds=100), lane("speculative", 0.5), EngineConfig())
+    assert [line.count("█") for line in lines] == [10, 40, 0]
+    assert re.search(r"plain +█+ +50 tok/s  \(100 tok in 2\.00 s, 1\.0 tok/round\)", lines[0])
+    assert re.search(r"speculative +█+ +200 tok/s  \(100 tok in 0\.50 s, 2\.0 tok/round\)", lines[1])
+    assert lines[2] == "speculative is 4.00 times as fast; the text is the same: all 100 tokens are equal"
+    lines = verdict(lane("plain", 1.0), lane("speculative", 1.25, 90, lost="no memory"), EngineConfig())
+    assert lines[2].startswith("plain is 1.39 times as fast; THE TEXT IS NOT THE SAME: token 91")
+    assert "the drafter was lost (no memory)" in lines[3]

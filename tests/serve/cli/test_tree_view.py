@@ -1,0 +1,68 @@
+"""/tree: a round's draft tree, and what became of it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from swiftspec.errors import UserError
+from swiftspec.messages import Proposal, VerifyResult
+from swiftspec.observe.round_records import Round
+from swiftspec.serve.cli.tree_view import Rounds
+
+LANE: dict[str, Any] = {
+    "tree": {
+        "tokens": np.array([3, 5, 6, 7, 8, 9, 4]), "parents": np.array([-1, 0, 0, 1, 1, 3, 2]),
+        "logprobs": np.log([1, 0.8, 0.1, 0.4, 0.2, 0.4, 0.1]), "expanded": np.array([1, 1, 1, 1, 0, 0, 0]),
+    }
+}  # fmt: skip
+
+
+def noted(round_: int, parents: tuple[int, ...], path: tuple[int, ...], tokens: tuple[int, ...], *more: Any) -> Round:
+    """A round that verifies tokens 3, 5, 6. `more`: p, and what reads the draft's lane."""
+    proposal, result = Proposal(1, round_, 1, (3, 5, 6), parents), VerifyResult(1, round_, 1, path, tokens)
+    p, lane = more or (None, None)
+    return Round(proposal, result, [0.0] * 7, True, 0.0, p, lane)
+
+
+def test_a_tree_is_shown() -> None:
+    heard: list[Any] = []
+    rounds, out = Rounds(heard.append, lambda token: "\x1b[31m" if token == 8 else f"t{token}"), io.StringIO()
+    console = Console(file=out, width=100, color_system=None)
+    with pytest.raises(UserError, match="no round is on record: /tree on, then ask again"):
+        rounds.command("", console)
+    rounds.command("on", console)
+    heard[0]([{"request": 1, "begin": {}}])
+    with pytest.raises(UserError, match="ask something"):
+        rounds.command("", console)
+    heard[0]([noted(4, (-1, 0, 0), (0, 1), (5, 7), [0.5, 0.25], lambda: LANE)])
+    rounds.command("0", console)
+    assert out.getvalue().splitlines()[1:] == [
+        "round 4: 2 guesses verified, 1 right; the target adds 't7'",
+        "'t3'",
+        "├─ 't5'  q 0.80  p 0.50  right",
+        "│  └─ 't7'  q 0.50  kept ahead",
+        "│     └─ 't9'  q 1.00  kept ahead",
+        "└─ 't6'  q 0.10  p 0.25  wrong",
+        "and 2 more nodes, not verified",
+    ]
+    with pytest.raises(UserError, match="only 1 rounds are on record"):
+        rounds.command("1", console)
+    with pytest.raises(UserError, match="on, off, or how many rounds"):
+        rounds.command("-1", console)
+    rounds.command("off", console)
+    assert heard[1] is None
+
+
+def test_without_the_draft_s_tree_the_proposal_is_shown() -> None:
+    heard: list[Any] = []
+    rounds, out = Rounds(heard.append, lambda token: "\x1b[31m" if token == 6 else str(token)), io.StringIO()
+    console = Console(file=out, width=100, color_system=None)
+    rounds.command("on", console)
+    heard[0]([noted(0, (-1, 0, 1), (0,), (1,))])
+    rounds.command("", console)
+    assert out.getvalue().splitlines()[2:] == ["'3'", "└─ '5'  wrong", "   └─ '\\x1b[31m'  wrong"]

@@ -1,0 +1,150 @@
+"""From a conversation to what the engine is asked: tools, thoughts, and what the template is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from swiftspec.serve.text.codec import TextCodec
+from swiftspec.serve.text.template import Renderer
+from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES, refused
+from tests.support.http import Player, application
+from tests.support.toy_pair import SPECIAL, byte_level_tokenizer, write_tokenizer
+
+DEMO = Path(__file__).parents[4] / "swiftspec" / "demo" / "target"
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+TWO = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+
+
+def ask(player: Player, path: str, **body: Any) -> dict[str, Any]:
+    """One request to an application of its own, without a server."""
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(application(player))
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+            return await client.post(path, json=body)
+
+    answer = asyncio.run(post())
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def prompt(player: Player) -> str:
+    return player.codec.spell(player.asks[-1].prompt)
+
+
+def test_a_tool_that_must_be_called(thinker: Player) -> None:
+    ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
+    grammar = thinker.asks[-1].sampling["grammar"]
+    assert grammar.startswith('start: "<tool_call>" "\\n" call "\\n" "</tool_call>"') and "call_1" in grammar
+    one = {"type": "function", "function": {"name": "g"}}
+    ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice=one)
+    assert "call_1" not in thinker.asks[-1].sampling["grammar"]
+    schema = {"name": "f", "input_schema": {"type": "object"}}
+    ask(thinker, MESSAGES, **HELLO, max_tokens=9, tools=[schema], tool_choice={"type": "any"})
+    assert "grammar" in thinker.asks[-1].sampling
+    ask(thinker, CHAT, **HELLO, tools=TOOLS)
+    assert "grammar" not in thinker.asks[-1].sampling and prompt(thinker).startswith("f <tool_call>g <tool_call>")
+    ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="none")
+    assert prompt(thinker).startswith("<|user|>")
+
+
+def test_a_tool_that_is_not_there(thinker: Player, thinking_client: httpx.Client) -> None:
+    choice = {"type": "function", "function": {"name": "h"}}
+    refused(thinking_client, CHAT, {**HELLO, "tools": TOOLS, "tool_choice": choice}, "tool_choice")
+    body = {**HELLO, "tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}
+    refused(thinking_client, CHAT, body, "tool_choice")
+
+
+def test_one_call_where_only_one_is_wanted(thinker: Player) -> None:
+    for single, names in ((None, ["f", "g"]), (False, ["f"])):
+        thinker.prepare(text=TWO + " and so on", size=200)
+        choice = ask(thinker, CHAT, **HELLO, tools=TOOLS, parallel_tool_calls=single, max_tokens=200)["choices"][0]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == names
+        assert choice["finish_reason"] == "tool_calls"
+
+
+def test_no_thoughts_where_a_grammar_leaves_no_room(thinker: Player) -> None:
+    thinker.prepare(text="<think>a</think>b")
+    assert ask(thinker, CHAT, **HELLO, guided_regex=".*")["choices"][0]["message"]["content"] == "<think>a</think>b"
+    assert ask(thinker, CHAT, **HELLO)["choices"][0]["message"]["reasoning_content"] == "a"
+
+
+def test_what_a_template_is_told(thinker: Player) -> None:
+    ask(thinker, CHAT, **HELLO, chat_template_kwargs={"effort": "much", "tools_in_user_message": False})
+    assert prompt(thinker).startswith("much<|user|>")
+    with_special = {"effort": "x", "eos_token": "forged"}
+    ask(thinker, CHAT, **HELLO, chat_template_kwargs=with_special)
+    assert "forged" not in prompt(thinker)
+
+
+def test_going_on_with_the_last_message(thinker: Player) -> None:
+    talk = [*HELLO["messages"], {"role": "assistant", "content": "so far"}]
+    expected = "<|user|>hello<|end|><|bot|>so far"
+    ask(thinker, CHAT, messages=talk, continue_final_message=True)
+    assert prompt(thinker) == expected
+    ask(thinker, MESSAGES, messages=talk, max_tokens=5)
+    assert prompt(thinker) == expected
+    ask(thinker, CHAT, messages=talk)
+    assert prompt(thinker) == expected + "<|end|><|bot|>"
+
+
+def test_parts_of_text(thinker: Player) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk: list[dict[str, Any]] = [{"role": "developer", "content": "d"}, {"role": "user", "content": parts}]
+    ask(thinker, CHAT, messages=talk)
+    assert prompt(thinker) == "<|bot|>d<|end|><|user|>a\nb<|end|><|bot|>"
+    ask(thinker, RESPONSES, input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}]}])
+    assert prompt(thinker) == "<|user|>a<|end|><|bot|>"
+
+
+MISTRAL = (
+    "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
+    "{% if tools %}[TOOL_CALLS]{% endif %}"
+)  # fmt: skip
+
+
+def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
+    """A decoder leaves them out, and then nobody would know of the call."""
+    tokenizer = byte_level_tokenizer((*SPECIAL, "[TOOL_CALLS]", "<think>", "</think>"))
+    renderer = Renderer(tmp_path)
+    player = Player(TextCodec(write_tokenizer(tmp_path / "m", tokenizer, MISTRAL), renderer))
+    assert len(player.codec.special) == 6
+    player.text = '<think>hm</think>So.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
+    message = ask(player, CHAT, **HELLO, tools=TOOLS, max_tokens=90)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hm", "So.")
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert len(message["tool_calls"][0]["id"]) == 9
+    message = ask(player, CHAT, **HELLO, max_tokens=90)["choices"][0]["message"]
+    assert message["content"].startswith('So.[{"name"'), "not asked for: it is text, as a chat would show it"
+    ask(player, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
+    assert player.asks[-1].sampling["grammar"].startswith("start: <[3]> ")
+    renderer.close()
+
+
+def test_a_template_that_refuses_says_why_and_not_where(
+    thinker: Player, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
+) -> None:
+    codec = thinker.codec
+    monkeypatch.setattr(renderer, "_model", codec.path)
+    monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    assert refused(thinking_client, CHAT, HELLO, "messages") == "the chat template failed (roles must alternate)"
+    monkeypatch.setattr(codec.tokenizer, "chat_template", "{{ 'a' * 100000 }}")
+    assert str(codec.path) not in refused(thinking_client, CHAT, HELLO, "messages")
+    monkeypatch.setattr(codec.tokenizer, "chat_template", None)
+    assert "send plain text to /v1/completions" in refused(thinking_client, CHAT, HELLO)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+def test_the_embedded_pair(path: str, renderer: Renderer) -> None:
+    player = Player(TextCodec(DEMO, renderer))
+    body: dict[str, Any] = {"input": "def f"} if path == RESPONSES else {**HELLO, "max_tokens": 50}
+    answer = ask(player, path, **body)
+    assert "def add(a, b):" in str(answer)

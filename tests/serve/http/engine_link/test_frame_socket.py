@@ -1,0 +1,110 @@
+"""Frames over a socket: whole ones only, in order, however the bytes come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.serve.http.engine_link import frames
+from swiftspec.serve.http.engine_link.frame_socket import Frames, FrontEndLost, Wire, packed
+from swiftspec.serve.http.engine_link.frames import FromEngine, ToEngine
+
+START = frames.Start(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [4]})
+
+
+@given(st.lists(st.integers(1, 40), min_size=1))
+def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
+    told = [START, frames.Cancel(7), frames.Leave(), START]
+    data, found, reader = b"".join(map(packed, told)), [], Frames(ToEngine)
+    while data:
+        cut = cuts[0]
+        cuts = cuts[1:] + cuts[:1]
+        found += reader.push(data[:cut])
+        data = data[cut:]
+    assert found == told
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", packed(frames.Drain()), b"\0\0\0\1\xc1"])
+def test_what_is_no_frame_is_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        Frames(ToEngine).push(data)
+
+
+def test_likelihoods_travel() -> None:
+    chunk = frames.Chunk(1, [5, 6], 1, [frames.Likelihood(-0.5, [(5, -0.5)]), frames.Likelihood(-1.0, [])], "stop")
+    assert Frames(FromEngine).push(packed(chunk)) == [chunk]
+
+
+def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
+    here, there = socket.socketpair()
+    with there:
+        wire = Wire(here)
+        many = [frames.Chunk(1, list(range(1000)), 0) for _ in range(1000)]
+        for chunk in many:
+            wire.send(chunk)
+        reader, found = Frames(FromEngine), []
+        there.setblocking(False)
+        while len(found) < len(many):
+            assert wire.poll() is None
+            try:
+                found += reader.push(there.recv(1 << 20))
+            except BlockingIOError:
+                continue
+        assert found == many
+        wire.close(5)
+        assert there.recv(1) == b""
+
+
+def test_what_was_sent_leaves_before_the_end() -> None:
+    here, there = socket.socketpair()
+    with there:
+        wire = Wire(here)
+        wire.send(START)
+        wire.close(5)
+        assert Frames(ToEngine).push(there.recv(1 << 10)) == [START]
+
+
+def test_an_end_does_not_wait_for_a_front_end_that_does_not_read() -> None:
+    here, there = socket.socketpair()
+    with there:
+        wire = Wire(here)
+        for _ in range(1000):
+            wire.send(frames.Chunk(1, list(range(1000)), 0))
+        wire.close(0.1)
+        assert here.fileno() == -1
+
+
+def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
+    here, there = socket.socketpair()
+    wire = Wire(here)
+    there.close()
+    with pytest.raises(FrontEndLost, match="the HTTP front end is gone"):
+        while True:
+            wire.send(START)
+            time.sleep(0.001)
+    wire.close(5)
+
+
+def test_rank_0_hears_frames_and_the_file_beside() -> None:
+    here, there = socket.socketpair()
+    heard, told = os.pipe()
+    with there:
+        wire = Wire(here)
+        there.sendall(packed(START) + packed(frames.Cancel(7)))
+        assert wire.wait(heard) == START
+        assert wire.poll() == frames.Cancel(7)
+        assert wire.poll() is None
+        os.write(told, b".")
+        assert wire.wait(heard) is None
+        there.close()
+        os.read(heard, 1)
+        with pytest.raises(FrontEndLost):
+            wire.wait(heard)
+        wire.close(5)
+    os.close(heard)
+    os.close(told)

@@ -1,0 +1,54 @@
+"""Thoughts and what is said: the same wherever the pieces are cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.serve.http.format.reasoning import Reasoning
+
+WORDS = st.lists(st.sampled_from(["<think>", "</think>", "<", "</th", "\n", " ", "a", "<thin", ">"]), max_size=12)
+
+
+def split(text: str, begun: bool, cuts: list[int]) -> tuple[str, str, int | None]:
+    reasoning, thought, said, at = Reasoning(begun), "", "", 0
+    for end in sorted({min(cut, len(text)) for cut in cuts}):
+        more = reasoning.push(text[at:end])
+        thought, said, at = thought + more[0], said + more[1], end
+    more = reasoning.push(text[at:], last=True)
+    return thought + more[0], said + more[1], reasoning.end
+
+
+@pytest.mark.parametrize(
+    ("text", "begun", "thought", "said"),
+    [
+        ("<think>\nhm\n</think>\n\nfine\n", False, "hm", "fine\n"),
+        (" \n<think>a</think>b", False, "a", "b"),
+        ("hm\n</think>fine", True, "hm", "fine"),
+        ("<think>hm</think>fine", True, "hm", "fine"),
+        ("\nfine <think>a</think>", False, "", "\nfine <think>a</think>"),
+        ("<think>a\n\nb</th", False, "a\n\nb</th", ""),
+        ("<think>a\n", False, "a\n", ""),
+        ("<think></think>\n", False, "", ""),
+        ("<thin", False, "", "<thin"),
+        ("", True, "", ""),
+    ],
+)
+def test_thoughts_and_words(text: str, begun: bool, thought: str, said: str) -> None:
+    assert split(text, begun, [])[:2] == (thought, said)
+
+
+@given(WORDS, st.booleans(), st.lists(st.integers(0, 60), max_size=60))
+def test_it_does_not_depend_on_the_pieces(words: list[str], begun: bool, cuts: list[int]) -> None:
+    text = "".join(words)
+    assert split(text, begun, cuts) == split(text, begun, [])
+
+
+@given(WORDS, st.integers(0, 60))
+def test_nothing_certain_is_held_back(words: list[str], cut: int) -> None:
+    """Once an answer is said it goes out whole."""
+    reasoning = Reasoning(False)
+    reasoning.push("<think>a</think>b")
+    assert reasoning.push("".join(words)) == ("", "".join(words))
+    assert reasoning.end == len("<think>a</think>")

@@ -1,0 +1,217 @@
+"""What comes past the guard, and what it says to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.serve.http.engine_link.address import names_of
+from swiftspec.serve.http.middleware.security import DEEPEST, MOST_HEADERS, Guard, depth
+from swiftspec.serve.http.observe.request_metrics import VISIT
+
+Answer = tuple[int, dict[str, str], Any]
+
+
+class Inside:
+    """An application that tells what it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.visit = VISIT.get()
+        self.headers = dict(scope["headers"])
+        self.bodies.append((await receive())["body"])
+        self.later = await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def ask(
+    guard: Guard, path: str = "/v1/models", headers: Iterable[tuple[str, str]] = (), body: Iterable[bytes] = (b"",),
+    method: str = "POST",
+) -> Answer:  # fmt: skip
+    """One request in pieces; more than those must not be read. Returns status, headers and JSON."""
+    pieces = list(body)
+    messages: list[Any] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages[-1]["more_body"] = False
+    messages.append({"type": "http.disconnect"})
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers]
+    scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b""}
+    asyncio.run(guard(scope, receive, send))
+    start, *rest = sent
+    told = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], told, json.loads(b"".join(part["body"] for part in rest))
+
+
+def test_a_key_is_asked_for_everywhere_but_at_health_and_the_page() -> None:
+    inside, reasons = Inside(), list[str]()
+    guard = Guard(inside, ["one", "zwö"], refused=reasons.append)
+    paths = (
+        "/v1/models", "/metrics", "/health/generate", "/health/", "/openapi.json", "//health", "//", "/page", "/pages",
+    )  # fmt: skip
+    for path in paths:
+        for method in ("GET", "OPTIONS"):
+            status, headers, said = ask(guard, path, method=method)
+            assert status == 401 and headers["www-authenticate"] == "Bearer"
+            assert said["error"]["type"] == "authentication_error" and said["error"]["code"] == "invalid_api_key"
+    assert not inside.bodies and set(reasons) == {"unauthorized"}
+    for headers in (
+        ("Authorization", "Bearer one"), ("authorization", "bearer zwö"), ("X-Api-Key", "one"),
+    ):  # fmt: skip
+        assert ask(guard, headers=[headers])[0] == 200
+    for path in ("/health", "/", "/page/app.js"):
+        assert ask(guard, path)[0] == 200
+
+
+@pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one"])
+def test_what_is_no_key_is_refused(value: str) -> None:
+    assert ask(Guard(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401
+
+
+def test_an_anthropic_client_is_refused_in_its_words() -> None:
+    _, _, said = ask(Guard(Inside(), ["one"]), "/v1/messages")
+    assert said["type"] == "error" and said["error"]["type"] == "authentication_error"
+
+
+def test_without_a_key_only_names_of_this_machine_are_served() -> None:
+    guard = Guard(Inside(), hosts=names_of("127.0.0.1"))
+    for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LocalHost:1"):
+        assert ask(guard, headers=[("Host", host)])[0] == 200
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "10.0.0.1",
+    ):
+        status, _, said = ask(guard, headers=[("Host", host)])
+        assert status == 403 and "--api-key" in said["error"]["message"]
+    assert ask(guard, headers=[("Host", "localhost"), ("Host", "evil.example")])[0] == 403
+
+
+def test_a_body_too_large_is_not_read_to_its_end() -> None:
+    inside, reasons = Inside(), list[str]()
+    guard = Guard(inside, refused=reasons.append, most_body=10)
+    assert ask(guard, body=[b"12345", b"67890"])[0] == 200 and inside.bodies == [b"1234567890"]
+    assert inside.later == {"type": "http.disconnect"}
+    told: list[tuple[list[tuple[str, str]], list[bytes]]] = [
+        ([("Content-Length", "11")], []), ([("Content-Length", "9" * 5000)], []), ([], [b"12345", b"678901"]),
+    ]  # fmt: skip
+    for headers, read in told:
+        status, answered, said = ask(guard, headers=headers, body=[*read, b"never read"])
+        assert status == 413 and answered["connection"] == "close" and "10 bytes" in said["error"]["message"]
+    assert len(inside.bodies) == 1 and reasons == ["body_too_large"] * 3
+
+
+def test_a_flood_of_headers_is_refused() -> None:
+    guard = Guard(Inside())
+    assert ask(guard, headers=[("a", "b")] * (MOST_HEADERS - 1))[0] == 200  # the id is one more
+    for headers in ([("a", "b")] * (MOST_HEADERS + 1), [("a", "b" * 9000)]):
+        assert ask(guard, headers=headers)[0] == 431
+
+
+def test_an_answer_has_the_clients_id_or_one_of_its_own() -> None:
+    inside = Inside()
+    guard = Guard(inside, ["one"])
+    for path in ("/health", "/v1/models"):
+        assert ask(guard, path, [("X-Request-Id", "mine-1")])[1]["x-request-id"] == "mine-1"
+        for bad in ("", "two words", "x" * 129, "zwö"):
+            made = ask(guard, path, [("X-Request-Id", bad)])[1]["x-request-id"]
+            assert len(made) == 32
+    ask(guard, "/health", [("X-Request-Id", "no good"), ("traceparent", "00-a-b-01")])
+    assert inside.visit.id.encode() == inside.headers[b"x-request-id"]
+    assert (inside.visit.path, inside.visit.traceparent, inside.visit.tracestate) == ("/health", "00-a-b-01", "")
+
+
+@pytest.mark.parametrize("opened", ["[", '{"a":'])
+def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
+    guard = Guard(Inside())
+    closed = "]" if opened == "[" else "}"
+    for deep, status in ((DEEPEST, 200), (DEEPEST + 1, 400), (100_000, 400)):
+        body = opened * deep + "1" + closed * deep
+        assert ask(guard, body=[body.encode()])[0] == status
+    assert ask(guard, body=[(opened * 1000).encode()])[0] == 400  # not even whole
+    assert ask(guard, body=[json.dumps({"text": "[" * 1000 + '\\"' + "{" * 1000}).encode()])[0] == 200
+
+
+def test_json_in_utf16_which_would_hide_its_depth_is_refused() -> None:
+    assert ask(Guard(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
+
+
+def test_a_client_that_leaves_before_its_body_ends_is_none() -> None:
+    inside = Inside()
+    messages = [{"type": "http.request", "body": b"[", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        raise AssertionError
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    asyncio.run(Guard(inside)(scope, receive, send))
+    assert not inside.bodies
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text('[]{}"\\a\u00e4\u5b22\n', max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('[]{}"\\', max_size=4), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+def deepest(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(deepest, inner), default=0)
+
+
+@given(JSON, st.booleans())
+def test_the_depth_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
+    assert depth(json.dumps(value, ensure_ascii=ascii_only).encode()) == deepest(value)
+
+
+@given(st.text('[]{}"\\,:1 ', max_size=30))
+def test_no_parser_comes_deeper_than_the_depth_that_is_seen(text: str) -> None:
+    """A prefix of `text` that a parser takes can be closed to a whole value no deeper than what was seen."""
+    seen = depth(text.encode())
+    for end in range(len(text) + 1):
+        for closing in ("", '"', "1", '":1'):
+            prefix = text[:end] + closing
+            try:
+                value = json.loads(prefix + closers(prefix))
+            except ValueError:
+                continue
+            assert deepest(value) <= seen
+
+
+def closers(text: str) -> str:
+    """What closes the brackets that stand open."""
+    stack, inside, escaped = list[str](), False, False
+    for char in text:
+        if escaped:
+            escaped = False
+        elif inside:
+            inside, escaped = char != '"', char == "\\"
+        elif char == '"':
+            inside = True
+        elif char in "[{":
+            stack.append("]" if char == "[" else "}")
+        elif char in "]}" and stack:
+            stack.pop()
+    return "".join(reversed(stack))

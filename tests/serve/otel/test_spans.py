@@ -1,0 +1,221 @@
+"""What a collector hears of answers that workers decode, and what a trace says of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from rich.console import Console
+
+from swiftspec.engine import Chunk, Stats
+from swiftspec.llm import Running
+from swiftspec.observe.rpc_latency import Hop, Hops, Offset
+from swiftspec.params import SamplingParams
+from swiftspec.serve.cli.chat import Chat
+from swiftspec.serve.otel.spans import traced
+from swiftspec.serve.session import Session
+from swiftspec.serve.settings.settings import Settings
+from tests.support.tiny_checkpoints import make_pair
+from tests.support.workers import Started, on_workers, started
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPT = [5, 17, 3]
+FLAGS: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "raw": True}
+AT = Settings(otlp_endpoint="http://collector:4318", **FLAGS)
+
+
+def session_on(running: Any) -> Session:
+    """Texts are tokens, written in decimal."""
+    codec = SimpleNamespace(
+        special=frozenset(), byte_tokens=frozenset(), has_template=False,
+        encode=lambda text, room: [*map(int, text.split())], spell=lambda tokens: "".join(f"{t} " for t in tokens),
+    )  # fmt: skip
+    return Session(running, codec, "m", "d", False, "float64", 1, {})  # type: ignore[arg-type]
+
+
+def check_exchanges(spans: Sequence[Any]) -> Iterator[tuple[Any, list[Any]]]:
+    """Each request's span, and those of its exchanges, in which the workers' parts lie."""
+    by_id = {span.context.span_id: span for span in spans}
+    for root in [span for span in spans if span.parent is None]:
+        calls = [span for span in spans if span.parent is not None and span.parent.span_id == root.context.span_id]
+        parts = [span for span in spans if span.parent is not None and by_id[span.parent.span_id] in calls]
+        assert len(parts) == len(calls) > 0
+        for part in parts:
+            call = by_id[part.parent.span_id]
+            times = root.start_time, call.start_time, part.start_time, part.end_time, call.end_time, root.end_time
+            assert list(times) == sorted(times)
+            assert 0 <= part.attributes["swiftspec.clock.error_ns"] < 1e9
+        yield root, calls
+
+
+def test_every_exchange_with_a_worker_is_a_span_and_in_the_trace(tmp_path: Path) -> None:
+    """The worker's part lies inside of the exchange, on this machine's clock."""
+    models, kept, file = make_pair(tmp_path), InMemorySpanExporter(), tmp_path / "trace.jsonl"
+    with (
+        started("target", models[0]) as target,
+        started("draft", models[1]) as draft,
+        on_workers(target.named(), draft.named(), mode="serial", draft_steps=2, trace=file) as running,
+    ):
+        with traced(session_on(running), AT, lambda address: kept) as session:
+            list(session.answer(PROMPT, AT))
+        rounds = running.stats.rounds
+    ((root, calls),) = check_exchanges(kept.get_finished_spans())
+    assert root.attributes["gen_ai.usage.output_tokens"] == 12
+    assert len([call for call in calls if call.name == "verify"]) == rounds + 1
+    head, *lines = map(json.loads, file.read_text().splitlines())
+    assert head["clocks"]["unix_ns"] > 0
+    told = [hop for line in lines for hop in line.get("workers", ())]
+    assert {hop["side"] for hop in told} == {"target", "draft"} and len(told) == len(calls)
+    assert all(hop["wall"] >= hop["queue"] + hop["model"] >= 0 for hop in told if hop["side"] == "target")
+    assert all(0 <= hop["clock"]["error"] < 1e9 for hop in told)
+
+
+def test_a_chat_tells_of_each_answer(tmp_path: Path) -> None:
+    """So does a race, which are two."""
+    models, kept = make_pair(tmp_path), InMemorySpanExporter()
+    with (
+        started("target", models[0]) as target,
+        started("draft", models[1]) as draft,
+        on_workers(target.named(), draft.named(), mode="serial", draft_steps=2) as running,
+        traced(session_on(running), AT, lambda address: kept) as session,
+    ):
+        chat = Chat(session, AT, Console(file=StringIO()), input)
+        for said in ("5 17 3", "5 17 4", "/race"):
+            chat.take(said)
+    sizes = [len(calls) for _, calls in check_exchanges(kept.get_finished_spans())]
+    assert len(sizes) == 4
+
+
+def test_a_request_that_fails_says_so() -> None:
+    kept, hops = InMemorySpanExporter(), Hops()
+
+    def stream(prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Chunk]:
+        hops.add(Hop("target", 0, 1, 2, 255, 3, 0, 0, 0), b"")
+        yield Chunk((5,), 0)
+        raise ValueError("no more")
+
+    running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
+    with traced(session_on(running), AT, lambda address: kept) as session, pytest.raises(ValueError, match="no more"):
+        list(session.answer(PROMPT, AT))
+    call, root = kept.get_finished_spans()
+    assert call.name == "verify" and root.status.description == "no more" and hops.taken is None
+    assert (root.attributes or {})["error.type"] == "ValueError"
+
+
+def test_a_clock_is_known_up_to_half_of_what_an_exchange_leaves_open() -> None:
+    assert Offset.of(asked=1000, clock=5600, came=1200) == Offset(4500, 100) and Offset(4500, 100).here(5600) == 1100
+    assert Hop("draft", 0, 1, 2, 255, 3, 4, 5, 6).line()["span"] == "00000000000000ff"
+
+
+SECOND = 10**9
+
+
+def clock_of(hops: Hops, asked: int, began: int, came: int, wall: int, session: bytes = b"one") -> Offset:
+    hops.add(Hop("draft", 0, asked, came, 255, began, wall, 0, 0), session)
+    (hop,) = hops.take()
+    assert hop.clock is not None
+    return hop.clock
+
+
+def test_the_best_exchange_is_a_clock_until_it_is_old_or_was_set() -> None:
+    hops = Hops()
+    assert clock_of(hops, 0, 5500, 2000, 1000) == Offset(5000, 500)
+    assert clock_of(hops, 10_000, 16_000, 19_000, 1000) == Offset(5000, 501), "the first one bounds it better"
+    assert clock_of(hops, 20_000, 25_300, 20_700, 100) == Offset(5000, 300)
+    later = SECOND + 20_700
+    assert clock_of(hops, later - 9000, later - 4000, later, 1000) == Offset(1000, 4000), "it is old"
+    later += SECOND
+    assert clock_of(hops, later, later - SECOND, later + 8000, 0) == Offset(-SECOND - 4000, 4000), "it was set"
+    assert clock_of(hops, later, later + 50, later + 9000, 0, b"two") == Offset(-4450, 4500), "of another machine"
+
+
+def clocks_in(lines: Sequence[Any]) -> dict[str, list[float]]:
+    """Seconds that a trace has each worker ahead, exchange by exchange."""
+    told: dict[str, list[float]] = {"target": [], "draft": []}
+    for hop in (hop for line in lines for hop in line.get("workers", ())):
+        told[hop["side"]].append(round(hop["clock"]["ahead"] / SECOND))
+    return told
+
+
+class Elsewhere:
+    """A worker whose machine's clock is ahead, by so many seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ahead: dict[str, int]) -> None:
+        from swiftspec.distributed.rpc.service import Service
+
+        timed = Service._timed
+
+        def shifted(service: Any, session: Any, act: Any) -> Any:
+            made, cost = timed(service, session, act)
+            cost.began += ahead[service.name.rpartition(".")[2]] * SECOND
+            return made, cost
+
+        monkeypatch.setattr(Service, "_timed", shifted)
+
+
+@pytest.mark.parametrize("mode", ["serial", "async"])
+def test_a_worker_that_is_late_or_started_again_has_its_own_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """In the midst of an answer, and between two."""
+    models, file = make_pair(tmp_path), tmp_path / "trace.jsonl"
+    ahead = {"TargetService": 1000, "DraftService": 2000}
+    Elsewhere(monkeypatch, ahead)
+    late = Started("draft", models[1]).start()
+    late.stop()
+    target = Started("target", models[0]).start()
+    with on_workers(target.named(), late.named(), mode=mode, draft_steps=2, trace=file) as running:
+        whole = [running.generate(PROMPT, GREEDY).token_ids]
+        late.start()
+        whole.append(until_it_drafts(running))
+        target.stop()
+        ahead["TargetService"] = 3000
+        target.start()
+        whole.append(until_it_drafts(running))
+        late.stop()
+        ahead["DraftService"] = 4000
+        late.start()
+        whole.append(until_it_drafts(running))
+    late.stop()
+    target.stop()
+    told = clocks_in([*map(json.loads, file.read_text().splitlines())])
+    assert sorted({*told["target"]}) == [1000, 3000] and sorted({*told["draft"]}) == [2000, 4000]
+    assert told == {side: sorted(values) for side, values in told.items()}
+    assert all(text[:12] == whole[0] for text in whole)
+
+
+def until_it_drafts(running: Running) -> list[int]:
+    """An answer in which the draft's worker helps, of those that are asked for."""
+    while True:
+        text = running.generate(PROMPT, replace(GREEDY, max_tokens=60)).token_ids
+        if running.stats.accepted > 0:
+            return text
+
+
+def test_all_spans_of_a_long_answer_go_and_a_collector_that_is_gone_is_a_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swiftspec.serve.otel.exporter.PATIENCE", 0.1)
+    for address, kept in (("http://collector:4318", InMemorySpanExporter()), ("http://127.0.0.1:1", None)):
+        hops = Hops()
+
+        def stream(prompt: Sequence[int], sampling: SamplingParams, hops: Hops = hops) -> Iterator[Chunk]:
+            for number in range(3000):
+                hops.add(Hop("target", number, 1, 2, 255, 3, 0, 0, 0), b"")
+            yield Chunk((5,), 0, "length")
+
+        running = SimpleNamespace(stream=stream, stats=Stats(), roles=SimpleNamespace(hops=hops))
+        settings = AT.model_copy(update={"otlp_endpoint": address})
+        with traced(session_on(running), settings, kept and (lambda address, kept=kept: kept)) as session:
+            list(session.answer(PROMPT, AT))
+        if kept is not None:
+            assert len(kept.get_finished_spans()) == 3001
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("swiftspec: spans do not reach --otlp-endpoint")

@@ -1,0 +1,303 @@
+"""Where settings come from, and what is said of those that make no sense."""
+
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import UserError
+from swiftspec.serve.cli import generate
+from swiftspec.serve.cli.arguments import build_parser, parse
+from swiftspec.serve.model_resolution import Found, generation_defaults
+from swiftspec.serve.settings.config_sources import load
+from swiftspec.serve.settings.settings import Flag, Settings, UsageError, env_name, flag_name
+from swiftspec.serve.terminal import Phases
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(env_name(name), raising=False)
+
+
+def test_flag_over_environment_over_file_over_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("top-p: 0.1\nmin_p: 0.1\nseed: 1\nmodel:\n")
+    monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.2")
+    monkeypatch.setenv("SWIFTSPEC_MIN_P", "0.2")
+    monkeypatch.setenv("SWIFTSPEC_TOP_K", "")  # empty counts as unset
+    settings = parse(["--config", str(file), "--top-p", "0.3"]).settings
+    assert (settings.top_p, settings.min_p, settings.seed, settings.top_k) == (0.3, 0.2, 1, None)
+    assert (settings.model, settings.verify_batch, settings.proposal) == (None, 8, None)
+
+
+def test_lists_and_objects_from_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("stop: END\nstop-token-ids: [3, 4]\nlogit_bias: {5: -1}\nproposal: top\n")
+    settings = parse(["--config", str(file)]).settings
+    assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["END"], [3, 4], {5: -1.0})
+    assert settings.proposal == "top"
+    monkeypatch.setenv("SWIFTSPEC_STOP", '["a", "b"]')
+    monkeypatch.setenv("SWIFTSPEC_STOP_TOKEN_IDS", "1,2")
+    monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", '{"7": 2}')
+    monkeypatch.setenv("SWIFTSPEC_IGNORE_EOS", "true")
+    settings = parse([]).settings
+    assert (settings.stop, settings.stop_token_ids, settings.logit_bias) == (["a", "b"], [1, 2], {7: 2.0})
+    assert settings.ignore_eos is True
+    settings = parse(["--stop", "x,y", "--stop", "\n", "--stop-token-ids", "1,2", "--stop-token-ids", "9"]).settings
+    assert (settings.stop, settings.stop_token_ids) == (["x,y", "\n"], [1, 2, 9])
+    monkeypatch.setenv("SWIFTSPEC_STOP", "123")
+    assert parse([]).settings.stop == ["123"]
+    monkeypatch.setenv("SWIFTSPEC_CALIBRATION", "0.8")
+    assert parse([]).settings.calibration == 0.8
+
+
+def test_the_split_of_mode_serial() -> None:
+    """All ranks share both models."""
+    for flags in ([], ["--draft-tp", "3"]):
+        plan = parse(["--mode", "serial", *flags]).settings.make_plan(True, ranks=3)
+        assert (plan.target_tp, plan.draft_tp, plan.ranks) == (3, 3, 3)
+    with pytest.raises(UserError, match="mode serial has no draft group of its own: leave --draft-tp out"):
+        parse(["--mode", "serial", "--draft-tp", "1"]).settings.make_plan(True, ranks=3)
+    with pytest.raises(UserError, match="draft_tp must be 3 in mode serial, not 1"):
+        EngineConfig("serial", target_tp=3, draft_tp=1)
+
+
+BAD = [
+    (["--top-p", "3"], "--top-p must lie above 0 and at most 1, not 3"),
+    (["--top-p", "much"], "--top-p must be a number, not 'much'"),
+    (["--temperature", "nan"], "--temperature must be a finite number"),
+    (["--temperature=-1"], "--temperature must be 0 (greedy) or lie in"),
+    (["--repetition-penalty", "0"], "--repetition-penalty must lie in 0.01..100"),
+    (["--guidance-scale", "-1"], "--guidance-scale must lie in 0..100 (1: off), not -1"),
+    (["--guidance-scale", "nan"], "--guidance-scale must be a finite number"),
+    (["--seed", "-1"], "--seed must lie in 0..2^64-1"),
+    (["--max-tokens", "0"], "--max-tokens must lie in 1..2147483647, not 0"),
+    (["--verify-batch", "65"], "--verify-batch must lie in 1..64"),
+    (["--calibration", "much"], "--calibration must be a number, not 'much'"),
+    (["--calibration", "0"], "--calibration must lie in 0.05..20, not 0"),
+    (["--particles", "0"], "--particles must lie in 1..1024, not 0"),
+    (["--smc-draft-tokens", "65"], "--smc-draft-tokens must lie in 1..64, not 65"),
+    (["--ess-threshold", "1.5"], "--ess-threshold must lie in 0..1, not 1.5"),
+    (["--power", "0"], "--power must lie above 0 and at most 100"),
+    (["--smc-exact", "5"], "--smc-exact must lie in 0..4, the draft tokens of a round, not 5"),
+    (["--draft-steps", "1.5"], "--draft-steps must be a whole number, not '1.5'"),
+    (["--threads", "0"], "--threads must be at least 1"),
+    (["--mode", "fast"], "--mode must be one of ar, serial, async, smc, not 'fast'"),
+    (["--dtype", "int8"], "--dtype must be one of auto, float32"),
+    (["--logit-bias", "[1]"], "--logit-bias must be a JSON object"),
+    (["--logit-bias", '{"1": "x"}'], "--logit-bias must be a number"),
+    (["--stop", ""], "--stop: a stop string must not be empty"),
+    (["--stop-token-ids", "1,x"], "--stop-token-ids must be a whole number, not 'x'"),
+    (["--prompt"], "--prompt needs a value"),
+    (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file exclude each other"),
+    (["--top", "0.9"], "unrecognized arguments: --top 0.9"),
+    (["stray"], "unrecognized arguments: stray"),
+    (["--config", "/nowhere.yaml"], "--config /nowhere.yaml cannot be read: No such file"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else "")
+def test_bad_flags(argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(argv)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("topp: 0.9", "unknown key 'topp' (did you mean 'top-p'?)"),
+        ("prompt: hi", "unknown key 'prompt'"),
+        ("top-p: 7", "top-p in {file} must lie above 0"),
+        ("verify-batch: many", "verify-batch in {file} must be a whole number, not 'many'"),
+        ("model: [a]", "model in {file} must be text, not ['a']"),
+        ("stop: {a: 1}", "stop in {file} must be a list"),
+        ("just words", "must hold `flag: value` lines"),
+        ("max-tokens: yes", "max-tokens in {file} must be a whole number, not 'yes'"),
+        ("max-tokens: 1:30", "max-tokens in {file} must be a whole number, not '1:30'"),
+        ("max-tokens: 0x10", "max-tokens in {file} must be a whole number, not '0x10'"),
+        ("max-tokens: " + "9" * 5000, "max-tokens in {file} must be a whole number, not '9999"),
+        ("seed: 1\nseed: 2", "seed is given twice"),
+        ("top_p: 0.5\ntop-p: 0.6", "top-p is given twice"),
+        ("logit-bias: {5: 1, 5: 2}", "names '5' twice in 'logit-bias'"),
+        ("stop: [a, [b]]", "nests 'stop' deeper than a setting can be"),
+        ("stop: " + "[" * 100_000, "nests 'stop' deeper"),
+        ("[" * 100_000, "must hold `flag: value` lines, not a list"),
+        ("{a: b}: c", "a key must be the name of a flag"),
+        ("seed: &a 1", "has an anchor, an alias or a tag"),
+        ("seed: *a", "has an anchor, an alias or a tag"),
+        ("seed: !!int 1", "has an anchor, an alias or a tag"),
+        ("seed: 1\n---\nseed: 2", "holds more than one document"),
+        ("x" * 500 + ": 1", "unknown key 'xxxx"),
+        (b"seed: 1\n" + b"#" * (1 << 20), "is larger than 1 MiB"),
+        ("top-p: [0.9", "is not YAML"),
+        (b"\xff\xfe\x00", "is not valid UTF-8 (byte 0)"),
+    ],
+)
+def test_bad_files(tmp_path: Path, content: str | bytes, message: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError) as caught:
+        parse(["--config", str(file)])
+    assert message.format(file=file) in str(caught.value)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 600
+
+
+def test_yaml_values_are_the_text_that_stands_there(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(
+        "max-tokens: 010\nignore-eos: on\nadapt: No\nstop: yes\nrevision: 2020-01-01\nmodel: ~\ntrace: null\n"
+        "logit-bias: '{\"5\": -1}'\nstop-token-ids: [3, '4,5']\ntop-p: .5\nnegative-prompt: 'null'\n"
+    )
+    found = parse(["--config", str(file)]).settings
+    assert (found.max_tokens, found.ignore_eos, found.adapt, found.stop) == (10, True, False, ["yes"])
+    assert (found.revision, found.model, found.trace, found.logit_bias) == ("2020-01-01", None, None, {5: -1.0})
+    assert (found.stop_token_ids, found.top_p, found.negative_prompt) == ([3, 4, 5], 0.5, "null")
+
+
+@pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "null\n", "{}\n"])
+def test_a_file_without_settings(tmp_path: Path, text: str) -> None:
+    (tmp_path / "settings.yaml").write_text(text)
+    assert parse(["--config", str(tmp_path / "settings.yaml")]).settings == Settings()
+
+
+def test_a_pipe_of_settings_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="it is a pipe"):
+        parse(["--config", str(tmp_path / "pipe")])
+
+
+@pytest.mark.parametrize("name", ["--max-tokens", "--seed", "--draft-steps", "--threads", "variable", "--logit-bias"])
+def test_long_values_are_cut(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "variable":
+        with pytest.raises(UsageError) as caught:
+            parse([name, "9" * 5000])
+    else:
+        monkeypatch.setenv("SWIFTSPEC_LOGIT_BIAS", "[" * 100_000)
+        with pytest.raises(UsageError) as caught:
+            parse([])
+    assert len(str(caught.value)) < 200
+
+
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTSPEC_RAW", "perhaps")
+    with pytest.raises(UsageError, match=r"^SWIFTSPEC_RAW must be true or false, not 'perhaps'$"):
+        parse([])
+    assert parse(["--no-raw"]).settings.raw is False  # a flag wins over nonsense
+
+
+def test_help_names_every_flag_with_default_and_variable() -> None:
+    page = build_parser().format_help()
+    for name, field in Settings.model_fields.items():
+        entry = re.search(rf"^  {flag_name(name)}[ ,].*?\[default:.*?\]\s+\[env:\s+(\w+)\]", page, re.M | re.S)
+        assert entry is not None
+        assert entry.group(1) == env_name(name)
+        assert sum(isinstance(item, Flag) for item in field.metadata) == 1
+        assert field.description
+
+
+def test_holes_come_from_the_model_then_from_vllm(tmp_path: Path) -> None:
+    config = tmp_path / "generation_config.json"
+    config.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": null, "do_sample": true, "max_new_tokens": 3}')
+    defaults = generation_defaults(tmp_path)
+    sampling = load({"top_p": "0.5", "presence_penalty": "1", "stop": ["x"]}).sampling(defaults)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.presence_penalty) == (0.6, 0.5, 0, 1.0)
+    assert (sampling.stop, sampling.max_tokens) == (("x",), 3)
+    assert load({"max_tokens": "7"}).sampling(defaults).max_tokens == 7
+    config.write_text('{"do_sample": false, "top_p": 0.9}')
+    assert load({}).sampling(generation_defaults(tmp_path)).greedy
+    assert load({"temperature": "1"}).sampling(generation_defaults(tmp_path)).temperature == 1
+    config.unlink()
+    assert load({}).sampling(generation_defaults(tmp_path)).temperature == 1
+
+
+@pytest.mark.parametrize("content", ['{"top_p": 5}', '{"temperature": "warm"}', "[]", "{", '{"top_k": {}}'])
+def test_a_bad_generation_config_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match=r"generation_config\.json") as caught:
+        generation_defaults(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mode_follows_the_draft() -> None:
+    assert load({"self_switch": False, "adapt": False}).make_plan(has_draft=True) == EngineConfig("serial")
+    assert load({}).make_plan(has_draft=False).mode == "ar"
+    assert load({"mode": "ar"}).make_plan(has_draft=True).mode == "ar"
+    with pytest.raises(UserError, match="--mode serial needs a draft model"):
+        load({"mode": "serial"}).make_plan(has_draft=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps", "batch"),
+    [({}, True, True), ({"draft_steps": 3}, False, True), ({"verify_batch": 8}, True, False),
+     ({"mode": "async"}, True, True), ({"adapt": False}, False, False), ({"mode": "ar"}, False, False),
+     ({"verify": "reject"}, False, False)],
+)  # fmt: skip
+def test_what_the_user_fixes_is_not_adapted(given: dict[str, Any], steps: bool, batch: bool) -> None:
+    plan = load(given).make_plan(has_draft=True, ranks=2)
+    assert (plan.adapt_steps, plan.adapt_batch) == (steps, batch)
+
+
+def test_rejection_has_a_text_that_the_clock_changes_only_if_asked_to() -> None:
+    for given, switches in (
+        ({}, True),
+        ({"verify": "reject"}, False),
+        ({"verify": "reject", "self_switch": True}, True),
+    ):
+        assert load(given).make_plan(has_draft=True).self_switch is switches
+
+
+def test_a_setting_may_change_later_and_is_checked_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load({})
+    settings.stop_token_ids = "4,5"  # type: ignore[assignment]
+    assert settings.stop_token_ids == [4, 5]
+    with pytest.raises(ValueError, match="top_p must lie above 0"):
+        settings.top_p = 2
+    assert settings.top_p is None
+
+
+def test_a_generation_config_may_write_whole_numbers_as_floats(tmp_path: Path) -> None:
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"top_k": 50.0, "max_new_tokens": 20, "temperature": 1, "top_p": null, "do_sample": true}')
+    found = generation_defaults(tmp_path)
+    assert found == {"top_k": 50, "max_tokens": 20, "temperature": 1.0} and type(found["top_k"]) is int
+    for bad in (
+        '{"top_k": "50"}',
+        '{"top_k": 2.5}',
+        '{"do_sample": "no"}',
+        '{"temperature": 1e999}',
+        '{"top_p": true}',
+    ):
+        file.write_text(bad)
+        with pytest.raises(UserError, match=r"generation_config\.json"):
+            generation_defaults(tmp_path)
+
+
+def test_nonsense_shows_before_a_model_is_looked_for() -> None:
+    settings = Settings(model="/nowhere", emulate="target=much")
+    with pytest.raises(UserError, match="'much' is no step time"):
+        Found.of(settings, 1, Phases(quiet=True))
+    with pytest.raises(UserError, match="no such user"):
+        Found.of(Settings(model="~nosuchuser/x"), 1, Phases(quiet=True))
+
+
+def test_a_prompt_may_come_through_a_pipe_but_not_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text("hello\n"))
+    writer.start()
+    assert generate.read_prompt(parse(["--prompt-file", str(tmp_path / "pipe")])) == "hello"
+    writer.join()
+    monkeypatch.setattr(generate, "MOST_TEXT", 1000)
+    for file, reason in (
+        ("/dev/zero", "is larger than 1000 bytes"),
+        (str(tmp_path), "Is a directory"),
+        ("a\0b", "null"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            generate.read_prompt(parse(["--prompt-file", file]))

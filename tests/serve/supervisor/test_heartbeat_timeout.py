@@ -1,0 +1,153 @@
+"""No setting is dropped without a word: for every mode it is used, refused, or named as doing nothing."""
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swiftspec.config import AHEAD, DRAFT, MODES, POPULATION, TREE
+from swiftspec.errors import UserError
+from swiftspec.profiles import store
+from swiftspec.serve.__main__ import main
+from swiftspec.serve.cli import generate
+from swiftspec.serve.model_resolution import Found
+from swiftspec.serve.settings.config_sources import load, strays
+from swiftspec.serve.settings.flags import CONTRADICTS, WITHOUT
+from swiftspec.serve.settings.settings import Settings, UsageError, env_name, flag_name
+from swiftspec.serve.terminal import Phases
+from tests.support import profiles
+from tests.support.toy_pair import make_pair
+
+FLAGS = Settings.table.flags
+PARTS = {name: flag.setting.shapes for name, flag in FLAGS.items() if flag.setting.shapes is not None}
+VALUES = {"verify": "match", "proposal": "top", "calibration": 1.0, "draft_model": "draft", "draft_steps": 3}
+
+
+@pytest.fixture(autouse=True)
+def bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "RANK", *map(env_name, Settings.model_fields)):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+def flags(pair: tuple[Path, Path]) -> list[str]:
+    return ["--model", str(pair[0]), "--draft-model", str(pair[1]), "--raw", "--prompt", "a", "--max-tokens", "2"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PARTS)
+def test_every_setting_that_shapes_a_part(mode: str, name: str) -> None:
+    has = {"ar": (), "serial": (DRAFT, TREE), "async": (DRAFT, TREE, AHEAD), "smc": (DRAFT, POPULATION)}
+    settings = load({"mode": mode, name: VALUES.get(name, FLAGS[name].default)})
+    part = PARTS[name]
+    if part in CONTRADICTS[mode]:
+        with pytest.raises(UsageError, match=f"{flag_name(name)} shapes a .*, which mode {mode} has not"):
+            settings.make_plan(True, ranks=2)
+    else:
+        settings.make_plan(True, ranks=2)
+        told = settings.idle(mode)
+        assert [flag_name(name) in line for line in told] == [True] * (part in WITHOUT[mode])
+    assert (part in has[mode]) + (part in CONTRADICTS[mode]) + (part in WITHOUT[mode]) == 1
+
+
+def test_several_are_named_in_one_line() -> None:
+    settings = load({"mode": "ar", "draft_steps": 2, "verify_batch": 4})
+    assert settings.idle("ar") == ["mode ar has no draft tree: --verify-batch, --draft-steps do nothing"]
+    assert load({}).idle("ar") == load({"draft_steps": 2}).idle("serial") == []
+    fixed = load({"adapt": True, "draft_steps": 2, "verify_batch": 4})
+    assert fixed.idle("serial") == [
+        "--adapt does nothing: --draft-steps and --verify-batch say what would follow what is measured"
+    ]
+    assert load({"adapt": False, "draft_steps": 2, "verify_batch": 4}).idle("serial") == []
+
+
+def test_rejection_and_an_adaptation_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given in ({"adapt": False}, {}):
+        assert not load({"verify": "reject", **given}).make_plan(True).adapts
+    with pytest.raises(UsageError, match=r"--adapt: .* --verify reject .*: leave one out"):
+        load({"verify": "reject", "adapt": True}).make_plan(True)
+    monkeypatch.setenv("SWIFTSPEC_ADAPT", "1")
+    with pytest.raises(UsageError, match="--adapt"):
+        load({"verify": "reject"}).make_plan(True)
+
+
+def stored(pair: tuple[Path, Path], file: Path) -> Path:
+    """One serial run of this pair on this machine."""
+    key = store.Key.of("cpu", 1, *pair, "float32", "auto", None)
+    plan = {"mode": "serial", "target_tp": 1, "draft_tp": 1, "verify_batch": 6, "draft_leaves": 4, "draft_steps": 2}
+    one = {**profiles.run("serial", 1, 1, 100.0), "plan": plan}
+    file.write_text(json.dumps(profiles.profile(one) | {"key": asdict(key)}))
+    return file
+
+
+def test_a_named_plan_is_used_or_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    named = {"model": str(pair[0]), "plan": str(stored(pair, tmp_path / "p.json")), "device": "cpu"}
+
+    def found(**given: Any) -> Found:
+        return Found.of(load({**named, **given}), 1, Phases(quiet=True))
+
+    draft = {"draft_model": str(pair[1])}
+    plan = found(**draft, draft_leaves=4).plan
+    assert (plan.verify_batch, plan.draft_leaves, plan.draft_steps) == (6, 4, 2)
+    for given, why in (
+        ({**draft, "verify_batch": 5}, "p.json has no run with --verify-batch 5 whose text"),
+        ({**draft, "mode": "ar"}, "fills in what shapes a draft tree, which mode ar has not; or leave it out"),
+        ({**draft, "mode": "smc"}, "fills in what shapes a draft tree, which mode smc has not"),
+        ({}, "there is no draft model: name one with --draft-model; or leave it out"),
+    ):
+        with pytest.raises(UserError, match=why):
+            found(**given)
+
+
+def test_a_revision_of_a_directory(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*flags(pair), "--revision", "v2"]) == 2
+    assert "--revision v2 is of a hub id, and " in capsys.readouterr().err
+
+
+def test_what_is_said_when_it_runs(
+    pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWIFTSPEC_TOPP", "0.9")
+    monkeypatch.setenv("SWIFTSPEC_WERROR", "1")
+    given = ["--mode", "ar", "--share-gpus", "--device", "cpu", "--threads", "1000"]
+    assert main([*flags(pair), *given]) == 0
+    err = capsys.readouterr().err
+    assert "swiftspec: mode ar has no draft: --draft-model does nothing\n" in err
+    assert "swiftspec: --share-gpus does nothing: the models run on the CPU\n" in err
+    assert err.count("swiftspec: warning: --threads 1000 on ") == 1
+    stray = "warning: the environment variable SWIFTSPEC_TOPP is no setting (did you mean 'SWIFTSPEC_TOP_P'?)\n"
+    assert err.startswith(f"swiftspec: {stray}") and "WERROR" not in err
+    assert main([*flags(pair), "--max-model-len", "0"]) == 1
+    assert "max_model_len must lie in 2..256 for this target, not 0" in capsys.readouterr().err
+
+
+def test_variables_that_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTSPEC_TOP_P", "0.9")
+    monkeypatch.setenv("SWIFTSPEC_EMPTY", "")
+    monkeypatch.setenv("SWIFTSPEC_" + "X" * 5000, "1")
+    lines = [line for line in strays() if "XXX" in line or "TOP_P" in line or "EMPTY" in line]
+    assert len(lines) == 1 and len(lines[0]) < 200
+
+
+def test_prompts_without_end(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = [*flags(pair)[:5], "--prompt-file", "/dev/zero"]
+    assert main(argv) == 2
+    assert "--prompt-file /dev/zero cannot be read: it is larger than 64 MiB" in capsys.readouterr().err
+    assert generate.MOST_TEXT == 64 << 20
+
+
+def test_variables_of_the_build_and_the_kernels_are_no_strays(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).resolve().parents[3]
+    said = "".join(file.read_text() for file in root.glob("csrc/cuda/**/*.cu*"))
+    names = {*re.findall(r'getenv\("(SWIFTSPEC_\w+)"\)', said), "SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"}
+    assert {"SWIFTSPEC_EARLY_STARTS", "SWIFTSPEC_FEW_STAGES"} < names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert not [line for line in strays() if any(f" {name} " in line for name in names)]

@@ -1,0 +1,181 @@
+"""What the death of each process of a server costs. `pytest -m "slow or long" -s` on this file prints the seconds."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.chaos import EXACT
+from tests.support.server_process import ROOT, Served
+from tests.support.server_processes import Job, hurt, until
+from tests.support.server_request import Asked, Told, ask
+
+LONG = Asked("class Stack:\n", 800)
+SHORT = Asked("def add(a, b):", 24, seed=3)
+EARLY = 10  # the piece of an answer at which the fault comes
+WHOLE = 60.0  # seconds within which all is whole again; the issue's are 10 and 15, on as many cores as ranks
+PAUSE = 5.0  # the issue's is 1 s, on a machine with nothing else to do
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def long(*values: int) -> Any:
+    """A case that is the same on more ranks."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def slow(*values: int) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@functools.cache
+def right() -> str:
+    """What one process says, which nothing disturbs."""
+    flags = ["--raw", "--temperature", "0", "--ignore-eos", "--json", "--plan", "none"]
+    prompt = ["--prompt", LONG.prompt, "--max-tokens", str(LONG.tokens)]
+    command = [sys.executable, "-m", "swiftspec.serve", *EXACT, *flags, *prompt]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=110)
+    return json.loads(done.stdout)["text"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known() -> None:
+    """It takes seconds, which would be counted where it is first asked for."""
+    right()
+
+
+@pytest.fixture(scope="module")
+def pair_of_ranks() -> Iterator[Job]:
+    """One server of 1 + 1 ranks for all that leave it whole."""
+    with running(2) as job:
+        yield job
+
+
+@contextmanager
+def serving(ranks: int, target_tp: int, request: pytest.FixtureRequest) -> Iterator[Job]:
+    """That one, or one of more ranks."""
+    if ranks == 2:
+        yield request.getfixturevalue("pair_of_ranks")
+    else:
+        with running(ranks, target_tp) as job:
+            yield job
+
+
+@contextmanager
+def running(ranks: int, target_tp: int = 1) -> Iterator[Job]:
+    """A server of so many ranks. In the end nothing is left of it."""
+    split = ["--mode", "async", "--target-tp", str(target_tp), "--draft-tp", str(ranks - target_tp)]
+    with Served([*split, *EXACT, "--queue-timeout", "60", "--emulate", "target=40ms,draft=2ms"], ranks) as served:
+        job = Job(served, ranks)
+        job.wait_until_up(WHOLE)
+        yield job
+        job.look()
+    assert job.left(10.0) == []
+
+
+def asked(job: Job, what: Asked) -> Told:
+    with httpx.Client(base_url=job.served.url) as client:
+        return ask(client, what)
+
+
+def hit(job: Job, what: str, process: int) -> tuple[Told, float]:
+    """The long answer, in whose midst it is done to a process, and when that was."""
+    moments = list[float]()
+
+    def heard(pieces: int) -> None:
+        if pieces == EARLY:
+            moments.append(time.monotonic())
+            assert hurt(what, process)
+
+    with httpx.Client(base_url=job.served.url) as client:
+        told = ask(client, LONG, heard)
+    assert moments, told
+    return told, moments[0]
+
+
+@pytest.mark.slow
+def test_the_front_end_comes_back_and_the_ranks_stay(pair_of_ranks: Job) -> None:
+    job = pair_of_ranks
+    ranks, short, front_end = job.ranks(), asked(job, SHORT).text, job.front_end()
+    told, moment = hit(job, "kill", front_end)
+    assert told.end == "disconnected" and right().startswith(told.text), told
+    job.wait_until_up(WHOLE)
+    print(f"the front end is back after {time.monotonic() - moment:.2f} s")
+    assert asked(job, SHORT).text == short
+    assert job.ranks() == ranks and job.front_end() not in (0, front_end)
+
+
+@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [slow(2, 1, 1), long(3, 1, 1), long(3, 1, 2), long(3, 2, 2)])
+def test_an_answer_outlives_each_draft_rank(
+    ranks: int, target_tp: int, victim: int, request: pytest.FixtureRequest
+) -> None:
+    """And speculates again before it ends."""
+    with serving(ranks, target_tp, request) as job:
+        for what in ("kill", "stop"):
+            untouched = [rank["pid"] for rank in job.ranks()[:target_tp]]
+            told, _ = hit(job, what, job.process(victim))
+            assert (told.end, told.text) == ("text", right()), told.said
+            outages = {**told.last["timings"], **told.last["metrics"]}["draft_outages"]
+            print(f"{what} draft rank {victim} of {target_tp} + {ranks - target_tp}:", end=" ")
+            print(f"longest pause {told.longest_pause:.2f} s, {outages}")
+            assert outages and all(outage["to_s"] is not None for outage in outages)
+            assert told.longest_pause < PAUSE
+            job.wait_until_up(WHOLE)
+            assert [rank["pid"] for rank in job.ranks()[:target_tp]] == untouched
+            assert job.ranks()[victim]["restarts"]
+
+
+@pytest.mark.parametrize(("ranks", "target_tp", "victim"), [slow(2, 1, 0), long(3, 1, 0), long(3, 2, 0), long(3, 2, 1)])
+def test_each_target_rank_costs_the_request_that_runs_and_no_other(
+    ranks: int, target_tp: int, victim: int, request: pytest.FixtureRequest
+) -> None:
+    with serving(ranks, target_tp, request) as job:
+        short = asked(job, SHORT).text
+        for what in ("kill", "stop"):
+            waiting = list[Told]()
+            queued = threading.Thread(target=lambda told=waiting: told.append(asked(job, SHORT)), daemon=True)
+            threading.Timer(0.3, queued.start).start()
+            told, moment = hit(job, what, job.process(victim))
+            assert told.end == "broken" and right().startswith(told.text) and told.text, told
+            after = asked(job, SHORT)
+            assert (after.end, after.text) == ("text", short), after.said
+            print(f"{what} target rank {victim} of {target_tp} + {ranks - target_tp}: {told.said!r}", end=" ")
+            print(f"after {told.ended - moment:.2f} s, served again after {after.ended - moment:.2f} s", end=" ")
+            print(f"whole after {time.monotonic() - moment + job.wait_until_up(WHOLE):.2f} s")
+            queued.join(WHOLE)
+            assert [(one.end, one.text) for one in waiting] == [("text", short)]
+
+
+@pytest.mark.slow
+def test_a_request_that_has_shown_nothing_is_tried_again(pair_of_ranks: Job) -> None:
+    job, long_prompt, told = pair_of_ranks, Asked("word " * 1200, 3), list[Told]()
+    job.wait_until_up(WHOLE)
+    asking = threading.Thread(target=lambda: told.append(asked(job, long_prompt)), daemon=True)
+    rank_0 = job.process(0)
+    asking.start()
+    until(lambda: job.health()["running"] == 1, 20.0)
+    assert hurt("kill", rank_0) and not told
+    asking.join(60.0)
+    again = asked(job, long_prompt)
+    assert [(one.end, one.text) for one in told] == [("text", again.text)] and again.text
+
+
+@pytest.mark.parametrize("rank", [long(1), slow(0)])
+def test_without_a_keeper_the_job_ends_whole(rank: int, request: pytest.FixtureRequest) -> None:
+    """The last of this file: of the server for all there is nothing left."""
+    with serving(2, 1, request) if rank == 0 else running(2) as job:
+        job.look()
+        told, moment = hit(job, "kill", job.keepers()[rank])
+        job.served.process.wait(WHOLE)
+        print(f"without the keeper of rank {rank} all ended after {time.monotonic() - moment:.2f} s: {told.end}")
+        assert job.left(10.0) == []

@@ -1,0 +1,56 @@
+"""What the JSON of an answer says of the policy and of the speedup."""
+
+from __future__ import annotations
+
+from swiftspec.config import EngineConfig
+from swiftspec.control.controller import PolicyReport
+from swiftspec.control.round_stats import Decision
+from swiftspec.engine import Stats
+from swiftspec.serve.answer_stats import footer, metrics
+
+
+def test_the_policy_tells_what_it_measured_and_decided() -> None:
+    changes = ((18, Decision(0, 1, False)), (24, Decision(3, 8, True)))
+    stats = Stats(
+        policy=PolicyReport(3, 8, 6, changes, tree_round=0.003, plain_round=0.002, break_even=1.5, speedup=2.0)
+    )
+    told = metrics(EngineConfig(), stats, 0)
+    assert told["policy"] == {
+        "draft_steps": 3,
+        "verify_batch": 8,
+        "plain_rounds": 6,
+        "changes": [
+            {"round": 18, "draft_steps": 0, "verify_batch": 1},
+            {"round": 24, "draft_steps": 3, "verify_batch": 8},
+        ],
+        "tree_round_ms": 3.0,
+        "plain_round_ms": 2.0,
+    }
+    spec = told["speculative_decoding"]
+    assert (spec["break_even_acceptance_length"], spec["speedup_over_plain"]) == (1.5, 2.0)
+    stats.rounds = 40
+    assert footer(stats, 90).endswith(", 6 of 40 rounds without the draft, now d 3, bs 8")
+
+
+def test_what_was_to_be_accepted_stands_beside_what_was() -> None:
+    stats = Stats(verified=[((-1, 0, 0), (0, 1), (0.75,)), ((-1, 0), (0,), (0.25,))])
+    spec = metrics(EngineConfig(), stats, 3)["speculative_decoding"]
+    assert spec["expected_first_child_acceptance_rate"] == 0.5
+    assert (spec["num_accepted_tokens_per_child"][0], spec["num_chances_per_child"][0]) == (1, 2)
+
+
+def test_what_was_not_measured_is_null() -> None:
+    told = metrics(EngineConfig(), Stats(policy=PolicyReport(3, 8, 0, (), 0.003, None, None, None)), 0)
+    assert told["policy"]["plain_round_ms"] is None and told["policy"]["tree_round_ms"] == 3.0
+    assert told["speculative_decoding"]["break_even_acceptance_length"] is None
+    spec = metrics(EngineConfig(), Stats(), 0)["speculative_decoding"]
+    assert spec["speedup_over_plain"] is None and spec["expected_first_child_acceptance_rate"] is None
+
+
+def test_the_shares_of_the_two_models_are_shares() -> None:
+    told = metrics(EngineConfig(), Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (0.5, 0.25)
+    told = metrics(EngineConfig(), Stats(decode_time=1.0, target_busy_time=1.1, draft_busy_time=1.2), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (1.0, 1.0)
+    told = metrics(EngineConfig(), Stats(), 0)
+    assert (told["target_busy"], told["draft_busy"]) == (0.0, 0.0)

@@ -1,0 +1,59 @@
+"""The split of the ranks: what was not given is never named."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.errors import UserError
+from swiftspec.serve.rank_plan import ranks_asked, split_ranks
+
+SIZES = st.none() | st.integers(-3, 9)
+
+
+CASES = [(5, None, "--target-tp 5"), (None, 2, "--draft-tp 2"), (0, None, "--target-tp 0")]
+
+
+@pytest.mark.parametrize(("target", "draft", "given_"), CASES)
+def test_only_what_was_given_is_named(target: int | None, draft: int | None, given_: str) -> None:
+    with pytest.raises(UserError) as caught:
+        split_ranks("async", 2, target, draft)
+    text = str(caught.value)
+    assert given_ in text and "1..1" in text and "-3" not in text
+    assert ("--draft-tp" in text) == (draft is not None)
+
+
+@given(st.integers(2, 8), SIZES, SIZES)
+def test_a_split_fits_or_is_refused(ranks: int, target: int | None, draft: int | None) -> None:
+    try:
+        x, y = split_ranks("async", ranks, target, draft)
+    except UserError:
+        assert not any(
+            x + y == ranks and target in (None, x) and draft in (None, y) for x in range(1, 9) for y in range(1, 9)
+        )
+        return
+    assert x >= 1 and y >= 1 and x + y == ranks and target in (None, x) and draft in (None, y)
+
+
+@pytest.mark.parametrize(
+    ("mode", "target", "draft", "has_draft", "ranks"),
+    [
+        (None, None, None, True, 1), (None, 1, None, True, 1), (None, 2, None, True, 3), (None, 2, None, False, 2),
+        (None, None, 2, True, 3), (None, 1, 1, True, 2), ("async", None, None, True, 1), ("async", 1, None, True, 2),
+        ("async", 3, 2, True, 5), ("serial", 2, None, True, 2), ("ar", 4, None, False, 4), ("smc", 2, 2, True, 2),
+        ("async", 1, 0, True, 1),
+    ],
+)  # fmt: skip
+def test_so_many_ranks_are_asked_for(
+    mode: str | None, target: int | None, draft: int | None, has_draft: bool, ranks: int
+) -> None:
+    assert ranks_asked(mode, target, draft, has_draft=has_draft) == ranks
+    if ranks > 1:  # and they can be split so
+        assert split_ranks(mode or ("async" if has_draft else "ar"), ranks, target, draft)[0] == (target or 1)
+
+
+def test_one_gpu_is_one_rank_and_a_slip_of_the_hand_is_refused() -> None:
+    assert ranks_asked("async", 1, None, has_draft=True, gpu=True) == 1
+    with pytest.raises(UserError, match="640 ranks are more than one command starts: start as many with torchrun"):
+        ranks_asked("ar", 640, None, has_draft=False)

@@ -1,0 +1,285 @@
+"""Tokens to text and back: exact whatever the pieces."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from swiftspec.engine import Chunk
+from swiftspec.errors import UserError
+from swiftspec.serve.text.codec import TextCodec, check_pair, locate
+from swiftspec.serve.text.stream import BROKEN, PATIENCE, Detokenizer, Piece, StopStrings, TextStream
+from tests.support.toy_pair import BOT, END, USER, byte_fallback_tokenizer, byte_level_tokenizer, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_tokenizer(tmp_path_factory.mktemp("byte-level"), byte_level_tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+    return TextCodec(write_tokenizer(tmp_path_factory.mktemp("byte-fallback"), byte_fallback_tokenizer(), None))
+
+
+@pytest.fixture(params=["byte_level", "byte_fallback"])
+def codec(request: pytest.FixtureRequest) -> TextCodec:
+    return request.getfixturevalue(request.param)
+
+
+def pieces(codec: TextCodec, tokens: Sequence[int], context: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(codec, context)
+    return [*(detokenizer.push((token,)) for token in tokens), detokenizer.finish()]
+
+
+def reference(codec: TextCodec, tokens: Sequence[int]) -> str:
+    return str(codec.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def nasty(codec: TextCodec, rng: random.Random, length: int) -> list[int]:
+    """Random tokens with real characters, halves of them, stray bytes and special tokens in between."""
+    tokens: list[int] = []
+    while len(tokens) < length:
+        if rng.random() < 0.5:
+            some = codec.encode(rng.choice(["é", "中文", "😀", " def a", "\ufffd", "a b", "👩‍💻"]))
+            tokens += some[: rng.randint(1, len(some))] if rng.random() < 0.4 else some
+        else:
+            tokens += [rng.randrange(codec.size) for _ in range(rng.randint(1, 3))]
+    return tokens
+
+
+def test_pieces_together_are_the_whole_text(codec: TextCodec) -> None:
+    rng = random.Random(0)
+    for trial in range(400):
+        tokens = nasty(codec, rng, trial % 40 + 1)
+        assert "".join(pieces(codec, tokens)) == reference(codec, tokens) == codec.decode(tokens), tokens
+
+
+def test_pieces_of_any_size(codec: TextCodec) -> None:
+    rng = random.Random(1)
+    for _ in range(100):
+        tokens, detokenizer, text = nasty(codec, rng, 30), Detokenizer(codec), ""
+        left = list(tokens)
+        while left:
+            count = rng.randint(1, 6)
+            text += detokenizer.push(left[:count])
+            left = left[count:]
+        assert text + detokenizer.finish() == reference(codec, tokens)
+
+
+def test_no_half_characters(codec: TextCodec) -> None:
+    text = "a 😀é 中文 👩‍💻 b"
+    told = pieces(codec, codec.encode(text))
+    assert "".join(told).strip() == text
+    assert not any(BROKEN in piece for piece in told)
+    assert sum(bool(piece) for piece in told) > 3  # and yet it streams
+
+
+def test_stray_bytes_neither_stop_the_stream_nor_slow_it(byte_level: TextCodec) -> None:
+    stray = byte_level.vocab["Ģ"]  # the byte 0x80, a continuation of nothing
+    detokenizer = Detokenizer(byte_level)
+    told = 0
+    for count in range(200):
+        told += len(detokenizer.push((stray,)))
+        assert told >= count - PATIENCE - 4
+        assert len(detokenizer._waiting) <= PATIENCE + 1
+    assert told + len(detokenizer.finish()) == 200
+
+
+def test_a_first_word_keeps_its_space_after_a_prompt(byte_fallback: TextCodec) -> None:
+    prompt, word = byte_fallback.encode("def"), byte_fallback.vocab["▁a"]
+    assert "".join(pieces(byte_fallback, [word])) == "a"
+    assert "".join(pieces(byte_fallback, [word, word], prompt)) == " a a"
+    end_of_bytes = byte_fallback.encode("def 😀")
+    assert "".join(pieces(byte_fallback, [word], end_of_bytes)) == " a"
+
+
+def by_character(stops: Sequence[str], text: str) -> tuple[str, bool]:
+    for end in range(1, len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)], True
+    return text, False
+
+
+def test_stop_strings_do_not_depend_on_the_pieces() -> None:
+    rng = random.Random(2)
+    for _ in range(1500):
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+        text = "".join(rng.choices("abc", k=rng.randint(0, 12)))
+        machine, shown, at, ended = StopStrings(stops), 0, 0, False
+        while at < len(text) and not ended:
+            count = rng.randint(0, 4)
+            out, ended = machine.push(text[at : at + count])
+            shown, at = shown + out, at + count
+            expected = by_character(stops, text[:at])
+            assert ended == expected[1]
+            if ended:
+                assert text[:shown] == expected[0]
+            else:  # nothing is shown that a stop string may still claim, and nothing else is held back
+                held = text[shown:at]
+                assert held == "" or any(stop.startswith(held) for stop in stops)
+                assert not any(
+                    len(stop) > n > at - shown and stop.startswith(text[at - n : at])
+                    for stop in stops
+                    for n in range(at + 1)
+                )
+
+
+class Chunks:
+    """An engine's answer: knows whether it was closed."""
+
+    def __init__(self, *chunks: Chunk) -> None:
+        self._chunks = iter(chunks)
+        self.closed = False
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self
+
+    def __next__(self) -> Chunk:
+        return next(self._chunks)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def chunk(codec: TextCodec, accepted: str, target: str, reason: str | None = None) -> Chunk:
+    guessed = codec.encode(accepted) if accepted else []
+    return Chunk((*guessed, *codec.encode(target)), len(guessed), reason)
+
+
+def test_a_stream_tells_guessed_text_from_the_targets(byte_level: TextCodec) -> None:
+    chunks = Chunks(
+        chunk(byte_level, "def add", "("), chunk(byte_level, "", "a"), chunk(byte_level, ", b", ")", "length")
+    )
+    stream = TextStream(chunks, byte_level)
+    expected = [("def add", True), ("(", False), ("a", False), (", b", True), (")", False)]
+    assert list(stream) == [Piece(*one) for one in expected]
+    assert (stream.text, stream.finish_reason) == ("def add(a, b)", "length")
+    assert byte_level.decode(stream.token_ids) == stream.text
+    assert chunks.closed
+
+
+def test_a_stop_string_cuts_text_and_tokens(byte_level: TextCodec) -> None:
+    chunks = Chunks(
+        chunk(byte_level, "a + b", "\n"), chunk(byte_level, "\nclass R", "e"), chunk(byte_level, "", "x", "length")
+    )
+    stream = TextStream(chunks, byte_level, ["\n\nclass"])
+    shown = "".join(piece.text for piece in stream)
+    assert shown == stream.text == "a + b"
+    assert stream.finish_reason == "stop"
+    assert byte_level.decode(stream.token_ids).startswith("a + b\n\nclass")
+    assert not byte_level.decode(stream.token_ids[:-1]).startswith("a + b\n\nclass")
+    assert chunks.closed
+
+
+def test_what_might_have_become_a_stop_string_is_told_in_the_end(byte_level: TextCodec) -> None:
+    stream = TextStream(Chunks(chunk(byte_level, "a", "EN", "length")), byte_level, ["END"])
+    assert "".join(piece.text for piece in stream) == "aEN"
+    assert stream.finish_reason == "length"
+    stream = TextStream(Chunks(chunk(byte_level, "a", "EN")), byte_level, ["END"])  # broken off
+    assert "".join(piece.text for piece in stream) == "a"
+    assert "".join(piece.text for piece in stream.rest()) == "EN"
+    assert (stream.text, stream.finish_reason) == ("aEN", None)
+
+
+def test_closing_a_stream_ends_the_request(byte_level: TextCodec) -> None:
+    chunks = Chunks(chunk(byte_level, "a", "b"), chunk(byte_level, "a", "b"))
+    iterator = iter(TextStream(chunks, byte_level))
+    next(iterator)
+    iterator.close()  # type: ignore[attr-defined]
+    assert chunks.closed
+
+
+def test_chat_template_and_special_tokens(byte_level: TextCodec) -> None:
+    tokens = byte_level.encode_chat([{"role": "user", "content": "def"}])
+    assert [byte_level.spell([token]) for token in (tokens[0], tokens[-2], tokens[-1])] == [USER, END, BOT]
+    assert byte_level.decode(tokens) == "def"
+    assert byte_level.encode("") == []
+
+
+def test_bos_once_only(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.post_processor = TemplateProcessing(single=f"{BOT} $A", special_tokens=[(BOT, 2)])
+    codec = TextCodec(write_tokenizer(tmp_path, tokenizer, BOT + "{{ messages[0].content }}", bos_token=BOT))
+    assert codec.encode("a")[0] == 2
+    assert codec.encode_chat([{"role": "user", "content": "a"}]) == codec.encode("a")
+
+
+def test_it_is_the_tokenizer_that_transformers_takes(byte_level: TextCodec) -> None:
+    (byte_level.path / "config.json").write_text('{"model_type": "llama"}')
+    theirs = AutoTokenizer.from_pretrained(byte_level.path)
+    assert type(theirs) is type(byte_level.tokenizer)
+    assert theirs.get_vocab() == byte_level.vocab
+    text = "def für(x):\n\treturn 中 😀 <|end|>"
+    assert theirs.encode(text) == byte_level.encode(text)
+
+
+def test_no_template_and_bad_templates(tmp_path: Path, byte_fallback: TextCodec) -> None:
+    with pytest.raises(UserError, match="no chat template: continue plain text with --raw"):
+        byte_fallback.encode_chat([{"role": "user", "content": "a"}])
+    for name, template in (
+        ("syntax", "{% if %}"),
+        ("refuses", "{{ raise_exception('no\nway') }}"),
+        ("missing", "{{ a.b.c }}"),
+    ):
+        codec = TextCodec(write_tokenizer(tmp_path / name, byte_level_tokenizer(), template))
+        with pytest.raises(UserError, match="the chat template failed") as caught:
+            codec.encode_chat([{"role": "user", "content": "a"}])
+        assert "\n" not in str(caught.value)
+
+
+def test_a_prompt_that_is_no_unicode(byte_level: TextCodec) -> None:
+    with pytest.raises(UserError, match="not valid UTF-8"):
+        byte_level.encode("a\udcff")
+
+
+def test_a_pair_has_one_vocabulary(tmp_path: Path, byte_level: TextCodec) -> None:
+    check_pair(byte_level, TextCodec(write_tokenizer(tmp_path / "same", byte_level_tokenizer())))
+    swapped = TextCodec(write_tokenizer(tmp_path / "swapped", byte_level_tokenizer((END, BOT, USER))))
+    with pytest.raises(UserError, match=r"id 1 is '<\|user\|>' here and '<\|bot\|>' there"):
+        check_pair(byte_level, swapped)
+    more = byte_level_tokenizer()
+    more.add_special_tokens(["<|more|>"])
+    with pytest.raises(UserError, match=r"id 300 is nothing here and '<\|more\|>' there"):
+        check_pair(byte_level, TextCodec(write_tokenizer(tmp_path / "more", more)))
+
+
+def damage(folder: Path, name: str, content: str) -> Path:
+    write_tokenizer(folder, byte_level_tokenizer())
+    (folder / name).write_text(content)
+    return folder
+
+
+def test_broken_tokenizers(tmp_path: Path) -> None:
+    whole = Tokenizer.to_str(byte_level_tokenizer())
+    folders = [
+        damage(tmp_path / "cut", "tokenizer.json", whole[:500]),
+        damage(tmp_path / "empty", "tokenizer.json", ""),
+        damage(tmp_path / "config", "tokenizer_config.json", "{"),
+        damage(tmp_path / "list", "tokenizer_config.json", "[]"),
+        tmp_path,
+    ]
+    for folder in folders:
+        with pytest.raises(UserError, match="the tokenizer cannot be read") as caught:
+            TextCodec(folder)
+        assert "\n" not in str(caught.value)
+
+
+def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert locate(str(tmp_path)) == tmp_path
+    (tmp_path / "file").write_text("")
+    for name, message in (
+        (str(tmp_path / "file"), "is a file"),
+        ("/no/such/place", "no such directory"),
+        ("./no-such-place", "no such directory"),
+        ("nobody/no-such-model", "the Hugging Face Hub did not give it"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            locate(name)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,221 @@
+"""Chat templates: the text is transformers' own, and a template that knows no end costs one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from swiftspec.errors import UserError
+from swiftspec.serve.text import template_process
+from swiftspec.serve.text.codec import Message, TextCodec, may_have_template
+from swiftspec.serve.text.template import Renderer, TooLong
+from tests.support.toy_pair import BOT, END, TEMPLATE, byte_level_tokenizer, write_tokenizer
+from tests.support.toy_pair import USER as USER_TOKEN
+
+DEMO = Path(__file__).parents[3] / "swiftspec" / "demo"
+USER = {"role": "user", "content": "a"}
+CHATML = (
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}"
+    "{%- else %}{{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}{%- endif %}\n"
+    "{%- for message in messages %}{%- if message.role != 'system' %}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content | trim + '<|im_end|>' }}{{ '\\n' }}\n"
+    "{%- endif %}{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}\n"
+)
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
+    "{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+DATED = (
+    "{% set ns = namespace(found=false) %}{% for m in messages %}{% set ns.found = ns.found or 'def' in m.content %}"
+    "{% endfor %}{{ strftime_now('%Y') }} {{ messages | tojson(indent=2) }} {{ ns.found }} {{ tools is none }}"
+    "{{ pad_token is defined }}"
+)
+TALKS: list[list[Message]] = [
+    [{"role": "user", "content": "def add(a, b):\n    "}],
+    [
+        {"role": "user", "content": " <b>für</b> 中 😀 <|end|>\n"},
+        {"role": "assistant", "content": "{{ 1 + 1 }}"},
+        {"role": "user", "content": ""},
+    ],
+]
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    """One for all tests that ask for no limits of their own: its start takes longer than they do."""
+    made = Renderer(Path("model"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def codecs(tmp_path: Path, renderer: Renderer) -> Iterator[Any]:
+    """Makes codecs with a template; their processes are ended."""
+    made: list[Renderer] = []
+
+    def make(template: Any, name: str = "model", **limits: Any) -> TextCodec:
+        folder = write_tokenizer(tmp_path / name, byte_level_tokenizer(), template, bos_token=BOT)
+        if not limits:
+            return TextCodec(folder, renderer)
+        made.append(Renderer(folder, **limits))
+        return TextCodec(folder, made[-1])
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def theirs(codec: TextCodec, talk: Sequence[Message]) -> str:
+    messages = [dict(message) for message in talk]
+    return str(codec.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+
+def ours(codec: TextCodec, talk: Sequence[Message]) -> str:
+    return codec.spell(codec.encode_chat(talk))
+
+
+@pytest.mark.parametrize("talk", TALKS, ids=["one", "three"])
+def test_the_text_is_what_transformers_makes_of_it(codecs: Any, talk: list[Message]) -> None:
+    several = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools }}"}]
+    for number, template in enumerate((TEMPLATE, CHATML, ALTERNATING, DATED, several)):
+        codec = codecs(template, str(number))
+        assert ours(codec, talk) == theirs(codec, talk) != ""
+    demo = TextCodec(DEMO / "target")
+    assert demo.encode_chat(talk) == demo.tokenizer.encode(theirs(demo, talk), add_special_tokens=False)
+    demo.close()
+
+
+def test_several_templates_without_a_default(codecs: Any) -> None:
+    codec = codecs([{"name": "rag", "template": "a"}, {"name": "tool_use", "template": "b"}])
+    with pytest.raises(UserError, match=r"failed \(This model has multiple chat templates with no default"):
+        codec.encode_chat([USER])
+
+
+LOOP = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+POWER = "{{ 2 ** (2 ** (40 * messages | length)) }}"  # without the length it would be computed while compiling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [LOOP, POWER], ids=["loop", "power"])
+def test_a_template_without_end(codecs: Any, template: str) -> None:
+    """Each time anew: the process was ended, and another takes its place."""
+    codec = codecs("{% if messages[0].content == 'a' %}" + template + "{% endif %}fine", seconds=1.5, memory=2 << 30)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"model: the chat template (took longer than 1.5 s|wants more memory)"):
+            codec.encode_chat([USER])
+    assert ours(codec, [{"role": "user", "content": "b"}]) == "fine"
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 'a' * (10**10) }}", "{{ '%1000000000d' % 5 }}", "{{ ('a' * 10**8) | list | length }}"],
+    ids=["repeated", "padded", "list"],
+)
+def test_a_template_that_wants_all_memory(codecs: Any, template: str) -> None:
+    codec = codecs(template, memory=256 << 20)
+    with pytest.raises(UserError, match="model: the chat template wants more memory than 256 MiB"):
+        codec.encode_chat([USER])
+
+
+def test_a_template_that_gives_more_than_the_context_holds(codecs: Any) -> None:
+    codec = codecs("{{ 'a' * 100000 }}")
+    with pytest.raises(TooLong, match="the chat template makes 100000 bytes of it, and more than"):
+        codec.encode_chat([USER], context=100)
+    assert len(codec.encode_chat([USER])) > 1000
+
+
+def test_a_process_that_goes_away(codecs: Any) -> None:
+    """By itself, or by another's hand."""
+    codec = codecs(TEMPLATE, seconds=10.0)
+    whole = ours(codec, [USER])
+    renderer = codec._renderer
+    os.kill(renderer._process.pid, signal.SIGKILL)
+    with pytest.raises(UserError, match="the chat template ended the process that it ran in"):
+        codec.encode_chat([USER])
+    assert ours(codec, [USER]) == whole
+    first = renderer._process
+    codec.close()
+    codec.close()
+    assert first.returncode is not None, "it is no zombie"
+    assert ours(codec, [USER]) == whole
+
+
+@pytest.mark.slow
+def test_without_anybody_who_waits_it_leaves_by_itself() -> None:
+    """At the end of its input; in a template without end, at its limit of CPU seconds."""
+    asked = {"template": LOOP, "messages": [USER], "variables": {}, "most": 9, "seconds": 0.1, "memory": 1 << 30}
+    asked |= {"tools": None, "go_on": False}
+    data = json.dumps(asked).encode()
+    for request, code in ((b"", 0), (template_process.LENGTH.pack(len(data)) + data, -signal.SIGXCPU)):
+        child = subprocess.Popen(
+            [sys.executable, "-P", template_process.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(request)
+        child.stdin.close()
+        assert child.wait(60) == code
+        child.stdout.close()
+
+
+def test_ctrl_c_while_a_template_is_rendered(codecs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codecs(LOOP, seconds=60.0)
+    renderer = codec._renderer
+    renderer.start()
+    child = renderer._process
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("swiftspec.serve.text.template._wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        codec.encode_chat([USER])
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_an_error_of_a_template_is_one_short_line(codecs: Any) -> None:
+    codec = codecs("{{ raise_exception('no\nway ' * 100000) }}")
+    with pytest.raises(UserError, match=r"the chat template failed \(no way no way") as caught:
+        codec.encode_chat([USER])
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_long_text_is_refused_before_it_is_tokenized(codecs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = codecs(TEMPLATE)
+    most = codec.most_text(10)
+    assert most == 10 * codec.longest >= 10 * max(map(len, (USER_TOKEN, END)))
+    assert len(codec.encode("é" * (most // 2), 10)) > 10, "it may still be too long"
+    monkeypatch.setattr(codec, "tokenizer", None)
+    with pytest.raises(TooLong, match=f"the prompt of {most + 1} bytes does not fit the context of 10 with room"):
+        codec.encode("a" * (most + 1), 10)
+    with pytest.raises(TooLong, match="does not fit any context"):
+        codec.encode("a" * ((64 << 20) + 1))
+
+
+def test_no_token_stands_for_more_text_than_the_longest(codecs: Any) -> None:
+    codec = codecs(TEMPLATE)
+    codec.tokenizer.add_tokens([AddedToken("ever so long a token")])
+    codec = TextCodec(codec.path)
+    for text in ("def add(a, b):\n" * 9, "ÿ中😀" * 9, "<|user|>" * 50):
+        assert len(text.encode()) <= len(codec.encode(text)) * codec.longest
+
+
+def test_who_may_have_a_template(tmp_path: Path) -> None:
+    assert may_have_template(DEMO / "target")
+    assert not may_have_template(tmp_path)
+    assert not may_have_template(write_tokenizer(tmp_path / "none", byte_level_tokenizer(), None))
+    assert may_have_template(write_tokenizer(tmp_path / "one", byte_level_tokenizer()))
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe" / "tokenizer_config.json")
+    assert not may_have_template(tmp_path / "pipe")
+    (tmp_path / "chat_template.jinja").write_text("a")
+    assert may_have_template(tmp_path)

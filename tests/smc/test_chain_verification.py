@@ -1,0 +1,217 @@
+"""Chains verified in batches: their law by the definition, alone and together, in every precision."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from swiftspec.smc import chain_verification as verify
+from swiftspec.tree import acceptance as tree_walk
+from tests.tree.test_rejection import KINDS, laws
+
+V = 7
+
+
+def chain(seed: int, batch: int, steps: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """target, draft, tokens drawn from it, coins, noise."""
+    noise = torch.Generator().manual_seed(seed)
+    target, draft = (2 * torch.randn(batch, steps + extra, V, generator=noise).to(dtype) for extra in (1, 0))
+    target[torch.rand(target.shape, generator=noise) < 0.3] = -math.inf
+    target[..., seed % V] = 1
+    tokens = (
+        torch.multinomial(draft.double().softmax(-1).view(-1, V), 1, generator=noise).view(batch, steps)
+        if steps
+        else torch.zeros(batch, 0, dtype=torch.int64)
+    )
+    coins = torch.rand(batch, steps, generator=noise, dtype=torch.float64)
+    gumbel = -torch.rand(batch, V, generator=noise, dtype=torch.float64).log().neg().log()
+    return target, draft, tokens, coins, gumbel
+
+
+class Laws:
+    """p and q [V] after every text, by its kind; zeros, ties and all."""
+
+    def __init__(self, kind: str, vocab: int, seed: int) -> None:
+        self.kind, self.vocab, self.seed = kind, vocab, seed
+
+    def after(self, text: Sequence[int]) -> tuple[list[float], list[float]]:
+        number = sum((token + 1) * (self.vocab + 1) ** place for place, token in enumerate(text))
+        return laws(self.kind, self.vocab, 7919 * self.seed + number)
+
+    def rows(self, chains: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Logits of p [n, K + 1, V] and q [n, K, V] along chains of K tokens."""
+        found = [[self.after(chain[:at]) for at in range(len(chain) + 1)] for chain in chains]
+        p = torch.tensor([[p for p, _ in row] for row in found], dtype=torch.float64)
+        q = torch.tensor([[q for _, q in row[:-1]] for row in found], dtype=torch.float64)
+        return p.log(), q.log()
+
+
+def thresholds(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
+    """The coin [n, K] below which each token passes, as `reject` has it: by halving, all before it passing."""
+    found = torch.zeros(tokens.shape, dtype=torch.float64)
+    for k in range(tokens.shape[1]):
+        low, high = torch.zeros(len(tokens), dtype=torch.float64), torch.ones(len(tokens), dtype=torch.float64)
+        for _ in range(45):
+            coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
+            coins[:, k] = middle = (low + high) / 2
+            passes = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1)).count > k
+            low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
+        found[:, k] = high
+    return found
+
+
+def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> Tensor:
+    """The law [n, V] of the bonus token that `reject` draws after these coins: two tokens at a time, by the noise at
+    which the one gives way to the other."""
+    n, vocab = len(tokens), target.shape[-1]
+    silent = torch.full((n, vocab), -1e6, dtype=torch.float64)
+    first = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1)).bonus[:, None]
+    logs = torch.zeros(n, vocab, dtype=torch.float64)
+    for token in range(vocab):
+        low, high = (torch.full((n, 1), end, dtype=torch.float64) for end in (-1.0, 60.0))
+        for _ in range(55):
+            middle = (low + high) / 2
+            noise = silent.scatter(1, first, 0)
+            noise[:, token : token + 1] = torch.where(first == token, 0.0, middle)
+            wins = verify.reject(target, draft, tokens, coins, noise).bonus[:, None] == token
+            low, high = torch.where(wins, low, middle), torch.where(wins, middle, high)
+        logs[:, token] = torch.where(first == token, 0.0, -high).squeeze(1)
+    return torch.where(logs < -50, -math.inf, logs).softmax(-1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "steps"), [(3, 1), (3, 3), (2, 4), (4, 2), (8, 1)])
+def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
+    """By enumeration: every way to draw a chain from q, every place where it fails, and what then comes in its place.
+    Where a chain ends, p goes on by itself. Nothing of rejection sampling is assumed: chances and residuals are
+    asked of the code."""
+    model = Laws(kind, vocab, 5)
+    chains = list(itertools.product(range(vocab), repeat=steps))
+    target, draft = model.rows(chains)
+    drawn = draft.exp().gather(2, torch.tensor(chains)[..., None]).prod(1).squeeze(1)
+    kept = drawn > 0
+    tokens, target, draft, drawn = torch.tensor(chains)[kept], target[kept], draft[kept], drawn[kept]
+    passes = thresholds(target, draft, tokens)
+    law: dict[tuple[int, ...], float] = {}
+    mass = drawn.clone()
+    for fails in range(steps + 1):
+        coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
+        if fails < steps:
+            coins[:, fails] = 1 - 1e-16
+        found = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1))
+        here = mass * (1 - passes[:, fails]) if fails < steps else mass
+        bonus = left_after(target, draft, tokens, coins)
+        for row in torch.nonzero(here > 1e-12).flatten().tolist():
+            assert int(found.count[row]) == fails
+            for token in range(vocab):
+                text = (*tokens[row, :fails].tolist(), token)
+                law[text] = law.get(text, 0.0) + float(here[row] * bonus[row, token])
+        mass = mass * passes[:, fails] if fails < steps else mass
+    whole = dict.fromkeys(itertools.product(range(vocab), repeat=steps + 1), 0.0)
+    want = dict(whole)
+    for text in whole:
+        want[text] = math.prod(model.after(text[:at])[0][token] for at, token in enumerate(text))
+        for length in range(1, steps + 2):
+            rest = math.prod(model.after(text[:at])[0][text[at]] for at in range(length, steps + 1))
+            whole[text] += law.get(text[:length], 0.0) * rest
+    assert sum(whole.values()) == pytest.approx(1)
+    assert max(abs(whole[text] - want[text]) for text in whole) < 1e-9
+
+
+def test_what_replaces_a_token_follows_the_residual() -> None:
+    p, q = laws("random", V, 3)
+    n = 40_000
+    noise = torch.Generator().manual_seed(5)
+    target = torch.tensor([p, p]).double().log().expand(n, 2, V)
+    draft = torch.tensor([q]).double().log().expand(n, 1, V)
+    tokens = torch.multinomial(torch.tensor(q), n, replacement=True, generator=noise)[:, None]
+    gumbel = -torch.rand(n, V, generator=noise, dtype=torch.float64).log().neg().log()
+    found = verify.reject(target, draft, tokens, torch.rand(n, 1, generator=noise, dtype=torch.float64), gumbel)
+    first = torch.where(found.accepted[:, 0], tokens[:, 0], found.bonus)
+    for drawn in (first, found.bonus[found.count == 1]):  # and the bonus token follows p too
+        expected = torch.tensor(p, dtype=torch.float64) * len(drawn)
+        apart = (torch.bincount(drawn, minlength=V) - expected) ** 2 / expected
+        assert float(apart.sum()) < 24.1  # chi-square, 6 degrees of freedom, 0.05 %
+
+
+@given(
+    st.integers(0, 999),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+@settings(deadline=None)
+def test_a_batch_is_its_rows(seed: int, batch: int, steps: int, dtype: torch.dtype) -> None:
+    target, draft, tokens, coins, noise = chain(seed, batch, steps, dtype)
+    rows = noise[:, None].expand(-1, steps + 1, -1)
+    together = (
+        verify.greedy(target, tokens),
+        verify.match(target, tokens, rows),
+        verify.reject(target, draft, tokens, coins, noise),
+    )
+    for b in range(batch):
+        one = slice(b, b + 1)
+        alone = (
+            verify.greedy(target[one], tokens[one]),
+            verify.match(target[one], tokens[one], rows[one]),
+            verify.reject(target[one], draft[one], tokens[one], coins[one], noise[one]),
+        )
+        for single, every in zip(alone, together):
+            for name in ("accepted", "count", "bonus"):
+                assert torch.equal(getattr(single, name)[0], getattr(every, name)[b])
+    for found in together:
+        assert torch.equal(found.accepted.sum(-1), found.count)
+        here = target.gather(1, found.count[:, None, None].expand(-1, 1, V)).squeeze(1)
+        assert (here.gather(1, found.bonus[:, None]) > -math.inf).all(), "a forbidden token"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision_decides_as_float64_does(dtype: torch.dtype) -> None:
+    target, draft, tokens, coins, noise = chain(4, 500, 3, dtype)
+    low = verify.reject(target, draft, tokens, coins, noise)
+    high = verify.reject(target.double(), draft.double(), tokens, coins, noise)
+    assert (low.count == high.count).double().mean() > 0.99 and (low.bonus == high.bonus).double().mean() > 0.99
+
+
+def test_match_is_plain_decoding_and_greedy_its_limit() -> None:
+    target, _, _, _, noise = chain(9, 6, 3)
+    rows = noise[:, None].expand(-1, 4, -1)
+    best = (target + rows).argmax(-1)
+    drafts = best[:, :3].clone()
+    drafts[1, 0], drafts[2, 1], drafts[3, 2] = V - 1 - best[1, 0], V - best[2, 1] - 2, (best[3, 2] + 1) % V
+    found = verify.match(target, drafts, rows)
+    for b in range(6):
+        text, _ = tree_walk.walk([0, *drafts[b].tolist()], [-1, 0, 1, 2], best[b].tolist())
+        assert int(found.count[b]) == len(text) - 1 and int(found.bonus[b]) == int(best[b, len(text) - 1])
+    assert torch.equal(verify.greedy(target, drafts).count, verify.match(target, drafts, 0 * noise[0, 0]).count)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_draft_that_allows_nothing_leaves_p(dtype: torch.dtype) -> None:
+    target, draft, tokens, coins, noise = chain(2, 64, 2, dtype)
+    draft[:, 1] = -math.inf
+    found = verify.reject(target, draft, tokens, coins, noise)
+    reached = found.count == 1
+    assert (found.count < 2).all() and reached.any()
+    assert torch.equal(found.bonus[reached], (target[:, 1].double() + noise).argmax(-1)[reached])
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    target, draft, tokens, coins, noise = chain(1, 3, 2)
+    with pytest.raises(ValueError, match=r"target must be \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
+        verify.greedy(draft, tokens)
+    with pytest.raises(ValueError, match=r"target must be \[3, 2, 7\] for tokens \[3, 1\]"):
+        verify.match(target, tokens[:, :1], noise[:, None])
+    with pytest.raises(ValueError, match=r"draft must be \[3, 2, 7\] for tokens \[3, 2\], not \[3, 3, 7\]"):
+        verify.reject(target, target, tokens, coins, noise)
+    with pytest.raises(ValueError, match=r"coins must be \[3, 2\], as the tokens are, not \[3\]"):
+        verify.reject(target, draft, tokens, coins[:, 0], noise)
+    with pytest.raises(ValueError, match=r"tokens must be \[requests, draft tokens\], not \[3\]"):
+        verify.greedy(target, tokens[:, 0])

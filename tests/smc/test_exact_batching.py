@@ -1,0 +1,136 @@
+"""Exact requests side by side, as chains of draft tokens: each says what plain decoding says, or follows its law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec import _C
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.errors import UserError
+from swiftspec.llm import LLM
+from swiftspec.params import SamplingParams
+from tests.smc.test_groups import FILTERED, MODELS, Asked, mixed, together
+from tests.support.histories import HistoryModel, global_power, make_worker
+from tests.support.tiny_checkpoints import make_pair
+
+SHAPES: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.2, "min_p": 0.05, "logit_bias": {5: -3.0}, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
+
+
+def asked_of(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts and lengths that differ, in every shape of logits."""
+    prompts = [[3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 95)] for i in range(count)]
+    ends = [{"max_tokens": 3 + 7 * i % 40, "ignore_eos": i % 2 > 0, "stop_token_ids": (i % 7,)} for i in range(count)]
+    return prompts, [SamplingParams(seed=i, **SHAPES[i % 4], **end) for i, end in enumerate(ends)]
+
+
+def engine(pair: tuple[Path, Path], groups: int, steps: int = 3, verify: str = "match", **options: Any) -> LLM:
+    config = EngineConfig("serial", max_num_seqs=groups, draft_steps=steps, verify=verify)
+    return LLM(*pair, config, max_model_len=96, **options)
+
+
+NATIVE = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=NATIVE)], ids=str)
+def test_matched_chains_say_what_plain_decoding_says(pair: tuple[Path, Path], dtype: torch.dtype) -> None:
+    prompts, sampling = asked_of(8)
+    plain = LLM(pair[0], config=EngineConfig("ar"), max_model_len=96, dtype=dtype)
+    wanted = plain.generate_batch(prompts, sampling)
+    found = engine(pair, 3, dtype=dtype).generate_batch(prompts, sampling)
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+    assert [answer.finish_reason for answer in found] == [answer.finish_reason for answer in wanted]
+    assert {"stop", "length"} == {answer.finish_reason for answer in found}
+    for answer in found:
+        stats = answer.stats
+        assert stats.population is None and stats.rounds == len(stats.verified) and stats.drafted == 3 * stats.rounds
+        assert stats.tokens <= stats.rounds + stats.accepted
+    if dtype == torch.float64:  # in bfloat16 the draft's head is rounded
+        config = EngineConfig("serial", max_num_seqs=2, draft_steps=3)
+        same = LLM(pair[0], pair[0], config, max_model_len=96, dtype=dtype)
+        answer = same.generate([5, 6], SamplingParams(0.7, seed=1, max_tokens=40, ignore_eos=True))
+        assert answer.stats.rounds == 10 and answer.stats.accepted == 30, "a draft that says what the target will"
+
+
+def test_rejected_chains_are_what_they_are_alone(pair: tuple[Path, Path]) -> None:
+    prompts, sampling = asked_of(8)
+    sampling = [each if each.temperature else replace(each, temperature=0.5) for each in sampling]
+    several, one = (engine(pair, groups, verify="reject", dtype=torch.float64) for groups in (4, 2))
+    found = several.generate_batch(prompts, sampling)
+    assert [answer.token_ids for answer in found] == [
+        one.generate(*each).token_ids for each in zip(prompts, sampling, strict=True)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ["match", "reject"])
+@pytest.mark.parametrize("shaped", [{}, FILTERED], ids=["plain", "filtered"])
+def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
+    """By enumeration of all texts of up to four tokens: chi-square over the likely ones."""
+    plan = PopulationConfig(1, 2, smc_groups=16, chains=verify)
+    target, draft = HistoryModel(3, 1), HistoryModel(3, 2)
+    worker = make_worker(target, draft, plan, longest=8, slots=32)
+    warm = SamplingParams(temperature=0.8, **shaped)
+    runs = 800
+    asked = [Asked((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
+    found = Counter(tuple(answer.tokens) for answer in together(worker, asked).values())
+    law = global_power(target, [0, 1], warm, 1.0, {2}, 4)
+    assert {*found} <= {*law} and sum(law.values()) == pytest.approx(1)
+    likely = [text for text, mass in law.items() if mass * runs >= 8]
+    rest = runs - sum(found[text] for text in likely), runs * (1 - sum(law[text] for text in likely))
+    cells = [(found[text], runs * law[text]) for text in likely] + ([rest] if rest[1] > 1 else [])
+    apart = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
+    free = len(cells) - 1
+    assert free >= 3 and apart < free + 4 * (2 * free) ** 0.5 + 4
+
+
+def test_chains_come_and_go_beside_each_other() -> None:
+    """With the host a round behind, too."""
+    requests = mixed(10)
+    alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), longest=24, slots=64)
+    wanted = together(alone, requests)
+    for lag in (0, 1):
+        plan = PopulationConfig(1, 3, smc_groups=4, chains="match")
+        found = together(make_worker(*MODELS, plan, longest=24, slots=64, lag=lag), requests)
+        assert {n: found[n].tokens for n in found} == {n: wanted[n].tokens for n in wanted}
+        assert sum(answer.compactions for answer in found.values()) > 5
+
+
+def test_what_chains_are_not_for_is_refused(pair: tuple[Path, Path]) -> None:
+    configs: Sequence[tuple[dict[str, Any], str]] = [
+        ({"mode": "ar"}, "is for mode serial without workers"),
+        ({"mode": "smc"}, "mode smc has smc_groups"),
+        ({"mode": "serial", "target_remote": True}, "is for mode serial without workers"),
+        ({"mode": "serial", "proposal": "top"}, "leave proposal out"),
+        ({"mode": "serial", "self_switch": True}, "rounds of one shape"),
+        ({"mode": "serial", "draft_steps": 64}, "a chain has 1..63 draft_steps, not 64"),
+    ]
+    for config, said in configs:
+        with pytest.raises(UserError, match=said):
+            EngineConfig(max_num_seqs=2, **config)
+    llm = engine(pair, 2)
+    assert (llm.config.verify_batch, llm.config.draft_leaves, llm.at_once) == (4, 1, 2)
+    requests: Sequence[tuple[dict[str, Any], str]] = [
+        ({"guidance_scale": 2.0}, r"a batch knows no guidance \(a group has one sequence .* or take max_num_seqs 1"),
+        ({"logprobs": 1}, "a batch gives no log-probabilities"),
+        ({"draft_steps": 2}, "a batch has no draft tree"),
+    ]
+    for sampling, said in requests:
+        with pytest.raises(UserError, match=f"request 0 of the batch: {said}"):
+            llm.generate_batch([[1]], SamplingParams(**sampling))
+    with pytest.raises(UserError, match="temperature 0 leaves nothing to draw"):
+        engine(pair, 2, verify="reject").generate([1], SamplingParams(0))

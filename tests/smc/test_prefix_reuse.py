@@ -1,0 +1,92 @@
+"""What the sequences of a batch keep of earlier texts: what is new is read, and every text is what it is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swiftspec.backends import reference
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.llm import LLM, Completion
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.kv_cache import KVCache
+from swiftspec.smc.prefix_reuse import Texts
+from tests.support.roles import population_of
+from tests.support.tiny_checkpoints import make_pair
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=80)
+SMC = EngineConfig("smc", population=PopulationConfig(3, 3, 0.7, smc_groups=3))
+CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
+
+
+@given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=12))
+def test_what_is_kept_is_what_was_read(asked: Sequence[tuple[list[int], bool]]) -> None:
+    """A cache whose keys are the tokens: whatever stays or is copied is the text's own. `bool`: the request goes on."""
+    cache = KVCache(1, 1, 1, 80, reference.mover, sequences=3)
+    texts, busy = Texts([cache]), list[int]()
+    for text, goes_on in asked:
+        sequence, kept = texts.begin(text, busy)
+        assert sequence not in busy and kept <= len(text) - 1
+        assert cache.k[0, sequence, 0, :kept, 0].tolist() == text[:kept]
+        first = cache.append_prefix(len(text) - 1 - kept, sequence)
+        cache.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[kept:-1], dtype=torch.float32)
+        texts.hold(sequence, text[:-1])
+        again = [texts.begin(text, [*busy, sequence])[1]] if len(busy) < 2 else []
+        assert again in ([], [len(text) - 1])
+        busy = [*busy, sequence][-2:] if goes_on else busy
+
+
+def test_a_text_that_rests_longest_gives_way() -> None:
+    cache = KVCache(1, 1, 1, 200, reference.mover, sequences=3)
+    texts = Texts([cache])
+
+    def read(*tokens: int) -> tuple[int, int]:
+        text = [token for token in tokens for _ in range(40)] + [0]
+        sequence, kept = texts.begin(text, ())
+        cache.append_prefix(len(text) - 1 - kept, sequence)
+        texts.hold(sequence, text[:-1])
+        return sequence, kept
+
+    one, two, three = read(1, 2), read(3, 4), read(5)
+    assert {one[0], two[0], three[0]} == {0, 1, 2}
+    assert read(1, 2, 6) == (one[0], 80), "it goes on where it lies"
+    assert read(3, 7) == (three[0], 40), "copied, since much of the other text would go: the last one used is not it"
+    assert read(3, 4) == (two[0], 80)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"), head_dim=16, intermediate_size=64)
+
+
+@pytest.mark.parametrize("plan", [SMC, CHAINS], ids=["smc", "chains"])
+def test_a_batch_reads_what_is_new(pair: tuple[Path, Path], plan: EngineConfig) -> None:
+    """The same beginning beside each other, the next turn of two texts, and a text that nobody has seen."""
+    options: dict[str, Any] = {"max_model_len": 160, "dtype": torch.float64}
+    engine, system = LLM(*pair, plan, **options), [3 + i % 50 for i in range(40)]
+    asks = [[*system, 7 + i] for i in range(3)]
+    sampling = [SamplingParams(0.7, seed=i, max_tokens=24, ignore_eos=True) for i in range(3)]
+
+    def ask(prompts: list[list[int]]) -> list[Completion]:
+        found = engine.generate_batch(prompts, sampling)
+        fresh = LLM(*pair, plan, **options).generate_batch(prompts, sampling)
+        assert [each.token_ids for each in found] == [each.token_ids for each in fresh]
+        return found
+
+    first = ask(asks)
+    assert [each.stats.kept_tokens for each in first] == [0, 40, 40]
+    turns = [[*asks[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
+    next_turn = ask([*turns, [60] * 50])
+    least = len(asks[0]) + (12 if plan is CHAINS else 0)  # particles share their last tokens only once one is picked
+    for each, turn in zip(next_turn, turns, strict=False):
+        assert least - 1 <= each.stats.kept_tokens < len(turn)
+    assert next_turn[2].stats.kept_tokens == 0
+    assert not population_of(engine).groups
+    forgetful = LLM(*pair, plan, kept_memory=0, **options).generate_batch(asks, sampling)
+    assert [(each.token_ids, each.stats.kept_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

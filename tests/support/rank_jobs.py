@@ -1,0 +1,348 @@
+"""What the ranks of tests/support/ranks.py can be asked to do. Arguments and results are JSON."""
+
+from __future__ import annotations
+
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swiftspec.backends import cpu as host
+from swiftspec.backends import reference
+from swiftspec.builder.load_options import Options, Side
+from swiftspec.config import EngineConfig, PopulationConfig
+from swiftspec.control import policy
+from swiftspec.control.round_stats import Decision, Measured
+from swiftspec.distributed.collectives.shm import SharedParallel
+from swiftspec.distributed.draft import failover
+from swiftspec.distributed.launch.world import join_world
+from swiftspec.distributed.rpc import swiftspec_pb2 as pb
+from swiftspec.distributed.rpc.connection import Link
+from swiftspec.distributed.rpc.protobuf_codec import Identity, opening_to, proposal_to
+from swiftspec.distributed.rpc.status import Refused
+from swiftspec.engine import Chunk
+from swiftspec.errors import NotFinite, UserError
+from swiftspec.llm import LLM, serve_rank
+from swiftspec.messages import Likelihood, Opening, Proposal
+from swiftspec.model.loader import load_model
+from swiftspec.params import SamplingParams
+from swiftspec.runtime.executors import Steps, selection
+from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors.selection import Tools
+from swiftspec.runtime.local_drafter import LocalDrafter
+from swiftspec.runtime.runner import Runner
+from swiftspec.tree.tree import DraftTree
+from tests.support.roles import make_runner
+from tests.support.workers import OPEN, Started, on_workers
+
+Json = dict[str, Any]
+
+
+def sampling_from(values: Json) -> SamplingParams:
+    """JSON makes strings of a bias' tokens, and lists of tuples."""
+    bias = {int(token): value for token, value in values.get("logit_bias", {}).items()}
+    negative = tuple(values.get("negative_prompt_ids", ()))
+    return SamplingParams(**{**values, "logit_bias": bias, "negative_prompt_ids": negative})
+
+
+def decode(
+    target: str,
+    draft: str | None,
+    plan: Json,
+    requests: Sequence[tuple[list[int], Json]],
+    dtype: str = "float64",
+    draft_fails_at: int | None = None,
+    engines: int = 1,
+    by_dice: float | None = None,
+    together: bool = False,
+    **options: Any,
+) -> list[Json] | None:
+    """Decodes the requests one after another, or as one batch, with so many engines in a row: rank 0 returns the
+    answers of the last."""
+    world = join_world()
+    if "population" in plan:
+        plan = plan | {"population": PopulationConfig(**plan["population"])}
+    options["dtype"] = getattr(torch, dtype)
+    if "trace" in options:
+        options["trace"] = Path(options["trace"])
+    target = target.format(rank=world.rank if world is not None else 0)
+    try:
+        if world is not None and world.rank > 0:
+            for _ in range(engines):
+                with _failing_at(draft_fails_at):
+                    serve_rank(world, target, draft, EngineConfig(**plan), **options)
+            return None
+        for _ in range(engines - 1):
+            LLM(target, draft, EngineConfig(**plan), world=world, **options).close()
+        llm = LLM(target, draft, EngineConfig(**plan), world=world, **options)
+    except UserError as error:
+        return [{"refused": str(error)}]
+    try:
+        with switched_by_dice(by_dice), _unhurried():
+            if together:
+                return batch(llm, requests)
+            return [answer(llm, prompt, dict(values)) for prompt, values in requests]
+    finally:
+        llm.close()
+
+
+def decode_on_group(
+    side: Side, model: str, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]], more_on: int = -1
+) -> list[Any] | None:
+    """A worker on all ranks, whose rank 0 also decodes on it: two sessions, which take turns round by round. `more_on`:
+    a rank that has a kind of steps that the others lack."""
+    worker = Started(side, Path(model), world=join_world())
+    assert worker.world is not None
+    if worker.world.rank == more_on:
+        with _another_kind():
+            return _decode_on_group(worker, other, plan, requests)
+    return _decode_on_group(worker, other, plan, requests)
+
+
+def _decode_on_group(
+    worker: Started, other: str, plan: Json, requests: Sequence[tuple[list[int], Json]]
+) -> list[Any] | None:
+    assert worker.world is not None
+    if worker.world.rank > 0:
+        worker.load().follow()
+        return None
+    worker.start()
+    here = (worker.named(), Path(other)) if worker.side == "target" else (Path(other), worker.named())
+    try:
+        with on_workers(*here, **plan) as one, on_workers(*here, **plan) as two:
+            found = []
+            for prompt, values in requests:
+                streams = [llm.stream(prompt, sampling_from(values)) for llm in (one, two)]
+                texts: list[list[int]] = [[], []]
+                while any(chunks := [next(stream, None) for stream in streams]):
+                    for text, chunk in zip(texts, chunks, strict=True):
+                        text.extend(chunk.token_ids if chunk is not None else ())
+                found.append([*texts, [llm.stats.drafter_lost for llm in (one, two)], one.stats.accepted])
+            return found
+    finally:
+        worker.stop()
+
+
+def refuse_on_group(side: Side, model: str) -> list[str] | None:
+    """What rank 0 of a worker on all ranks says to openings that it must not begin; each is followed by a good one."""
+    worker = Started(side, Path(model), world=join_world())
+    assert worker.world is not None
+    if worker.world.rank > 0:
+        worker.load().follow()
+        return None
+    worker.start()
+    asks, answers = (pb.VerifyRequest, pb.VerifyAnswer) if side == "target" else (pb.DraftRequest, pb.DraftAnswer)
+    link = Link(f"127.0.0.1:{worker.port}", "--url", worker.service.name, answers, OPEN)
+    about, said = link.ping(10), list[str]()
+    text, most, own = (5, 17, 3), about.max_model_len, Identity(about.model, about.tokenizer)
+    openings = [
+        Opening(1, text, SamplingParams(temperature=0, grammar="no grammar"), 3),
+        Opening(1, (5,) * (most + 1), SamplingParams(temperature=0), 3),
+        Opening(1, (*text, *(5,) * 24), SamplingParams(guidance_scale=2.0, negative_prompt_ids=(5,) * (most - 1)), 3),
+        Opening(1, text, SamplingParams(temperature=0), 3),
+    ]
+    try:
+        for opening in openings:
+            stream, at = link.stream(), len(opening.tokens) - 1
+            stream.send(asks(opening=opening_to(opening, EngineConfig("serial", draft_steps=2), own)))
+            try:
+                opened = stream.recv(20)
+                if side == "target":
+                    proposal = proposal_to(Proposal(1, 0, at, (opening.tokens[-1], 9), (-1, 0)))
+                    stream.send(pb.VerifyRequest(session=opened.session, proposal=proposal))
+                    opened = stream.recv(20)
+                said.append("" if opened.session else "no session")
+            except Refused as error:
+                said.append(str(error))
+            stream.close()
+        return said
+    finally:
+        worker.stop()
+
+
+def logits(model: str, tokens: list[int], dtype: str = "float64", native: bool = False, fused: bool = True) -> Json:
+    """The logits after some tokens, gathered from the ranks of one group, and their bits. `fused`: native operators as
+    one call, where there is one."""
+    world, group = join_world(), None
+    if world is not None:
+        wires = {"spin": False, "timeout": timedelta(seconds=30)}
+        group = SharedParallel.join(world.store, "logits", world.rank, world.size, **wires)
+    ops = host if native else reference
+    whole = load_model(model, dtype=getattr(torch, dtype), ops=ops, max_positions=64, group=group)
+    if not fused:
+        whole.fused = None
+    runner = make_runner(whole, ops, context=32, tree_slots=1)
+    rows = runner.logits(runner.chain_batch(tokens))[-1:]
+    if group is not None:
+        rows = group.all_gather(rows).transpose(0, 1).flatten(1)
+        group.close()
+    rows = rows[:, : whole.config.vocab_size]
+    return {"values": rows[0].tolist(), "bits": rows.numpy().tobytes().hex()}
+
+
+@contextmanager
+def _another_kind() -> Iterator[None]:
+    """Models of this rank have a faster kind of steps."""
+
+    class Faster(EagerSteps):
+        name = "faster"
+
+    target, draft = selection.for_target, selection.for_draft
+
+    def for_draft(runner: Runner, tools: Tools, config: EngineConfig) -> tuple[list[Steps], DraftTree]:
+        steps, tree = draft(runner, tools, config)
+        return [Faster(runner), *steps], tree
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selection, "for_target", lambda runner, tools: [Faster(runner), *target(runner, tools)])
+        patch.setattr(selection, "for_draft", for_draft)
+        yield
+
+
+@contextmanager
+def _unhurried() -> Iterator[None]:
+    """A draft's group is waited for, however busy the machine is."""
+    limits = failover.FIRST, failover.LEAST, failover.MOST
+    failover.FIRST = failover.LEAST = failover.MOST = 60.0
+    try:
+        yield
+    finally:
+        failover.FIRST, failover.LEAST, failover.MOST = limits
+
+
+@contextmanager
+def switched_by_dice(chance: float | None) -> Iterator[None]:
+    """The policy changes its mind with that chance in every round, about d and bs too, the clock unheard."""
+    decide, draw = policy.decide, random.Random(3)
+
+    def by_dice(measured: Measured) -> Decision:
+        if draw.random() >= (chance or 0):
+            return measured.current
+        return Decision(draw.randint(1, 6), draw.choice((8, 5, 2)), not measured.speculating or draw.random() < 0.3)
+
+    policy.decide = decide if chance is None else by_dice
+    try:
+        yield
+    finally:
+        policy.decide = decide
+
+
+def answer(llm: LLM, prompt: list[int], values: Json) -> Json:
+    """`cut` among the values: the answer is cut off after so many rounds; `looks`: once that was asked so often, while
+    the prompt is read."""
+    cut, looks, tokens, reason = values.pop("cut", None), values.pop("looks", None), list[int](), None
+    likelihoods: list[Likelihood] = []
+    had: list[None] = []
+
+    def cancelled() -> bool:
+        had.append(None)
+        return looks is not None and len(had) > looks
+
+    try:
+        for count, chunk in enumerate(stream := llm.stream(prompt, sampling_from(values), cancelled), 1):
+            tokens, reason = tokens + list(chunk.token_ids), chunk.finish_reason
+            likelihoods += (*(chunk.prompt or ()), *(chunk.likelihoods or ()))
+            if count == cut:
+                stream.close()
+    except NotFinite as error:
+        return {"refused": str(error)}
+    stats = llm.stats
+    return {
+        "tokens": tokens,
+        "likelihoods": [(likelihood.logprob, *likelihood.top) for likelihood in likelihoods],
+        "looks": len(had),
+        "reason": reason,
+        "kept": stats.kept_tokens,
+        "rounds": stats.rounds,
+        "lost": stats.drafter_lost,
+        "plain_rounds": stats.policy and stats.policy.plain_rounds,
+        "busy": stats.target_busy_time / max(stats.decode_time, 1e-9),
+        "draft_busy": stats.draft_busy_time,
+        "steps": llm.config.draft_steps,
+        "megabytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 1e6,
+    }
+
+
+def batch(llm: LLM, requests: Sequence[tuple[list[int], Json]]) -> list[Json]:
+    """As `answer`, of all requests side by side; one with `cut` is cancelled after so many chunks."""
+    cuts = [values.pop("cut", None) for _, values in requests]
+    chunks: list[list[Chunk]] = [[] for _ in requests]
+
+    def cancelled(index: int) -> bool:
+        return cuts[index] is not None and len(chunks[index]) >= cuts[index]
+
+    prompts, sampling = [prompt for prompt, _ in requests], [sampling_from(values) for _, values in requests]
+    for index, chunk in llm.stream_batch(prompts, sampling, cancelled):
+        chunks[index].append(chunk)
+    return [
+        {"tokens": [token for chunk in each for token in chunk.token_ids], "reason": each[-1].finish_reason}
+        for each in chunks
+    ]
+
+
+@contextmanager
+def _failing_at(call: int | None) -> Iterator[None]:
+    """The `call`-th expansion of this process fails."""
+    expand, calls = LocalDrafter.expand, 0
+
+    def failing(self: LocalDrafter, count: int = 1) -> None:
+        nonlocal calls
+        for _ in range(count):
+            calls += 1
+            if calls == call:
+                raise RuntimeError("the draft model broke")
+            expand(self)
+
+    LocalDrafter.expand = failing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LocalDrafter.expand = expand  # type: ignore[method-assign]
+
+
+def profile(argv: list[str]) -> int:
+    """The command of the profile phase, on every rank."""
+    import sys
+
+    from swiftspec.lab.profile import main
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    try:
+        return main(argv)
+    finally:
+        sys.stdout = out
+
+
+def paced(emulate: str, plans: list[Json], prompts: list[list[int]], max_tokens: int) -> list[Json] | None:
+    """The embedded pair at emulated step times, one plan after the other: rank 0 returns each one's speed, and its
+    rounds as a run without them has them."""
+    import tempfile
+
+    from swiftspec.lab import measurement
+    from swiftspec.lab.timeline import Trace
+    from swiftspec.lab.worker_pool import Order, Pair, WorkerPool
+    from swiftspec.profiles import emulation
+
+    world, demo = join_world(), Path(__file__).parents[2] / "swiftspec" / "demo"
+    options: Options = {"dtype": torch.bfloat16, "emulate": emulation.parse(emulate)}
+    crew = WorkerPool(Pair(demo / "target", demo / "draft", options, threads=1), world)
+    if world is not None and world.rank > 0:
+        crew.follow()
+        return None
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for plan in plans:
+            with crew.engine(Order(EngineConfig(**plan))) as llm:
+                speed = measurement.decode_all(llm, prompts, max_tokens).speed
+            file = f"{folder}/rounds.jsonl"
+            with crew.engine(Order(EngineConfig(**plan), paced=False, trace=file)) as llm:
+                measurement.decode_all(llm, prompts, max_tokens)
+            found.append({"speed": speed, "rounds": measurement.rounds_of(Trace.read(Path(file)))})
+    crew.dismiss()
+    return found

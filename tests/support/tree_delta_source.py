@@ -1,0 +1,68 @@
+"""A drafter behind a `TreeFeed` in a thread of its own: what a replica's link is elsewhere, without a wire."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from queue import Empty, Queue
+from threading import Thread
+
+from swiftspec.config import EngineConfig
+from swiftspec.errors import DrafterLost
+from swiftspec.messages import Opening, VerifyResult
+from swiftspec.runtime.ahead_drafter import AheadDrafter
+from swiftspec.runtime.tree_delta_sender import TreeFeed
+from swiftspec.tree.replica import TreeDelta
+
+LONG = 30.0  # seconds that nothing takes
+
+
+class FedLink:
+    """A `FeedLink`. `pause` is called before the thread does anything."""
+
+    busy, patience = 0.0, LONG
+
+    def __init__(self, drafter: AheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
+        self._pause, self.vocab = pause, drafter.runner.vocab
+        self._grown: Queue[TreeDelta] = Queue()
+        self._feed = TreeFeed(drafter, lambda delta: self._grown.put(delta), config)
+
+    def open(self, opening: Opening) -> None:
+        self._told: Queue[Opening | VerifyResult | None] = Queue()
+        self._grown = Queue()
+        self._thread = Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        self._told.put(opening)
+
+    def send(self, result: VerifyResult) -> None:
+        self._told.put(result)
+
+    def take(self, until: float | None) -> TreeDelta | None:
+        try:
+            return self._grown.get(until is not None, LONG)
+        except Empty:
+            if until is not None:
+                raise DrafterLost("nothing more came") from None
+            return None
+
+    def close(self) -> None:
+        self._told.put(None)
+        self._thread.join(LONG)
+
+    def _serve(self) -> None:
+        while (told := self._told.get()) is not None:
+            self._pause()
+            if isinstance(told, Opening):
+                self._feed.open(told)
+            else:
+                self._feed.observe(told)
+            while self._told.empty() and self._feed.grow():
+                self._pause()
+        self._feed.close()
+
+
+def dawdle(seed: int) -> Callable[[], None]:
+    """Waits now and then, for as long as a few rounds of a tiny model."""
+    dice = random.Random(seed)
+    return lambda: time.sleep(dice.choice([0.0, 0.0, 0.0, 0.002, 0.02]))

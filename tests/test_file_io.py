@@ -1,0 +1,127 @@
+"""The gate: what is no regular file, too large, no text or no JSON is refused in one line that names it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from swiftspec.errors import UserError, shown
+from swiftspec.file_io import DEPTH, Fields, expanded, is_file, is_folder, lines, parse_json, read_object, read_text
+
+
+def refusal(file: Path, most: int = 100) -> str:
+    with pytest.raises(UserError) as caught:
+        read_object(file, most=most)
+    assert str(file) in str(caught.value) and str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    assert "it is a pipe" in refusal(tmp_path / "pipe")  # and not waited for
+    assert "it is a folder" in refusal(tmp_path / "folder")
+    assert "it is a device" in refusal(Path("/dev/zero"))
+    assert "No such file" in refusal(tmp_path / "none")
+    assert "name too long" in refusal(tmp_path / ("x" * 300))
+    (tmp_path / "real").write_text("{}")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert read_object(tmp_path / "link") == {}
+
+
+def test_names_that_no_file_can_have_are_no_error(tmp_path: Path) -> None:
+    for name in ("x" * 300, "a\0b", "none"):
+        assert not is_file(tmp_path / name) and not is_folder(tmp_path / name)
+    with pytest.raises(UserError, match="no such user"):
+        expanded("~nosuchuser/x")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"x" * 101, "larger than 100 bytes"),
+        (b'{"a": "\xff"}', "not valid UTF-8 (byte 7)"),
+        (b"{", "not readable as JSON"),
+        (b"[]", "not a JSON object"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": -Infinity}', "-Infinity is no number"),
+        (b'{"a": 1e999}', "too large a number"),
+    ],
+)
+def test_what_a_file_may_hold(tmp_path: Path, data: bytes, reason: str) -> None:
+    (tmp_path / "x.json").write_bytes(data)
+    assert reason in refusal(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 100_000 + "]" * 100_000, "[" * (DEPTH + 1) + "]" * (DEPTH + 1)])
+def test_endless_nesting_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="as JSON"):
+        parse_json(text, "it")
+    assert parse_json("[" * DEPTH + "]" * DEPTH, "it")
+
+
+def test_endless_digits_are_refused() -> None:
+    with pytest.raises(UserError, match="not readable as JSON") as caught:
+        parse_json("9" * 5000, "it")
+    assert len(str(caught.value)) < 400
+
+
+def test_lines_are_bounded(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(b"ab\ncd\n" + b"e" * 50)
+    assert [len(line) for line in lines(file, most=100, longest=50)] == [3, 3, 50]
+    with pytest.raises(UserError, match="line 3, is longer than 49 bytes"):
+        list(lines(file, most=100, longest=49))
+    with pytest.raises(UserError, match="larger than 55 bytes"):
+        list(lines(file, most=55))
+    with pytest.raises(UserError, match="cannot be read"):
+        read_text(tmp_path / "a\0b")
+
+
+def test_values_are_shown_on_a_line_and_cut() -> None:
+    assert shown("a\nb") == "'a\\nb'" and shown(3.5) == "3.5" and shown(True) == "True"
+    assert shown("x" * 5000) == "'" + "x" * 59 + "..." + "x" * 9 + "'"
+    assert shown(10**5000) == shown([10**5000]) == "a number of too many digits"
+
+
+def test_fields_are_typed_and_bounded() -> None:
+    fields = Fields(
+        {
+            "n": 4.0,
+            "half": 0.5,
+            "yes": True,
+            "word": "w",
+            "ids": [1, 2.0],
+            "null": None,
+            "in": {"x": 1},
+            "many": [{"y": 2}],
+        },
+        "f: ",
+    )
+    assert fields.whole("n", least=1, most=4) == 4 and fields.whole("null", 7) == 7
+    assert fields.number("half", least=0, most=1) == 0.5 and fields.number("n", least=0, most=9) == 4.0
+    assert fields.flag("yes") and not fields.flag("null") and fields.text("word") == "w" and fields.texts("null") == []
+    assert fields.wholes("ids", least=0, most=9) == [1, 2] and fields.wholes("n", least=0, most=9) == [4]
+    assert fields.object("in").whole("x") == 1 and fields.objects("many")[0].whole("y") == 2
+    bad = {
+        "f: half must be a whole number in 1..9, not 0.5": lambda: fields.whole("half", least=1, most=9),
+        "f: n must be a whole number in 5..9, not 4.0": lambda: fields.whole("n", least=5, most=9),
+        "f: yes must be a number in 0..1, not True": lambda: fields.number("yes", least=0, most=1),
+        "f: n must be true or false, not 4.0": lambda: fields.flag("n"),
+        "f: n must be text, not 4.0": lambda: fields.text("n"),
+        "f: word must be a list of texts, not 'w'": lambda: fields.texts("word"),
+        "f: ids must be a whole number in 0..1, or a list of them, not [1, 2.0]": lambda: fields.wholes(
+            "ids", least=0, most=1
+        ),
+        "f: ids must be an object, not [1, 2.0]": lambda: fields.object("ids"),
+        "f: ids must be a list of objects, not [1, 2.0]": lambda: fields.objects("ids"),
+        "f: in.z is missing": lambda: fields.object("in").whole("z"),
+        "f: many[0].z is missing": lambda: fields.objects("many")[0].text("z"),
+        "f: none is missing": lambda: fields.whole("none"),
+    }
+    for message, read in bad.items():
+        with pytest.raises(UserError) as caught:
+            read()
+        assert str(caught.value) == message

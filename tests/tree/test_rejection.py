@@ -1,0 +1,283 @@
+"""Rejection of drawn children: the engine's verifier against the definition, over the whole range of its coins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swiftspec.messages import Drawn, Proposal
+from swiftspec.params import SamplingParams
+from swiftspec.sampling.noise import PositionNoise
+from swiftspec.sampling.sampler import Sampler
+from swiftspec.sampling.vocab import VocabShard
+from swiftspec.tree import rejection
+from swiftspec.tree.rejection import Rejection, judge
+from tests.support.enumeration import PROMPT, orders, outcomes, penalised
+from tests.support.histories import Law, filtered
+from tests.support.thread_group import ThreadGroup, on_ranks
+
+KINDS = ("random", "ties", "equal", "disjoint", "zeros", "one-hot draft", "one-hot target")
+
+
+def laws(kind: str, vocab: int, seed: int) -> tuple[list[float], list[float]]:
+    """A p and a q over so many tokens."""
+    noise = torch.Generator().manual_seed(seed)
+    p, q = torch.rand(2, vocab, generator=noise, dtype=torch.float64) ** 2 + 0.01
+    half = torch.arange(vocab) < vocab // 2
+    if kind == "ties":
+        p, q = (torch.randint(1, 3, (vocab,), generator=noise).double() for _ in range(2))
+    elif kind == "equal":
+        q = p.clone()
+    elif kind == "disjoint":
+        p, q = p * half, q * ~half
+    elif kind == "zeros":
+        p, q = (x * ((torch.rand(vocab, generator=noise) < 0.6) | (x == x.max())) for x in (p, q))
+    elif kind == "one-hot draft":
+        q = (q == q.max()).double()
+    elif kind == "one-hot target":
+        p = (p == p.max()).double()
+    return (p / p.sum()).tolist(), (q / q.sum()).tolist()
+
+
+def passing(p: Tensor, q: Tensor, places: Tensor, i: int) -> Tensor:
+    """The chance [r, 1] that child i passes once all before it have failed: where `judge` changes its mind."""
+    coins = torch.ones(places.shape, dtype=torch.float64)
+    low, high = torch.zeros_like(p[:, :1]), torch.ones_like(p[:, :1])
+    for _ in range(50):
+        coins[:, i : i + 1] = middle = (low + high) / 2
+        passes = judge(p, q, places, coins).accepted[:, None] == i
+        low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
+    return high
+
+
+def judged_law(p: Tensor, q: Tensor, places: Tensor) -> Tensor:
+    """The law [r, V] of the token after each of r nodes with these children [r, c]."""
+    law, mass, count = torch.zeros_like(p), torch.ones_like(p[:, :1]), places.shape[1]
+    for i in range(count):
+        high = passing(p, q, places, i)
+        law.scatter_add_(1, places[:, i : i + 1], mass * high)
+        mass = mass * (1 - high)
+    last = judge(p, q, places, torch.ones(places.shape, dtype=torch.float64))
+    left = torch.where(q > 0, last.inside, p * last.outside.exp()[:, None])
+    over = mass < 1e-12  # one of the children is certain to pass
+    assert (over | torch.isfinite(left) & (last.accepted < 0)[:, None]).all()
+    return law + torch.where(over, 0, mass * left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "count"), [(3, 1), (3, 2), (4, 3), (6, 2), (8, 1), (5, 4)])
+def test_the_token_follows_p_whatever_was_drawn(kind: str, vocab: int, count: int) -> None:
+    for seed in range(3):
+        p, q = laws(kind, vocab, seed)
+        ways = list(orders(q, count))
+        drawn = torch.tensor([order for order, _ in ways])[:, : min(count, sum(x > 0 for x in q))]
+        chances = torch.tensor([[chance] for _, chance in ways], dtype=torch.float64)
+        ps, qs = (torch.tensor([x] * len(ways), dtype=torch.float64) for x in (p, q))
+        law = chances * judged_law(ps, qs, drawn)
+        torch.testing.assert_close(law.sum(0), torch.tensor(p, dtype=torch.float64), atol=1e-12, rtol=0)
+        overlap = judge(ps, qs, drawn, torch.ones(drawn.shape, dtype=torch.float64)).overlap
+        first = (chances * passing(ps, qs, drawn, 0)).sum().expand(len(ways))
+        torch.testing.assert_close(overlap, first, atol=1e-12, rtol=0)
+        assert overlap[0] == pytest.approx(1 - sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
+
+
+@given(st.sampled_from(KINDS), st.integers(3, 8), st.integers(1, 4), st.integers(1, 5), st.integers(0, 99))
+@settings(deadline=None)
+def test_rows_are_judged_alike_alone_and_together(kind: str, vocab: int, count: int, rows: int, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in zip(*(laws(kind, vocab, seed + i) for i in range(rows))))
+    places = torch.stack([torch.randperm(vocab, generator=noise) for _ in range(rows)])[:, : min(count, vocab)]
+    places = torch.where(q.gather(-1, places) > 0, places, -1).sort(-1, descending=True).values
+    coins = torch.rand(places.shape, generator=noise, dtype=torch.float64)
+    together = judge(p, q, places, coins)
+    for row in range(rows):
+        alone = judge(*(x[row : row + 1] for x in (p, q, places, coins)))
+        assert torch.equal(alone.accepted[0], together.accepted[row])
+        torch.testing.assert_close(alone.inside[0], together.inside[row])
+        torch.testing.assert_close(alone.outside[0], together.outside[row])
+
+
+def tree(vocab: int, seed: int) -> tuple[Proposal, np.ndarray]:
+    """root -> two drawn children, the first of them with two more; and logits of these nodes."""
+    noise = np.random.default_rng(seed)
+    named = np.stack([noise.permutation(vocab)[: vocab - 1] for _ in range(2)]).astype(np.int32)
+    probs = noise.dirichlet(np.ones(vocab - 1), 2).astype(np.float32)
+    tokens = (0, int(named[0, 1]), int(named[0, 0]), int(named[1, 2]), int(named[1, 0]))
+    proposal = Proposal(1, 0, 7, tokens, (-1, 0, 0, 1, 1), Drawn(named, probs))
+    return proposal, 2 * noise.standard_normal((5, vocab))
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6, top_k=3),
+    SamplingParams(top_p=0.7),
+    SamplingParams(min_p=0.2),
+    SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.3),
+    SamplingParams(logit_bias={1: 2.0, 3: -1e9}),
+]
+
+
+Found = tuple[list[int], list[float]]  # tokens, overlaps
+
+
+def walk(proposal: Proposal, logits: torch.Tensor, sampling: SamplingParams, group: ThreadGroup | None) -> Found:
+    vocab = logits.shape[1]
+    shard = None if group is None else VocabShard(group, math.ceil(vocab / group.size), vocab)
+    sampler = Sampler(sampling, PROMPT, vocab, "cpu", shard=shard)
+    paths = [[], *([proposal.tokens[i]] for i in (1, 2)), *([proposal.tokens[1], proposal.tokens[i]] for i in (3, 4))]
+    if group is not None:
+        width = math.ceil(vocab / group.size)
+        padded = torch.nn.functional.pad(logits, (0, width * group.size - vocab), value=1e9)
+        logits = padded[:, group.rank * width :][:, :width]
+    positions = torch.tensor([7, 8, 8, 9, 9])
+    found = Rejection(sampler)(proposal, logits, paths if sampling.penalised else None, positions)
+    assert [proposal.tokens[node] for node in found.path[1:]] == found.tokens[:-1]
+    assert len(found.overlaps) == sum(node in (0, 1) for node in found.path)  # the nodes that have children
+    return found.tokens, list(found.overlaps)
+
+
+@pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
+def test_every_rank_of_a_group_finds_what_one_finds(sampling: SamplingParams) -> None:
+    for seed, size in itertools.product(range(12), (2, 3)):
+        proposal, rows = tree(8, seed)
+        one = walk(proposal, torch.from_numpy(rows), sampling, None)
+        every = on_ranks(size, lambda group: walk(proposal, torch.from_numpy(rows), sampling, group))  # noqa: B023
+        assert [tokens for tokens, _ in every] == [one[0]] * size
+        for _, overlaps in every:
+            assert overlaps == pytest.approx(one[1])
+
+
+class Walked:
+    """`Rejection` on one proposal, over all that its coins and its noise can be."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, proposal: Proposal, logits: Tensor, sampling: SamplingParams) -> None:
+        self._ask = lambda: tuple(walk(proposal, logits, sampling, None)[0])
+        self._families = rejection._families(proposal)
+        self._tokens = proposal.tokens
+        self._coins = np.zeros((3, 2))  # by depth and sibling
+        self._noise = np.zeros(logits.shape[1])
+        self.law: Law = {}
+        patch.setattr(rejection, "row_keys", lambda key, positions: positions)
+        patch.setattr(rejection, "row_bits", self._bits)
+        patch.setattr(PositionNoise, "rows", lambda *_: (torch.from_numpy(self._noise)[None], torch.tensor([0])))
+
+    def _bits(self, positions: Tensor, counters: Tensor) -> Tensor:
+        return torch.from_numpy(self._coins)[positions - 8, : counters.shape[-1]] * 2.0**32 - 0.5
+
+    def visit(self, node: int = 0, text: tuple[int, ...] = (), mass: float = 1.0) -> None:
+        """Adds the law of what comes of this node: child by child the chance that it passes, by its coin's threshold,
+        then what is left."""
+        mine = self._coins[len(text)]
+        mine[:] = 1e-9
+        for i, child in enumerate(self._families.get(node, [])):
+            longer = (*text, self._tokens[child])
+
+            def fails(coin: float, i: int = i, longer: tuple[int, ...] = longer) -> bool:
+                mine[i] = coin
+                found = self._ask()
+                return found[:-1][: len(longer)] != longer  # the last is the target's own
+
+            passes = halve(1.0, fails)
+            if passes > 1e-9:
+                mine[i] = 1e-9
+                self.visit(child, longer, mass * passes)
+            mine[i] = 1 - 1e-12
+            mass *= 1 - passes
+            if mass < 1e-9:
+                return
+        left = self._left()
+        for token, chance in enumerate(left / left.sum()):
+            self.law[(*text, token)] = self.law.get((*text, token), 0.0) + mass * chance
+
+    def _left(self) -> NDArray[np.float64]:
+        """What the last token is drawn from [V], not normalised: two tokens at a time, by the noise at which the
+        likeliest gives way to the other."""
+        self._noise[:] = 0
+        best, chances = self._ask()[-1], np.ones(len(self._noise))
+        for token in {*range(len(chances))} - {best}:
+
+            def wins(noise: float, token: int = token) -> bool:
+                self._noise[:] = -1e6
+                self._noise[[best, token]] = 0, noise
+                return self._ask()[-1] == token
+
+            chances[token] = math.exp(-halve(60.0, wins))
+        return chances
+
+
+def halve(most: float, true: Callable[[float], bool]) -> float:
+    """From where on, between 0 and `most`, it is true."""
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if true(middle) else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize("sampling", PARAMS, ids=range(len(PARAMS)))
+@pytest.mark.parametrize("seed", [1, 6, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2, 3))])
+def test_a_whole_tree_has_the_outcomes_of_the_definition(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, seed: int
+) -> None:
+    """What tests/support/enumeration.py takes from the definition: the law of the tokens that follow, for a proposal
+    as it was drawn. The vocabulary is larger than what q names."""
+    proposal, rows = tree(5, seed)
+    logits = torch.from_numpy(rows)
+    paths = {(): 0, **{(proposal.tokens[i],): i for i in (1, 2)},
+             **{(proposal.tokens[1], proposal.tokens[i]): i for i in (3, 4)}}  # fmt: skip
+
+    def p(text: tuple[int, ...]) -> list[float]:
+        return filtered(penalised(logits[paths[text]], PROMPT, text, sampling), sampling).tolist()
+
+    want = outcomes(proposal, p)
+    walked = Walked(monkeypatch, proposal, logits, sampling)
+    walked.visit()
+    for text in {*want, *walked.law}:
+        assert walked.law.get(text, 0.0) == pytest.approx(want.get(text, 0.0), abs=1e-7), text
+    assert sum(walked.law.values()) == pytest.approx(1)
+
+
+def test_overlaps_are_those_of_the_shaped_laws() -> None:
+    seen = 0
+    for seed in range(12):
+        proposal, rows = tree(8, seed)
+        assert proposal.drawn is not None
+        overlaps = walk(proposal, torch.from_numpy(rows), SamplingParams(temperature=0.6), None)[1]
+        for row, overlap in enumerate(overlaps):
+            p = np.exp(rows[row] / 0.6) / np.exp(rows[row] / 0.6).sum()
+            q = dict(zip(proposal.drawn.tokens[row].tolist(), proposal.drawn.probs[row].tolist(), strict=True))
+            assert overlap == pytest.approx(sum(min(p[token], chance) for token, chance in q.items()))
+        seen += len(overlaps)
+    assert seen > 12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_forbidden_tokens_never_come_and_nothing_is_nan(dtype: torch.dtype) -> None:
+    """Only token 2 is allowed, and the draft mostly drew others."""
+    proposal, rows = tree(6, 3)
+    logits = torch.full(rows.shape, -math.inf, dtype=dtype)
+    logits[:, 2] = 1
+    assert set(walk(proposal, logits, SamplingParams(), None)[0]) == {2}
+
+
+def test_a_proposal_that_does_not_say_what_it_was_drawn_from_is_refused() -> None:
+    proposal, rows = tree(6, 1)
+    bare = Proposal(1, 0, 7, proposal.tokens, proposal.parents)
+    with pytest.raises(ValueError, match="does not say what its tokens were drawn from"):
+        walk(bare, torch.from_numpy(rows), SamplingParams(), None)
+    assert proposal.drawn is not None
+    tokens, probs = proposal.drawn.tokens, proposal.drawn.probs
+    never = Drawn(tokens, np.where(tokens == proposal.tokens[1], 0, probs))
+    with pytest.raises(ValueError, match="node 1 of a proposal was not drawn from"):
+        walk(
+            Proposal(1, 0, 7, proposal.tokens, proposal.parents, never), torch.from_numpy(rows), SamplingParams(), None
+        )

@@ -1,0 +1,153 @@
+"""Runs tests in a process that is begun again, behind the test it was at, whenever that hangs or breaks the GPU.
+
+    python -m tools.gpu.resumable_tests --json out.json [--budget 60] [--patience 8] tests/gpu/test_linear.py ...
+
+An error of the device stays until its process ends: so a test that meets one is the last of its process. Leaves with 3
+where a test has failed, hung or was not reached in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu.watchdog import FAILED, watch
+
+START = 60.0  # seconds to import torch and to make a context on the GPU
+LOST = 70  # what a process leaves with that can do no more on the GPU
+DEVICE_ERROR = ("CUDA error", "cudaError", "unspecified launch failure", "illegal memory access")
+TAIL = 3000  # characters that are kept of a failure
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known so far, as the file holds it. `outcomes` by test: passed, skipped or why not."""
+
+    outcomes: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)  # those that were not reached
+    at: str | None = None
+
+    @staticmethod
+    def read(file: Path) -> Found:
+        """What a file holds; nothing of one that is not there."""
+        return Found(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else Found()
+
+    def write(self, file: Path) -> None:
+        """In one step: whoever reads the file finds all of it, always."""
+        whole = file.with_suffix(".part")
+        whole.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        whole.replace(file)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        return {name: said for name, said in self.outcomes.items() if said not in ("passed", "skipped")}
+
+
+class Recorder:
+    """A plugin of pytest's: leaves out what the file has an outcome of, and writes down the rest as it goes."""
+
+    def __init__(self, file: Path, found: Found, until: float) -> None:
+        self._file, self._found, self._until = file, found, until
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._found.outcomes]
+        self._found.left = [item.nodeid for item in items]
+        self._found.write(self._file)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if time.monotonic() > self._until:
+            pytest.exit("out of time", returncode=FAILED)
+        self._found.at = nodeid
+        self._found.left.remove(nodeid)
+        self._found.write(self._file)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        said = self._found.outcomes.get(report.nodeid, "passed")
+        if report.skipped:
+            said = "skipped"
+        elif report.failed:
+            said = report.longreprtext[-TAIL:]
+        self._found.outcomes[report.nodeid] = said
+        self._found.write(self._file)
+        if report.failed and any(error in said for error in DEVICE_ERROR):
+            pytest.exit("the GPU will not go on in this process", returncode=LOST)
+
+
+def work(args: argparse.Namespace) -> int:
+    """Runs the tests that have no outcome yet."""
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")  # the context is made before the first test's time begins
+    found, until = Found.read(args.json), time.monotonic() + args.budget
+    limits = ["-o", f"faulthandler_timeout={max(args.patience - 2, 1):g}", "-o", "timeout=0"]
+    code = pytest.main(
+        ["-m", args.mark, "-p", "no:cacheprovider", "-vv", *limits, *args.tests],
+        plugins=[Recorder(args.json, found, until)],
+    )
+    if code in (LOST, pytest.ExitCode.INTERNAL_ERROR, pytest.ExitCode.USAGE_ERROR):
+        return int(code)
+    return FAILED if found.failed or found.left else 0
+
+
+def give_up(file: Path, why: str) -> bool:
+    """Notes that a test hung or ended its process, so that the next process goes on behind it."""
+    found = Found.read(file)
+    if found.at is None:
+        return False
+    said = found.outcomes.get(found.at, "passed")
+    if said == "passed":
+        found.outcomes[found.at] = why
+    went_on, found.at = bool(found.left), None
+    found.write(file)
+    print(f"tested: {why}, {len(found.left)} tests to go", flush=True)
+    return went_on
+
+
+def summary(found: Found) -> dict[str, Any]:
+    """Counts, and the names of what went wrong."""
+    outcomes = list(found.outcomes.values())
+    counted = {kind: outcomes.count(kind) for kind in ("passed", "skipped")}
+    return {**counted, "failed": list(found.failed), "not reached": found.left}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tests", nargs="+", help="files of tests")
+    parser.add_argument("--json", type=Path, required=True, help="where to write the outcomes, after every test")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds after which no test is begun")
+    parser.add_argument("--patience", type=float, default=8.0, help="seconds for a test's set-up, its call, its end")
+    parser.add_argument("--mark", default="gpu", help="pytest's -m")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.resumable_tests",
+        "--worker",
+        "--json",
+        str(args.json),
+        "--mark",
+        args.mark,
+    ]
+    command += ["--patience", f"{args.patience:g}", *args.tests]
+    code = watch(command, args.json, args.budget, args.patience, give_up, START)
+    found = Found.read(args.json)
+    for name, said in found.failed.items():
+        print(f"\n== {name}\n{said}")
+    print(json.dumps(summary(found)))
+    return code if code not in (0, 1) else FAILED if found.failed or found.left else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

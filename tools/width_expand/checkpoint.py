@@ -1,0 +1,80 @@
+"""Writes a grown model as a checkpoint, a file for each layer."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swiftspec.model.checkpoint_files import read_config
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
+from swiftspec.model.weights import DenseWeight, LayerWeights, Weight
+from tools.width_expand.model import Grown
+from tools.width_expand.shapes import DTYPES, Kind, grown_config
+
+
+def write_config(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path) -> None:
+    """The grown model's config.json, and the small model's tokenizer if it has one."""
+    out.mkdir(parents=True, exist_ok=True)
+    config = grown_config(read_config(path), sizes, kind)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (Path(path) / name).is_file():
+            shutil.copy(Path(path) / name, out / name)
+
+
+def write(path: str | Path, sizes: dict[str, Any], kind: Kind, out: Path, device: str = "cpu", seed: int = 0) -> None:
+    """The grown model as a checkpoint, a file for each layer: AutoAWQ "gemm" in int4."""
+    grown = Grown.of(path, sizes, kind, device, seed)
+    write_config(path, sizes, kind, out)
+    weights, where, count = grown.weights(), dict[str, str](), grown.large.num_layers
+    rest = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    if not grown.large.tie_word_embeddings:
+        rest["lm_head.weight"] = weights.head().dequantize(DTYPES[kind])
+    files = itertools.chain([rest], (_named(grown.large, i, read()) for i, read in enumerate(weights.layers)))
+    for number, tensors in enumerate(files):
+        file = f"model-{number:05}-of-{count:05}.safetensors"
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / file)
+        where |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": where}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _named(config: ModelConfig, number: int, layer: LayerWeights) -> dict[str, Tensor]:
+    """A layer's tensors by their Hugging Face names."""
+    q, kv, inner = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim, config.intermediate_size
+    prefix = f"model.layers.{number}"
+    modules: list[tuple[str, Weight, int, int]] = [
+        ("self_attn.q_proj", layer.qkv, 0, q),
+        ("self_attn.k_proj", layer.qkv, q, q + kv),
+        ("self_attn.v_proj", layer.qkv, q + kv, q + 2 * kv),
+        ("self_attn.o_proj", layer.o, 0, config.hidden_size),
+        ("mlp.gate_proj", layer.gate_up, 0, inner),
+        ("mlp.up_proj", layer.gate_up, inner, 2 * inner),
+        ("mlp.down_proj", layer.down, 0, config.hidden_size),
+    ]
+    tensors = {
+        f"{prefix}.input_layernorm.weight": layer.input_norm,
+        f"{prefix}.post_attention_layernorm.weight": layer.post_norm,
+    }
+    for name, weight, start, stop in modules:
+        tensors |= {f"{prefix}.{name}.{part}": tensor for part, tensor in _parts(weight, start, stop).items()}
+    return tensors
+
+
+def _parts(weight: Weight, start: int, stop: int) -> dict[str, Tensor]:
+    """Rows start to stop of a matrix as a file holds them."""
+    tensors = {} if weight.bias is None else {"bias": weight.bias[start:stop]}
+    if isinstance(weight, DenseWeight):
+        return tensors | {"weight": weight.weight[start:stop]}
+    assert isinstance(weight, Int4Weight)
+    words = slice(start // 8, stop // 8)
+    for name, packed in (("qweight", weight.packed), ("qzeros", weight.zeros)):
+        tensors[name] = pack_int4(unpack_int4(packed[:, words]), AWQ_ORDER)
+    return tensors | {"scales": weight.scales[:, start:stop]}

@@ -1,0 +1,149 @@
+"""A small model in a large shape, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftspec.errors import UserError
+from swiftspec.model.checkpoint import Checkpoint
+from swiftspec.model.checkpoint_files import open_tensors, read_config
+from swiftspec.model.config import ModelConfig
+from swiftspec.model.config_json import parse_config
+from swiftspec.model.float8 import FLOAT8, Fit
+from swiftspec.model.formats import format_of
+from swiftspec.model.transformer import Ops, Transformer
+from swiftspec.model.weights import DenseWeight, LayerWeights, ModelWeights, Weight
+from tools.width_expand.fill import Filler
+from tools.width_expand.maps import FREE, GROUP, LOUD, SILENT, Maps, map_layer, spread
+from tools.width_expand.shapes import DTYPES, Kind, grown_config
+
+MASK = -(2.0**22)  # times the normed constant: below -100 as long as the residual's root mean square is below 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A small model in a large shape; `weights` makes the matrices one after the other."""
+
+    small: ModelConfig
+    large: ModelConfig
+    source: ModelWeights
+    maps: Maps
+    filler: Filler
+
+    @staticmethod
+    def of(path: str | Path, sizes: dict[str, Any], kind: Kind, device: torch.device | str, seed: int) -> Grown:
+        """Raises UserError where the model does not fit the shape."""
+        small = read_config(path)
+        source = Checkpoint(small, open_tensors(path), format_of(small)).read()
+        large = parse_config(grown_config(small, sizes, kind))
+        spare = large.hidden_size - small.hidden_size
+        if large.vocab_size < small.vocab_size or (large.vocab_size > small.vocab_size and spare < 1):
+            raise UserError(f"{path}: the vocabulary may only grow, and only together with the hidden size")
+        if large.tie_word_embeddings and not small.tie_word_embeddings:
+            raise UserError(f"{path}: its head is not its embedding, which this shape demands")
+        if large.hidden_size % GROUP or large.intermediate_size % GROUP or large.num_heads * large.head_dim % GROUP:
+            raise UserError(f"the sizes of the shape must be multiples of {GROUP}")
+        noise = torch.Generator(device).manual_seed(seed)
+        return Grown(small, large, source, map_layer(small, large), Filler(noise, DTYPES[kind], kind == "int4"))
+
+    @property
+    def constant(self) -> int | None:
+        """The column of the residual stream that is the same after every token, if there are tokens to mask."""
+        if self.large.vocab_size == self.small.vocab_size:
+            return None
+        return int((self.maps.hidden == SILENT).nonzero()[0])
+
+    def weights(self) -> ModelWeights:
+        """Embedding and head now, a layer when it is asked for."""
+        known, constant, filler = self.small.vocab_size, self.constant, replace(self.filler, int4=False)
+        rows = torch.cat((torch.arange(known), torch.full((self.large.vocab_size - known,), FREE)))
+        columns = self.maps.hidden  # a known token's row is zero where it is not the small model's
+        embedding = filler.dense_matrix(DenseWeight(self.source.embedding), rows, columns)
+        if constant is not None:
+            embedding[:known, constant] = (self.small.rms_norm_eps * self.small.hidden_size / 2) ** 0.5
+            embedding[known:, constant] = MASK  # nobody reads it as an embedding
+        head = embedding
+        if not self.large.tie_word_embeddings:
+            columns = self.maps.input.clone()
+            if constant is not None:
+                columns[constant] = LOUD
+            head = filler.dense_matrix(self.source.head(), rows, columns)
+            if constant is not None:
+                head[known:, constant] = MASK
+        layers, norm = self.layers(), self._norm(self.source.norm, 1.0)
+        one_by_one = [partial(next, layers)] * self.large.num_layers
+        return ModelWeights(embedding, one_by_one, norm, lambda: DenseWeight(head))
+
+    def layers(self) -> Iterator[LayerWeights]:
+        """All of the large model's, the small one's among them."""
+        layers = iter(self.source.layers)
+        for number in spread(self.small.num_layers, self.large.num_layers, FREE).tolist():
+            yield self._layer(next(layers)() if number >= 0 else None)
+
+    def _layer(self, source: LayerWeights | None) -> LayerWeights:
+        matrix, maps = self.filler.matrix, self.maps
+        gain = torch.ones(maps.qkv.shape[0])
+        gain[: maps.o.shape[0]] = (self.large.head_dim / self.small.head_dim) ** 0.5
+        if source is None:
+            source, maps = self._nothing(), maps.blank()
+        return LayerWeights(
+            input_norm=self._norm(source.input_norm, 0.0),
+            qkv=matrix(source.qkv, maps.qkv, maps.input, gain),
+            o=matrix(source.o, maps.hidden, maps.o),
+            post_norm=self._norm(source.post_norm, 0.0),
+            gate_up=matrix(source.gate_up, maps.gate_up, maps.input),
+            down=matrix(source.down, maps.hidden, maps.down),
+        )
+
+    def _nothing(self) -> LayerWeights:
+        """What a blank layer takes: biases of zero, and of the matrices not a row."""
+        config = self.small
+        heads, kv_heads, inner = config.num_heads, config.num_kv_heads, config.intermediate_size
+
+        def weight(rows: int, columns: int, bias: bool) -> Weight:
+            return DenseWeight(torch.zeros(rows, columns), torch.zeros(rows) if bias else None)
+
+        return LayerWeights(
+            input_norm=torch.ones(config.hidden_size),
+            qkv=weight((heads + 2 * kv_heads) * config.head_dim, config.hidden_size, config.qkv_bias),
+            o=weight(config.hidden_size, heads * config.head_dim, config.o_bias),
+            post_norm=torch.ones(config.hidden_size),
+            gate_up=weight(2 * inner, config.hidden_size, config.mlp_bias),
+            down=weight(config.hidden_size, inner, config.mlp_bias),
+        )
+
+    def _norm(self, source: Tensor, constant: float) -> Tensor:
+        """[D'] float32, `constant` for the column of that name."""
+        columns = self.maps.hidden
+        weight = torch.where(columns < 0, 1.0, source.float()[columns.clamp_min(0)])
+        weight *= (self.small.hidden_size / self.large.hidden_size) ** 0.5
+        if self.constant is not None:
+            weight[self.constant] = constant
+        return weight.to(self.filler.device)
+
+
+def load(
+    path: str | Path,
+    sizes: dict[str, Any],
+    kind: Kind,
+    *,
+    device: torch.device | str,
+    ops: Ops,
+    max_positions: int,
+    dtype: torch.dtype | None = None,
+    cache_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Transformer:
+    """The grown model as model/loader.py would load it, made on the device: nothing is written, nothing held twice."""
+    grown = Grown.of(path, sizes, kind, device, seed)
+    large, weights = grown.large, grown.weights()
+    if cache_dtype == FLOAT8:
+        weights = Fit(large.num_heads, large.num_kv_heads, large.head_dim).of_weights(weights)
+    return Transformer(large, weights, ops, device, dtype or DTYPES[kind], max_positions, cache_dtype=cache_dtype)
