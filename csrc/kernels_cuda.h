@@ -121,37 +121,6 @@ void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, 
 // host::draw_keyed; with `keys` null host::log_probs of these tokens, which must lie in the vocabulary.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs, Stream stream);
 
-// ---- chains
-
-// What of the draft tokens of each request the target keeps, and the token that it adds (swiftspec/chains), of logits
-// that are shaped already. Without `draft` a token stays while it is the target's own: the likeliest, or with `keys`
-// the one drawn by that noise. With `draft`, rejection: `keys` then is the noise of what follows.
-struct Logits {
-  const void* data;
-  int64_t request, position;  // elements from one to the next; those of a position are neighbours
-};
-
-struct alignas(16) PositionMark {  // what is known of a position once it has been read
-  float target, draft;             // logarithms of the sums of exponentials, where there is a draft
-  int32_t choice;                  // the target's own token, where there is none
-  int32_t stays;                   // whether the draft's token does, if all before it do
-};
-
-struct VerifyArgs {
-  Logits target;           // [batch, steps + 1, vocab]
-  Logits draft;            // [batch, steps, vocab], or null
-  const int64_t* tokens;   // [batch, steps], within the vocabulary
-  const float* coins;      // [batch, steps], uniform in (0, 1); null without a draft
-  const uint32_t* keys;    // [batch, steps + 1], noise::row_key of each position; null: no noise
-  PositionMark* marks;     // [batch, steps + 1], scratch in any state
-  uint32_t* arrived;       // [batch], scratch that is zero before and after
-  uint8_t* accepted;       // [batch, steps]
-  int64_t *count, *bonus;  // [batch]
-  int64_t batch, steps, vocab;
-  bool wide;  // logits are float32, else bfloat16
-};
-void verify(const VerifyArgs& args, Stream stream);
-
 // ---- particles
 
 // Groups of particles weighed, and resampled where their weights are uneven: what a round ends with (swiftspec/smc).

@@ -516,19 +516,3 @@ def resample_cuda(
 
 def use_cuda_device(ordinal: int) -> None:
     """Says which GPU this thread's next calls are for."""
-
-def verify_cuda(
-    *,
-    target: Array,
-    draft: Array | None,
-    tokens: Array,
-    coins: Array | None,
-    keys: Array | None,
-    marks: Array,
-    arrived: Array,
-    accepted: Array,
-    count: Array,
-    bonus: Array,
-    stream: int,
-) -> None:
-    """Chains against the target in one launch; see VerifyArgs in kernels_cuda.h."""

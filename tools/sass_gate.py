@@ -50,7 +50,7 @@ BULK = {
 PLAIN = dict.fromkeys(("linear_kernel", "wide_kernel"),
                       ("cp.async.cg.shared", "cp.async.mbarrier.arrive.noinc", "mbarrier.test_wait",
                        "prefetch.global.L2"))  # fmt: skip
-CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "keyed_kernel", "verify_kernel", "wide_kernel",
+CLUSTERS = dict.fromkeys(("attention_kernel", "children_kernel", "keyed_kernel", "wide_kernel",
                           "arrange_kernel"), ("mapa", "barrier.cluster.arrive", "barrier.cluster.wait"))  # fmt: skip
 # blocks that wait for each other, and read nothing of each other
 CLUSTERS |= {"resample_kernel": ("barrier.cluster.arrive", "barrier.cluster.wait")}

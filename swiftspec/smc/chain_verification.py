@@ -1,10 +1,10 @@
-"""Verification: what of a proposal the target keeps, and the token that it adds.
+"""Verification of chains in batches: how many draft tokens of each request are accepted, and the bonus token.
 
-Chains in batches, for a device: `greedy`, `match` and `reject`, without a branch and without a loop over rows. Trees
-one at a time: `walk` here, on the host, for `match`; reject.py for drawn children. All are exact for any sampling
-parameters: logits are shaped (tempered, filtered, penalised, biased) before they come here, and forbidden tokens -inf.
+`as_far_as_equal` accepts tokens while they equal those that the target samples, `reject` is rejection sampling. Neither
+branches or loops over rows. Both are exact for any sampling parameters: the caller has already applied temperature,
+penalties, biases and filters to the logits, and forbidden tokens are -inf.
 
-Letters: B requests, K draft tokens of each, V tokens. Shapes that are not as said raise ValueError.
+Letters: B requests, K draft tokens of each, V tokens. Tensors of other shapes raise ValueError.
 """
 
 from __future__ import annotations
@@ -24,22 +24,6 @@ class Verified:
     accepted: Tensor  # [B, K] bool, a prefix of each row
     count: Tensor  # [B] int64, how many
     bonus: Tensor  # [B] int64, the target's token after them
-
-
-def greedy(target: Tensor, tokens: Tensor) -> Verified:
-    """Keeps draft tokens as long as each is the likeliest. `target` [B, K + 1, V] logits, floating; `tokens` [B, K]."""
-    _check(tokens, target=(target, 1))
-    return as_far_as_equal(target.argmax(-1), tokens)
-
-
-def match(target: Tensor, tokens: Tensor, noise: Tensor) -> Verified:
-    """Keeps draft tokens as long as each is the one that the target draws there.
-
-    `target` [B, K + 1, V] shaped logits; `tokens` [B, K]; `noise` [B, K + 1, V] or what broadcasts to it, standard
-    Gumbel, a row for each position. The tokens are those of plain decoding with the same noise.
-    """
-    _check(tokens, target=(target, 1))
-    return as_far_as_equal(_best(target, noise), tokens)
 
 
 def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> Verified:
@@ -86,12 +70,6 @@ def as_far_as_equal(best: Tensor, tokens: Tensor) -> Verified:
     accepted = (best[:, :-1] == tokens).long().cumprod(-1).bool()
     count = accepted.sum(-1)
     return Verified(accepted, count, best.gather(1, count[:, None]).squeeze(1))
-
-
-def _best(logits: Tensor, noise: Tensor) -> Tensor:
-    """argmax of logits [B, K, V] + noise, [B, K]: a position at a time, so that no sum of them all is made."""
-    noise = noise.expand(logits.shape)
-    return torch.stack([(logits[:, k] + noise[:, k]).argmax(-1) for k in range(logits.shape[1])], 1)
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, kind: torch.dtype) -> Tensor:

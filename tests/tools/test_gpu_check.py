@@ -112,7 +112,7 @@ def test_files_are_named_as_the_predictor_names_gpus(gpu: str, name: str) -> Non
 @pytest.fixture(scope="module")
 def collected() -> str:
     """The tests of tests/gpu, by a process that has imported all that the steps import and nothing of the front end."""
-    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, bench.verify, tools.gpu_check, swiftspec.engine"
+    modules = "bench.gpu.constants, bench.gpu.kernels, bench.gpu.step, tools.gpu_check, swiftspec.engine"
     done = bare(f"import {modules}, pytest\nsys.exit(pytest.main(['tests/gpu', '-m', 'gpu', '--collect-only']))")
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
