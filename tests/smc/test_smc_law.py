@@ -18,7 +18,7 @@ import torch
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.noise_streams import Streams
+from swiftspec.smc.noise_streams import ParticleStreams
 from tests.support.histories import (
     HistoryModel,
     Law,
@@ -72,7 +72,7 @@ def sample(
     """The draft is flatter than the target: else rare texts of great weight would want many more runs."""
     target = HistoryModel(vocab, 1)
     found = Found(target, [])
-    worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots)
+    worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots_per_round)
     for seed in range(runs):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
         answer = worker.answer()
@@ -205,12 +205,12 @@ def test_one_particle_is_draft_then_bonus() -> None:
     target, draft, sampling = HistoryModel(5, 3), HistoryModel(5, 4), SamplingParams(temperature=0.7, seed=11)
     worker = make_worker(target, draft, PopulationConfig(1, 1))
     decode(worker, PROMPT, sampling, set(), 9)
-    streams, text, log_weight = Streams(1, 1, "cpu"), list(PROMPT), 0.0
+    streams, text, log_weight = ParticleStreams(1, 1, "cpu"), list(PROMPT), 0.0
     streams.seed(0, 11)
     while len(text) < len(PROMPT) + 9:
         first, extra = (
             gumbel(row_bits(keys, counters(range(5))), torch.float64)[0]
-            for keys in streams.round(torch.tensor([[len(text), len(text) + 1]]))
+            for keys in streams.round_keys(torch.tensor([[len(text), len(text) + 1]]))
         )
         q = draft.after(text) / 0.7
         token = int((q + first).argmax())
@@ -241,7 +241,7 @@ def test_more_particles_come_closer(power: float, temperature: float) -> None:
 
 @pytest.mark.slow
 def test_the_bias_falls_as_one_over_n() -> None:
-    """The share of the weight alone; docs/log/2026-11-21.md has more figures. A quarter with four times the N."""
+    """The share of the weight alone; bench/log/2026-11-21.md has more figures. A quarter with four times the N."""
     sampling, apart = SamplingParams(temperature=0.7), []
     for particles, runs in ((4, 600), (16, 500)):
         found = sample(PopulationConfig(particles, 1, 0.5, 2.0), sampling, runs, sharpness=1.5)

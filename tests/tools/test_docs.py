@@ -25,8 +25,8 @@ def test_the_committed_page_is_current(name: str) -> None:
 def test_no_kind_of_steps_takes_more_than_a_slower_one(machine: execution_paths.Machine) -> None:
     """docs/paths.md says so: of a request with several features the slowest row counts."""
     for offer in (machine.to_expand(), machine.to_verify(), machine.for_rounds()):
-        taken = [frozenset(name for name in FEATURES if kind.takes(frozenset({name}))) for kind in offer]
-        assert all(kind.takes(all_of_them) for kind, all_of_them in zip(offer, taken))
+        taken = [frozenset(name for name in FEATURES if kind.supports(frozenset({name}))) for kind in offer]
+        assert all(kind.supports(all_of_them) for kind, all_of_them in zip(offer, taken))
         assert all(faster <= slower for faster, slower in pairwise(taken))
         assert taken[-1] == set(FEATURES)
 
@@ -38,7 +38,7 @@ class Listener(execution_paths.Machine):
     heard: set[str] = field(default_factory=set)
     name: str = "listener"
 
-    def takes(self, wanted: frozenset[str]) -> bool:
+    def supports(self, wanted: frozenset[str]) -> bool:
         self.heard.update(wanted)
         return True
 
@@ -71,7 +71,7 @@ def test_a_cell_keeps_its_bars() -> None:
 
 def pages() -> list[str]:
     """All but the log, which names files as they were on its day."""
-    found = [docs.ROOT / "README.md", *docs.ROOT.glob("docs/*.md"), *docs.ROOT.glob("docs/reference/*.md")]
+    found = [docs.ROOT / "README.md", *docs.ROOT.glob("docs/**/*.md")]
     return [page.relative_to(docs.ROOT).as_posix() for page in sorted(found)]
 
 
