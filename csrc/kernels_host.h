@@ -1,4 +1,4 @@
-// Every operator of the CPU, on one page. Raw pointers and sizes; the callers have checked the arguments.
+// All CPU operators. They take raw pointers and sizes; the callers have checked the arguments.
 #pragma once
 
 #include <cmath>
@@ -10,47 +10,47 @@
 
 namespace swiftspec::host {
 
-// ---- instructions and threads
+// ---- ISA levels and threads
 
-// The operators exist for several sets of instructions. `level` is the one in use: "avx512_bf16", "avx512", "avx2", or
-// "none" where the CPU or the architecture has none of them; then all but noise_bits and move_kv throw. `use_level`
-// changes it (for tests): false where this CPU has no such level.
+// Operators are compiled for several ISA levels. `level` is the one in use: "avx512_bf16", "avx512_vnni", "avx512",
+// "avx_vnni", "avx2", or "none" on other CPUs, where all operators except noise_bits and move_kv throw. `use_level`
+// selects another one (for tests) and returns false if this CPU does not support it.
 const char* level();
 bool use_level(const std::string& name);
 
-// How many threads share a large product or a long prompt chunk, the caller's among them; 1 at first. It holds for the
-// process; not to be changed while an operator runs. A forked child starts again with one.
+// The number of threads that share large products and prompt chunks, including the caller; 1 by default. The setting is
+// per process and must not change while an operator runs. A forked child starts with 1.
 void set_threads(int count);
 int threads();
 
-// A loop of nothing but the products that `linear` is made of, for benchmarks. Returns how many floating-point
-// operations it was.
-int64_t peak(int64_t rounds, bool wide);
+// A loop of only the products that `linear` consists of, for benchmarks. Returns its number of floating-point
+// operations.
+int64_t peak(int64_t int8_activations, bool is_f32);
 
 // ---- linear
 
 enum class Format : uint8_t { f32, bf16, int4, int8 };
-enum class Scales : uint8_t { f32, bf16, f16 };
+enum class ScaleType : uint8_t { f32, bf16, f16 };
 
-// A projection made ready at load, in blocks of 16 outputs; host/ops/product.h has their layout. N is padded to 16, K
-// to 8. Of int4 and int8 a weight is (code - zero) scale, with one scale and one zero for each group of inputs.
+// A projection packed at load in blocks of 16 outputs (layout: host/ops/product.h). N is padded to 16, K to 8. An int4
+// or int8 weight is (code - zero) scale, with one scale and one zero per group of inputs.
 struct Weights {
   Format format;
   const void* data;
-  const void* scales;    // [N / 16][K / group][16] of `kind`; null where there are no codes
-  Scales kind;
-  const uint8_t* zeros;  // int4: [N / 16][K / group][16]; else null, and the zero of int8 is 128
-  const float* bias;     // [n], or null
-  int64_t k, n, group;   // inputs, outputs; the inputs of a group, a multiple of 16 that divides k
-  bool rounds;           // each row is rounded to int8, group by group, and sums are integers; int8 has no other way
+  const void* scales;  // [N / 16][K / group][16] of scale_type; null without codes
+  ScaleType scale_type;
+  const uint8_t* zeros;   // int4: [N / 16][K / group][16]; else null (the zero of int8 is 128)
+  const float* bias;      // [n], or null
+  int64_t k, n, group;    // inputs, outputs, inputs per group: a multiple of 16 that divides k
+  bool int8_activations;  // rows are quantised to int8 per group, sums are integers; required for int8 weights
 };
 
-// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights go
-// with a float32 model. A row's result does not depend, to the bit, on the other rows. One of out and logits is given.
+// out = epilogue(norm(x) W^T + bias), sums in float32. T is float32 or bfloat16, the model's type; float32 weights need
+// a float32 model. A row's result does not depend on other rows (bitwise). Exactly one of out and logits is set.
 struct LinearArgs {
   const Weights* weights;
   const void* x;         // [rows, k] T
-  const void* norm;      // [k] T, weight of an RMSNorm in front, or null
+  const void* norm;      // [k] T, weight of an RMSNorm applied to x, or null
   float eps;             // of that norm
   const void* residual;  // [rows, n] T, added to the rounded product; or null
   void* out;             // [rows, n] T; with swiglu [rows, n / 2]; or null
@@ -58,31 +58,31 @@ struct LinearArgs {
   bool swiglu;           // the first n / 2 outputs are gates of the others: SiLU(gate) * up
   int64_t rows;
 };
-void linear(const LinearArgs& args, bool wide);  // wide: T is float32
+void linear(const LinearArgs& args, bool is_f32);  // is_f32: T is float32
 
-// into[i] += x[i], in T; what stands behind a product that ranks have summed.
-void add(const void* x, int64_t count, void* into, bool wide);
+// into[i] += x[i] in T: the residual after an all-reduce.
+void add(const void* x, int64_t count, void* into, bool is_f32);
 
 // ---- attention
 
-// RoPE on q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are taken in the
-// order of their positions, which is the order of a row's visible slots: a row's result does not depend, to the bit, on
-// the other rows or on which slots its keys have.
+// RoPE of q and k, append of k and v to the cache at each row's slot, masked attention; all in T. Keys are summed in
+// the order of positions, which is the order of a row's visible slots, so a row's result does not depend (bitwise) on
+// other rows or on the slots of its keys.
 struct AttentionArgs {
   const void* qkv;       // [rows, (heads + 2 kv_heads) dim]
   const void* cos;       // [rows, dim]
   const void* sin;       // [rows, dim], negative in its first half
   const int64_t* slots;  // [rows]
-  const uint8_t* mask;   // [rows, width], over the last `width` of the `length` slots in use; older ones are visible
+  const uint8_t* mask;   // [rows, width], over the last `width` of the `length` slots in use; earlier slots are visible
   void* keys;            // [kv_heads, capacity, dim]
   void* values;          // the same
   void* out;             // [rows, heads dim]
   int64_t rows, heads, kv_heads, capacity, length, width;
-  int64_t dim;  // of a head, a multiple of 16, at most 256
+  int64_t dim;  // head_dim, a multiple of 16, at most 256
 };
-void attention(const AttentionArgs& args, bool wide);
+void attention(const AttentionArgs& args, bool is_f32);
 
-// Commit: moves slots of one sequence's region, in every layer and head.
+// KV commit: moves slots of one sequence's region, in every layer and head.
 void move_kv(const MoveArgs& args);
 
 // ---- noise
@@ -90,43 +90,43 @@ void move_kv(const MoveArgs& args);
 // out[row, token] = bits(row_key(seed, stream, positions[row]), token); out is rows x vocab, contiguous.
 void noise_bits(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, int64_t vocab, uint32_t* out);
 
-// Standard Gumbel noise, -ln(-ln(1 - v)) for v = (bits + 1/2) / 2^32 held below 1: the same at every level.
+// Standard Gumbel noise -ln(-ln(1 - v)) with v = (bits + 1/2) / 2^32, clamped below 1; identical at every ISA level.
 void gumbel(const uint32_t* bits, int64_t count, float* out);
 
-// out[row, i] = that noise of `noise_bits` for token first + i; out is rows x count, contiguous.
+// out[row, i] = Gumbel noise of noise_bits for token first + i; out is rows x count, contiguous.
 void gumbel_rows(uint64_t seed, uint32_t stream, const int32_t* positions, int64_t rows, uint32_t first, int64_t count,
                  float* out);
 
-// gumbel_rows of rows with these keys (noise::row_key), whatever streams they belong to.
+// gumbel_rows for rows with given keys (noise::row_key), which may belong to different streams.
 void gumbel_keyed(const uint32_t* keys, int64_t rows, uint32_t first, int64_t count, float* out);
 
 // ---- sampling
 
-// Per row the token of the highest score, of equal ones the first, and that score, where `values` is not null. tau
-// plays no part.
+// Per row the token of the highest score (the first of equal ones) and, if `values` is not null, that score. tau is
+// ignored.
 void draw(const ScoreArgs& args, int64_t* tokens, float* values);
 
-// Per row the k largest of log_softmax(scores), largest first, and their tokens. None is above 0 or NaN; a row without
-// k candidates is filled up with -inf. With `totals` [rows] the values are the scores themselves, and logsumexp(scores)
-// is there: the columns are one rank's, and host/decoder/merge.h puts them together.
+// Per row the k largest of log_softmax(scores), largest first, and their tokens. Values are never above 0 or NaN;
+// missing candidates are filled with -inf. With `totals` [rows] (vocabulary shard of one rank) the values are the
+// scores themselves and totals the logsumexp(scores); host/decoder/merge.h merges the shards.
 void children(const ScoreArgs& args, int64_t k, int64_t* tokens, float* values, float* totals);
 
-// A score as a log-probability. A parent's weight bounds its children's, so none is above 0.
+// Converts a score to a log-probability, clamped to at most 0, since a parent's weight must bound its children's.
 inline float log_probability(float score, float total) {
   const float value = score - total;
   if (std::isnan(value)) return -std::numeric_limits<float>::infinity();
   return value <= 0.0f ? value : 0.0f;
 }
 
-// Per row log_softmax(scores) at its token; noise and tau play no part.
+// Per row log_softmax(scores) at its token; noise and tau are ignored.
 void log_probs(const ScoreArgs& args, const int64_t* tokens, float* out);
 
-// Both in one pass: the token of `draw` under the noise of `gumbel_keyed`, made on the way, and unless `log_probs` is
-// null what log_probs gives there; NaN where there is none. The noise of the arguments plays no part.
+// Fused draw and log_probs in one pass: the token of `draw` under the noise of `gumbel_keyed` and, unless `log_probs`
+// is null, its log_softmax; NaN if the token is -1. The noise of the arguments is ignored.
 void draw_keyed(const ScoreArgs& args, const uint32_t* keys, int64_t* tokens, float* log_probs);
 
-// A token of max(0, p - q), p and q the softmax of one row of scores each, by the noise of this key; -1 where nothing is
-// left, or a score is NaN. Noise and tau of the arguments play no part.
+// Draws a token from max(0, p - q), where p and q are the softmax of one row of scores each, with the noise of this
+// key. -1 if the difference is zero or a score is NaN. Noise and tau of the arguments are ignored.
 int64_t draw_residual(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
 
 }  // namespace swiftspec::host

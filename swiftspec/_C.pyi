@@ -12,13 +12,13 @@ cuda_built: bool
 cuda_archs: tuple[int, ...]
 
 class Cache:
-    """A cache [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
+    """A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive."""
     def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Sequence[int], start: int) -> None:
         """Moves slots source[i] to start + i, in place and in every layer; see MoveArgs in common/arguments.h."""
 
 class Decoder:
-    """All layers as one call; see Stack and Step in host/decoder/decoder.h."""
+    """Decoder forward as one call; see PackedModel and ForwardArgs in host/decoder/decoder.h."""
     def __init__(
         self,
         embedding: Array,
@@ -30,10 +30,10 @@ class Decoder:
         layers: Sequence[tuple[Array, Weights, Weights, Array, Weights, Weights]],
         heads: int,
         kv_heads: int,
-        group: Group | None,
-        timeout: float,
+        group: ShmGroup | None,
+        timeout_s: float,
     ) -> None:
-        """A layer: input norm, qkv, o, post norm, gate_up, down. It keeps what it is given alive."""
+        """Each of `layers`: input norm, qkv, o, post norm, gate_up, down. Keeps all arguments alive."""
     def forward(
         self,
         tokens: Array,
@@ -45,42 +45,31 @@ class Decoder:
         cache: Cache,
         logits: Array | None,
     ) -> None:
-        """A forward over a batch (model/batch.py) whose rows are in the order of their sequences. Without logits the
-        head is left out."""
+        """Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head if `logits` is None."""
 
 class FastReply:
-    """What a draft is ready to reply; see host/decoder/fast_reply.h."""
-    def to(self, result: Sequence[int]) -> list[int]:
-        """The packed proposal that follows from a packed result; empty where that is for Python to find."""
-
-class Group:
-    """Collectives over shared memory; see Group in host/shm/ll_shm.h. Times in seconds."""
-    def __init__(self, name: str, rank: int, size: int, capacity: int, seconds: float, spin: bool) -> None: ...
-    def all_gather(self, x: Array, out: Array, seconds: float) -> None:
-        """Every rank's x, in the order of the ranks."""
-    def all_reduce(self, x: Array, seconds: float) -> None:
-        """Sums x, float32, float64 or bfloat16, in place and in the order of the ranks."""
-    def leave(self) -> None:
-        """What was sent stays readable."""
+    """The state from which a draft replies without Python; see host/decoder/fast_reply.h."""
+    def reply(self, result: Sequence[int]) -> list[int]:
+        """The packed proposal that follows a packed result; empty if Python must handle the result."""
 
 class Mailbox:
     """Messages of int32 words over shared memory; see Mailbox in host/shm/mailbox.h."""
-    def __init__(self, name: str, side: int, words: int, seconds: float, spin: bool) -> None: ...
+    def __init__(self, name: str, side: int, words: int, timeout_s: float, spin: bool) -> None: ...
     def leave(self) -> None:
-        """What was sent stays readable."""
-    def recv(self, seconds: float, pause: float) -> list[int]:
-        """The next message; `pause` bounds the waits within it."""
+        """Announces that this side sends no more. Sent messages stay readable."""
+    def recv(self, timeout_s: float, message_timeout_s: float) -> list[int]:
+        """Receives a message. `message_timeout_s` limits the waits within it."""
     def recv_or_reply(
-        self, ready: FastReply, result: int, proposal: int, note: int, seconds: float, pause: float
+        self, state: FastReply, result: int, proposal: int, note: int, timeout_s: float, message_timeout_s: float
     ) -> tuple[list[int], bool]:
-        """As `recv`, but a message [result, ...] is replied to at once where `ready` can: [proposal, note, ...]. The
-        second value: whether it was."""
-    def send(self, words: Sequence[int], seconds: float) -> None:
-        """Waits so long where the mailbox is full."""
+        """As `recv`, but immediately answers a message [result, ...] with [proposal, note, ...] if `state` has a reply.
+        The second value is whether it did."""
+    def send(self, words: Sequence[int], timeout_s: float) -> None:
+        """Sends a message. Waits up to `timeout_s` while the mailbox is full."""
 
 class Population:
-    """Rounds of particles, or of exact chains, as one call each, on both models and on tensors that stay where they
-    are; see host/decoder/population.h."""
+    """Rounds of particles, or of exact chains, as one call each. Works on both models and in place on the tensors; see
+    host/decoder/population.h."""
     def __init__(
         self,
         draft: Decoder,
@@ -89,26 +78,26 @@ class Population:
         target_cache: Cache,
         tensors: Sequence[Array],
         steps: int,
-        law: str,
+        verify_mode: str,
         power: float,
         threshold: float,
         deferred_bonus: bool,
     ) -> None:
-        """`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive."""
-    def compact(self, group: int, promoted: int, keep: Sequence[int]) -> None:
-        """Follows a compaction of both caches: of the slots so many have gone to the prefix, and `keep` stay."""
+        """`tensors`: those of SMCRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive."""
+    def compact(self, group: int, promoted: int, surviving: Sequence[int]) -> None:
+        """Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are
+        kept."""
     def round(
-        self, spans: Sequence[tuple[int, float, Array | None]], head: Array, told: Callable | None
+        self, spans: Sequence[tuple[int, float, Array | None]], summary: Array, on_forward: Callable | None
     ) -> tuple[float, float]:
-        """A round of the first groups, of which each span has so many whose logits go by one temperature (0: no noise)
-        and bias [vocab]. Fills head [groups, 3 + text + width] as SMCRound does. After each forward `told`, if there is
-        one, gets whether it was the target's, its rows and its seconds. Returns the seconds of the draft's forwards and
-        of the target's."""
+        """Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws
+        without noise. Fills `summary` [groups, 3 + max_tokens + width] as SMCRound does. Calls on_forward(is_target,
+        rows, seconds) after each forward. Returns the seconds of the draft's forwards and of the target's."""
 
 class Rounds:
-    """Expansions and verifications as one call each, of one decoder over the only sequence of a cache; see
-    host/decoder/rounds.h. The ranks of a group make the same calls and exchange the best of theirs; OSError says that
-    one of them is gone."""
+    """Expansions and verifications as one call each, for one decoder and a cache of one sequence; see
+    host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. Raises OSError if a
+    rank is lost."""
     def __init__(self, decoder: Decoder, cache: Cache) -> None: ...
     def expand(
         self,
@@ -122,47 +111,67 @@ class Rounds:
         tau: float,
         allowed: Callable | None,
     ) -> tuple[int, float]:
-        """Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root that
-        is all there is. `allowed`: of the nodes of these leaves, a bit for each token that may follow, uint8 [leaves,
-        bytes]; None: any. Returns how many leaves, and the seconds of the forward."""
+        """Expands the likeliest leaves. `prefix`: number of verified tokens with KV. `pending`: verified tokens without
+        KV, only before the first expansion. `allowed`: maps the leaves to their token masks, uint8 [leaves, bytes], one
+        bit per token; None allows all. Returns the number of expanded leaves and the seconds of the forward."""
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int], scoring: Scoring) -> list[float]:
-        """Of the tokens of the proposal verified last, but for its root: what the target's logits give each after its
-        parent. ValueError where a larger one was asked of than was verified."""
+        """Target probabilities of each node's token after its parent, root excluded, for the proposal that was verified
+        last. Raises ValueError if it had fewer nodes."""
     def scoring(
         self, vocab: int, temperature: float, bias: Array | None, noisy: bool, seed: int, stream: int
     ) -> Scoring:
-        """`bias` [vocab] float32; if `noisy`, the noise is that of `seed` and `stream`."""
+        """`bias`: [vocab] float32. `noisy`: add the noise of `seed` and `stream`."""
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Scoring, allowed: Array | None
     ) -> tuple[list[int], list[int], float]:
-        """`allowed`: as in `expand`, [nodes, bytes]. The accepted path, whose slots now follow the prefix, the token
-        drawn after each of its nodes, and the seconds of the forward."""
+        """Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. Returns the accepted
+        path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds of the
+        forward."""
 
 class Scoring:
-    """What makes tokens of one request's logits; `Rounds.scoring` makes it."""
+    """Scores of one request's logits: temperature, bias and noise. Created by `Rounds.scoring`."""
+
+class ShmGroup:
+    """Collectives over shared memory; see ShmGroup in host/shm/ll_shm.h."""
+    def __init__(self, name: str, rank: int, size: int, capacity: int, timeout_s: float, spin: bool) -> None: ...
+    def all_gather(self, x: Array, out: Array, timeout_s: float) -> None:
+        """Gathers x of every rank, in rank order."""
+    def all_reduce(self, x: Array, timeout_s: float) -> None:
+        """Sums x (float32, float64 or bfloat16) over the ranks, in place and in rank order."""
+    def leave(self) -> None:
+        """Announces that this rank sends no more. Sent data stays readable."""
 
 class Tree:
-    """A draft tree on arrays of Python's, which it keeps alive; see host/decoder/tree.h."""
+    """A draft tree on NumPy arrays, which it keeps alive; see host/decoder/tree.h."""
     def __init__(self, token: Array, parent: Array, slot: Array, logprob: Array, visible: Array, sizes: Array) -> None:
         """The arrays of `DraftTree` (swiftspec/tree/tree.py)."""
     def best_subtree(self, bs: int, root: int) -> tuple[list[int], list[int], list[int]]:
-        """The likeliest nodes from `root` down, their tokens, and their parents by index among them."""
-    def fast_reply(self, request: int, prefix_len: int, bs: int, w: int, steps: int, worth: float) -> FastReply:
-        """What this tree is ready to reply to the next result of a request."""
+        """The likeliest nodes of the sub-tree of `root`, their tokens, and the index of each parent among them."""
+    def fast_reply(
+        self, request: int, prefix_len: int, bs: int, w: int, steps: int, expansion_yield: float
+    ) -> FastReply:
+        """The state for replying to the next result of a request."""
     def prospects(self, bs: int, w: int, root: int) -> tuple[float, float]:
-        """The summed probabilities, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves."""
+        """Probability mass, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves."""
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
-        """Makes a node the root. Returns the tree slots from the old root to its parent, and those that stay."""
+        """Makes a node the root. Returns the tree slots from the old root to its parent, and the surviving ones."""
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes that spell as many leading tokens as the tree holds, from below the root down."""
+        """The path below the root that matches the longest prefix of `tokens`."""
 
 class Weights:
-    """A projection of k inputs and n outputs, whose arrays it keeps alive."""
+    """Packed weights of a projection of k inputs and n outputs. Keeps its arrays alive."""
     def __init__(
-        self, data: Array, scales: Array | None, zeros: Array | None, bias: Array | None, k: int, n: int, rounds: bool
+        self,
+        data: Array,
+        scales: Array | None,
+        zeros: Array | None,
+        bias: Array | None,
+        k: int,
+        n: int,
+        int8_activations: bool,
     ) -> None:
-        """`data`: blocks of 16 outputs, float32, bfloat16 or, with `scales`, int8 or, with `zeros` too, int4;
-        host/ops/product.h has their layouts. `rounds`: rows are rounded to int8."""
+        """`data`: blocks of 16 outputs in float32 or bfloat16; int8 if `scales` are given; int4 if `zeros` are given
+        too (layouts: host/ops/product.h). `int8_activations`: rows are quantised to int8."""
 
 def attention(
     qkv: Array,
@@ -176,8 +185,11 @@ def attention(
     length: int,
     out: Array,
 ) -> None:
-    """RoPE, KV append and masked attention of one sequence's rows, `length` of whose slots are in use; see
-    AttentionArgs in kernels_host.h."""
+    """RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see AttentionArgs in
+    kernels_host.h."""
+
+def checksums(data: Array) -> bytes:
+    """One 8-byte checksum per started MiB of `data` [n] uint8. Every bit of the data changes it."""
 
 def children(
     logits: Array,
@@ -190,7 +202,7 @@ def children(
     tokens: Array,
     values: Array,
 ) -> None:
-    """As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold."""
+    """Per row the k largest of log_softmax(scores) and their tokens; `tokens` and `values` are [rows, k]."""
 
 def draw(
     logits: Array,
@@ -201,39 +213,39 @@ def draw(
     temperature: float,
     tokens: Array,
 ) -> None:
-    """The token of each row's highest score; see ScoreArgs in common/arguments.h."""
+    """Per row the token of the highest score; see ScoreArgs in common/arguments.h."""
 
 def draw_keyed(
     logits: Array, vocab: int, bias: Array | None, temperature: float, keys: Array, tokens: Array, values: Array
 ) -> None:
-    """The token of each row's highest score under the noise of its key, and log_softmax(scores) there."""
+    """Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token."""
 
 def gumbel_keyed(keys: Array, first: int, out: Array) -> None:
-    """The same of rows with these keys [rows] int32."""
+    """As gumbel_rows, for the row keys [rows] int32."""
 
 def gumbel_of(bits: Array, out: Array) -> None:
-    """The Gumbel noise (float32) of bits, as gumbel_rows computes it."""
+    """Converts noise bits to Gumbel noise (float32), as in gumbel_rows."""
 
 def gumbel_rows(seed: int, stream: int, positions: Array, first: int, out: Array) -> None:
-    """Gumbel noise [rows, count] float32 of positions [rows] int32, for the tokens from `first` on."""
+    """Fills `out` [rows, count] float32 with the Gumbel noise of positions [rows] int32, for tokens from `first` on."""
 
 def level() -> str:
-    """The instructions in use: avx512_bf16, avx512, avx2 or none."""
+    """The ISA level in use: avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none."""
 
 def linear(
     weights: Weights, x: Array, norm: Array | None, eps: float, residual: Array | None, out: Array, swiglu: bool
 ) -> None:
-    """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. With a float32 `out` a bfloat16 model's outputs
-    are not rounded: logits."""
+    """RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives
+    logits, which are not rounded."""
 
 def log_probs(logits: Array, vocab: int, bias: Array | None, temperature: float, tokens: Array, out: Array) -> None:
-    """Each row's log_softmax(scores) at its token."""
+    """Per row log_softmax(scores) at its token."""
 
 def noise_bits(seed: int, stream: int, positions: Array, out: Array) -> None:
-    """Fills out [rows, vocab] with the noise of rows at these positions, all int32."""
+    """Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32."""
 
 def pack_dense(matrix: Array, data: Array) -> None:
-    """Lay a bfloat16 or float32 matrix [n, k] out in blocks of 16 outputs, filled up with zeros."""
+    """Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros."""
 
 def pack_int4(
     codes: Array,
@@ -245,15 +257,15 @@ def pack_int4(
     block_scales: Array,
     block_zeros: Array,
 ) -> None:
-    """Fill the blocks of n outputs from `first` on. `order` outputs or awq: codes [k, n / 8] int32, scales [k / group,
-    n], zeros [k / group, n / 8]; inputs: codes [n, k / 8], scales [n, k / group], zeros [n / 8, k / group]. Without
-    zeros they are 8."""
+    """Packs n outputs of an int4 matrix into blocks, from output `first` on. `order` "outputs" or "awq": codes [k, n /
+    8] int32, scales [k / group, n], zeros [k / group, n / 8]; "inputs": codes [n, k / 8], scales [n, k / group], zeros
+    [n / 8, k / group]. `zeros` None: 8."""
 
-def pack_rounded(matrix: Array, data: Array, scales: Array) -> None:
-    """Round a bfloat16 or float32 matrix [n, k] to int8 and lay it out in blocks of 16 outputs."""
+def pack_int8(matrix: Array, data: Array, scales: Array) -> None:
+    """Quantises a bfloat16 or float32 matrix [n, k] to int8 and packs it into blocks of 16 outputs."""
 
-def peak(rounds: int, wide: bool) -> int:
-    """Run a loop of products alone; how many floating-point operations it was."""
+def peak(rounds: int, float32: bool) -> int:
+    """Runs `rounds` iterations of a loop of products only. Returns its number of floating-point operations."""
 
 def resample(
     *,
@@ -269,20 +281,17 @@ def resample(
     threshold: float,
     width: int,
 ) -> None:
-    """Groups of particles weighed, and resampled where the weights are uneven, in place; see
+    """Updates the statistics of particle groups and resamples those with a low effective sample size, in place; see
     host/decoder/particles.h."""
 
 def set_threads(count: int) -> None:
-    """How many threads share large products, the caller's among them."""
-
-def sums_of(data: Array) -> bytes:
-    """For each whole or begun megabyte of bytes [n] eight bytes that any changed bit changes, too."""
+    """Sets the number of threads that share large products, including the caller."""
 
 def threads() -> int:
-    """What set_threads was told; 1 at first, and after a fork."""
+    """The number of threads; 1 by default and after a fork."""
 
 def use_level(name: str) -> bool:
-    """Use others, for a test; False where they are missing."""
+    """Selects an ISA level, for tests. Returns False if this CPU does not support it."""
 
 class CudaAttention:
     """Attention of one forward; see AttentionSetup in kernels_cuda.h. It keeps its arrays alive."""
@@ -316,11 +325,11 @@ class CudaCache:
     uint8."""
     def __init__(self, k: Array, v: Array) -> None: ...
     def move(self, sequence: int, source: Array, start: int, stream: int) -> None:
-        """Moves slots source[i] to start + i, in place and in every layer. The caller has checked `source`, which lies
+        """Moves slots source[i] to start + i, in device and in every layer. The caller has checked `source`, which lies
         on the GPU."""
 
 class CudaChannel:
-    """One rank's end of a group of GPUs; see cuda/peers/channel.h. Patience in seconds."""
+    """One rank's end of a group of GPUs; see cuda/peers/channel.h. WaitPolicy in seconds."""
     def __init__(
         self, rank: int, inboxes: Sequence[int], lines: int, epoch: Array, done: Array, trouble: Array, patience: float
     ) -> None:

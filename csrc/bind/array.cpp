@@ -9,9 +9,9 @@ namespace swiftspec::binding {
 
 namespace {
 
-// The functions that a type of Python reads its tensors with, or null.
+// The DLPack exchange functions of a Python type, or null.
 const dlpack::Exchange* exchange_of(PyTypeObject* type) {
-  static PyTypeObject* known = nullptr;  // under the GIL; nearly all arrays are of one type, which is never collected
+  static PyTypeObject* known = nullptr;  // guarded by the GIL; caches the most frequent type, which is kept alive
   static const dlpack::Exchange* functions = nullptr;
   if (type == known) return functions;
   const auto found = py::reinterpret_steal<py::object>(
@@ -28,7 +28,7 @@ const dlpack::Exchange* exchange_of(PyTypeObject* type) {
   return functions = table;
 }
 
-// The type that a buffer's format names; bits 0 where none does.
+// The element type of a buffer format; `bits` is 0 for unsupported formats.
 Type type_of(const char* format, int64_t bytes) {
   const char letter = format == nullptr ? 'B' : format[std::strspn(format, "@=<")];
   const auto bits = static_cast<uint8_t>(8 * bytes);
@@ -50,9 +50,9 @@ std::string name_of(Type type) {
   }
 }
 
-std::string name_of(Place place) {
-  if (!place.gpu) return "cpu";
-  return place.index < 0 ? "a GPU" : "cuda:" + std::to_string(place.index);
+std::string name_of(Device device) {
+  if (!device.gpu) return "cpu";
+  return device.index < 0 ? "a GPU" : "cuda:" + std::to_string(device.index);
 }
 
 template <class Sizes>
@@ -74,17 +74,17 @@ bool Array::read_tensor(py::handle object) {
   const dlpack::Exchange* functions = exchange_of(Py_TYPE(object.ptr()));
   if (functions == nullptr) return false;
   dlpack::Tensor tensor;
-  rank_ = kElsewhere;
+  rank_ = kInaccessible;
   if (functions->from_object(object.ptr(), &tensor) != 0) {
-    PyErr_Clear();  // a tensor without memory, or of a kind that DLPack lacks: whoever wants it will say so
+    PyErr_Clear();  // a meta tensor or an unsupported type: `at` raises when it is used
     return true;
   }
   const bool gpu = tensor.device_type == dlpack::kCuda;
-  if (tensor.rank > kMostDims || tensor.lanes != 1) return true;
+  if (tensor.rank > kMaxDims || tensor.lanes != 1) return true;
   if (!gpu && tensor.device_type != dlpack::kCpu && tensor.device_type != dlpack::kPinned) return true;
   data_ = static_cast<uint8_t*>(tensor.data) + tensor.byte_offset;
   type_ = {tensor.code, tensor.bits};
-  place_ = {gpu, gpu ? tensor.device_index : 0};
+  device_ = {gpu, gpu ? tensor.device_index : 0};
   rank_ = tensor.rank;
   int64_t inner = 1;
   for (auto dim = static_cast<size_t>(rank_); dim-- > 0;) {
@@ -100,9 +100,9 @@ bool Array::read_buffer(py::handle object) {
   if (PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_RECORDS_RO) != 0) throw py::error_already_set();
   const int64_t bytes = buffer.itemsize;
   type_ = type_of(buffer.format, bytes);
-  bool plain = buffer.ndim <= kMostDims && type_.bits != 0;
+  bool plain = buffer.ndim <= kMaxDims && type_.bits != 0;
   data_ = buffer.buf;
-  place_ = kCpu;
+  device_ = kCpu;
   rank_ = buffer.ndim;
   for (int dim = 0; plain && dim < rank_; ++dim) {
     shape_[static_cast<size_t>(dim)] = buffer.shape[dim];
@@ -119,7 +119,7 @@ int64_t Array::count() const {
   return count;
 }
 
-// A dimension of one element may have any stride, and where there are no elements nothing is read.
+// A dimension of size 1 may have any stride, and an empty array is always contiguous.
 bool Array::contiguous() const {
   int64_t inner = 1;
   if (count() == 0) return true;
@@ -140,37 +140,37 @@ bool Array::is(Type type, Shape shape) const {
   return true;
 }
 
-void* Array::at(Type type, Place place, const char* name, Shape shape) const {
-  if (!is(type, shape) || place_ != place) refuse(type, place, name, shape, "");
-  if (!contiguous()) refuse(type, place, name, shape, ", not contiguous");
+void* Array::at(Type type, Device device, const char* name, Shape shape) const {
+  if (!is(type, shape) || device_ != device) fail(type, device, name, shape, "");
+  if (!contiguous()) fail(type, device, name, shape, ", not contiguous");
   return data_;
 }
 
-void* Array::flat(Type type, Place place, const char* name) const {
-  if (type_ != type || place_ != place) refuse(type, place, name, {kAny}, "");
-  if (!contiguous()) refuse(type, place, name, {kAny}, ", not contiguous");
+void* Array::flat(Type type, Device device, const char* name) const {
+  if (type_ != type || device_ != device) fail(type, device, name, {kAny}, "");
+  if (!contiguous()) fail(type, device, name, {kAny}, ", not contiguous");
   return data_;
 }
 
-void* Array::rows_at(Type type, Place place, const char* name, Shape shape) const {
-  if (!is(type, shape) || place_ != place) refuse(type, place, name, shape, "");
-  if (size(rank_ - 1) > 1 && stride(rank_ - 1) != 1) refuse(type, place, name, shape, ", rows not contiguous");
+void* Array::rows_at(Type type, Device device, const char* name, Shape shape) const {
+  if (!is(type, shape) || device_ != device) fail(type, device, name, shape, "");
+  if (size(rank_ - 1) > 1 && stride(rank_ - 1) != 1) fail(type, device, name, shape, ", rows not contiguous");
   return data_;
 }
 
-void* Array::strided_at(Type type, Place place, const char* name, Shape shape) const {
-  if (!is(type, shape) || place_ != place) refuse(type, place, name, shape, "");
+void* Array::strided_at(Type type, Device device, const char* name, Shape shape) const {
+  if (!is(type, shape) || device_ != device) fail(type, device, name, shape, "");
   return data_;
 }
 
 std::string Array::text() const {
-  if (rank_ == kElsewhere) return "a tensor that has no memory here";
+  if (rank_ == kInaccessible) return "a tensor that has no memory here";
   return name_of(type_) + name_of(std::span(shape_.data(), static_cast<size_t>(rank_)));
 }
 
-void Array::refuse(Type type, Place place, const char* name, Shape shape, const char* layout) const {
-  const std::string wanted = name_of(type) + name_of(shape) + " on " + name_of(place);
-  const std::string where = place_ == place || rank_ == kElsewhere ? "" : " on " + name_of(place_);
+void Array::fail(Type type, Device device, const char* name, Shape shape, const char* layout) const {
+  const std::string wanted = name_of(type) + name_of(shape) + " on " + name_of(device);
+  const std::string where = device_ == device || rank_ == kInaccessible ? "" : " on " + name_of(device_);
   throw py::value_error(std::string(name) + ": expected " + wanted + ", got " + text() + where + layout);
 }
 

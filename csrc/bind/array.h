@@ -1,6 +1,6 @@
-// How an array of Python's reaches a kernel: a torch tensor or a numpy array is an argument of type Array, which knows
-// where it lies and how; `at` checks that against what the kernel wants and gives the address. What is wrong is said in
-// one line: "mask: expected int32[8, 4] on cpu, got int64[8, 4]".
+// Array arguments: a torch tensor or NumPy array converts to an Array, which knows its address, device, type and
+// layout. `at` checks these and returns the address, or raises ValueError with one line such as "mask: expected
+// int32[8, 4] on cpu, got int64[8, 4]".
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,7 +15,7 @@ namespace swiftspec::binding {
 
 namespace py = pybind11;
 
-// The type of an element, as DLPack has it.
+// An element type, as in DLPack.
 struct Type {
   uint8_t code, bits;
   bool operator==(const Type&) const = default;
@@ -23,7 +23,7 @@ struct Type {
 inline constexpr Type kBool{6, 8}, kUint8{1, 8}, kInt32{0, 32}, kUint32{1, 32}, kInt64{0, 64}, kFloat32{2, 32},
     kFloat64{2, 64}, kFloat16{2, 16}, kBfloat16{4, 16};
 
-// What a kernel knows elements as: `type` is what they are called, `C` what they are in C++.
+// Maps a C++ element type to its `type` and to its storage type `C`.
 struct Bfloat16;
 template <class T>
 struct Element;
@@ -44,7 +44,7 @@ struct Element<int32_t> {
 };
 template <>
 struct Element<uint32_t> {
-  static constexpr Type type = kInt32;  // torch computes with no others: 32 bits, whatever their sign
+  static constexpr Type type = kInt32;  // `at` accepts both signs, since torch has few uint32 operations
   using C = uint32_t;
 };
 template <>
@@ -68,24 +68,24 @@ struct Element<Bfloat16> {
   using C = uint16_t;
 };
 
-// Where an array lies: the CPU's memory, or that of one GPU.
-struct Place {
+// The memory in which an array lies: that of the CPU or of one GPU.
+struct Device {
   bool gpu;
-  int index;  // of the GPU, below 0 where there is none
-  bool operator==(const Place&) const = default;
+  int index;  // GPU ordinal, negative if there is no GPU
+  bool operator==(const Device&) const = default;
 };
-inline constexpr Place kCpu{false, 0};
+inline constexpr Device kCpu{false, 0};
 
-inline constexpr int64_t kAny = -1;  // in a shape: whatever it is
+inline constexpr int64_t kAny = -1;  // in a shape: any size
 using Shape = std::initializer_list<int64_t>;
 
 class Array {
  public:
-  static constexpr int kMostDims = 6, kElsewhere = -1;
+  static constexpr int kMaxDims = 6, kInaccessible = -1;
 
   Array() = default;
 
-  // Reads a tensor or an array; false where it is neither. Whoever passes it keeps it alive.
+  // Reads a tensor or an array without copying; the caller keeps it alive. Returns false for other objects.
   bool read(py::handle object);
 
   Type type() const { return type_; }
@@ -96,53 +96,53 @@ class Array {
   int64_t bytes() const { return count() * (type_.bits / 8); }
   bool contiguous() const;
 
-  // The address of contiguous elements of this type, shape and place. ValueError where they are others.
+  // The address of a contiguous array of this type, shape and device; raises ValueError otherwise.
   template <class T>
-  typename Element<T>::C* at(Place place, const char* name, Shape shape) const {
-    return static_cast<typename Element<T>::C*>(at(Element<T>::type, place, name, shape));
+  typename Element<T>::C* at(Device device, const char* name, Shape shape) const {
+    return static_cast<typename Element<T>::C*>(at(Element<T>::type, device, name, shape));
   }
-  void* at(Type type, Place place, const char* name, Shape shape) const;
+  void* at(Type type, Device device, const char* name, Shape shape) const;
 
-  // The same of contiguous elements in whatever shape.
-  void* flat(Type type, Place place, const char* name) const;
+  // The same for a contiguous array of any shape.
+  void* flat(Type type, Device device, const char* name) const;
 
-  // The same of rows [.., columns] that need not touch each other; the elements of a row do.
-  void* rows_at(Type type, Place place, const char* name, Shape shape) const;
+  // The same for an array of which only the rows are contiguous.
+  void* rows_at(Type type, Device device, const char* name, Shape shape) const;
 
-  // The same of elements that may lie anywhere.
-  void* strided_at(Type type, Place place, const char* name, Shape shape) const;
+  // The same for an array of any strides.
+  void* strided_at(Type type, Device device, const char* name, Shape shape) const;
 
-  // The address as it is, for what has been checked.
+  // The address, unchecked.
   template <class T = void>
   T* data() const {
     return static_cast<T*>(data_);
   }
 
-  std::string text() const;  // "int64[8, 4]"
+  std::string text() const;  // such as "int64[8, 4]"
 
  private:
   bool read_tensor(py::handle object);
   bool read_buffer(py::handle object);
   bool is(Type type, Shape shape) const;
-  [[noreturn]] void refuse(Type type, Place place, const char* name, Shape shape, const char* layout) const;
+  [[noreturn]] void fail(Type type, Device device, const char* name, Shape shape, const char* layout) const;
 
   void* data_ = nullptr;
   Type type_{};
-  Place place_{};
-  int rank_ = 0;  // or kElsewhere
-  std::array<int64_t, kMostDims> shape_{}, strides_{};
+  Device device_{};
+  int rank_ = 0;  // or kInaccessible
+  std::array<int64_t, kMaxDims> shape_{}, strides_{};
 };
 
 using MaybeArray = std::optional<Array>;
 
-// Null where there is no array.
+// The address, or null if there is no array.
 template <class T>
-typename Element<T>::C* at_or_null(const MaybeArray& array, Place place, const char* name, Shape shape) {
-  return array ? array->at<T>(place, name, shape) : nullptr;
+typename Element<T>::C* at_or_null(const MaybeArray& array, Device device, const char* name, Shape shape) {
+  return array ? array->at<T>(device, name, shape) : nullptr;
 }
 
-// Of a model's own type.
-inline Type model_type(bool wide) { return wide ? kFloat32 : kBfloat16; }
+// The element type of a model.
+inline Type model_type(bool is_f32) { return is_f32 ? kFloat32 : kBfloat16; }
 
 }  // namespace swiftspec::binding
 

@@ -11,8 +11,8 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                const Cache& cache, int64_t layer, int64_t sequence, int64_t length, const Array& out) {
   const int64_t rows = qkv.size(0), dim = cache.head_dim, width = mask.size(1);
   const int64_t heads = qkv.size(1) / dim - 2 * cache.kv_heads;
-  const bool wide = qkv.type() == kFloat32;
-  const Type type = model_type(wide);
+  const bool is_f32 = qkv.type() == kFloat32;
+  const Type type = model_type(is_f32);
   check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
   check(heads >= cache.kv_heads && heads % cache.kv_heads == 0, "heads must be a multiple of kv_heads");
   check(length >= 1 && length <= cache.capacity && width <= length, "width <= length <= capacity must hold");
@@ -33,9 +33,9 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
                                  length,
                                  width,
                                  dim};
-  check_inside(args.slots, rows, length, "a slot lies outside the slots in use");
+  check_range(args.slots, rows, length, "a slot is not in use");
   py::gil_scoped_release unlocked;
-  host::attention(args, wide);
+  host::attention(args, is_f32);
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ void attention(const Array& qkv, const Array& cos, const Array& sin, const Array
 void bind_attention(py::module_& m) {
   m.def("attention", &attention, py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("slots"), py::arg("mask"),
         py::arg("cache"), py::arg("layer"), py::arg("sequence"), py::arg("length"), py::arg("out"),
-        "RoPE, KV append and masked attention of one sequence's rows, `length` of whose slots are in use; see "
+        "RoPE, KV append and masked attention of the rows of one sequence with `length` slots in use; see "
         "AttentionArgs in kernels_host.h.");
 }
 

@@ -1,4 +1,4 @@
-// A cache on the CPU, and moves of its slots.
+// KV cache on the CPU.
 #include "bind/cache.h"
 
 #include <pybind11/stl.h>
@@ -17,7 +17,7 @@ void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& sour
   check(start >= 0 && start + count <= cache.capacity, "the slots do not fit the region");
   for (int64_t i = 0; i < count; ++i) {
     const int64_t from = source[static_cast<size_t>(i)];
-    check(from >= start + i && from < cache.capacity, "a source lies before where it goes, or outside");
+    check(from >= start + i && from < cache.capacity, "a source lies before its destination or outside the region");
     check(i == 0 || from > source[static_cast<size_t>(i - 1)], "sources must ascend");
   }
   const int64_t skipped = cache.offset(0, sequence);
@@ -32,7 +32,9 @@ void move(const Cache& cache, int64_t sequence, const std::vector<int64_t>& sour
 }  // namespace
 
 void bind_cache(py::module_& m) {
-  py::class_<Cache>(m, "Cache", "A cache [layers, sequences, kv_heads, capacity, head_dim], which it keeps alive.")
+  py::class_<Cache>(m, "Cache",
+                    "A KV cache: keys and values [layers, sequences, kv_heads, capacity, head_dim], which it keeps "
+                    "alive.")
       .def(py::init([](const Array& k, const Array& v) { return Cache(kCpu, k, v); }), py::arg("k"), py::arg("v"),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("move", &move, py::arg("sequence"), py::arg("source"), py::arg("start"),

@@ -1,4 +1,4 @@
-// The cache of a model, as the kernels of either side are given it.
+// The KV cache of a model, on the CPU or on a GPU.
 #pragma once
 
 #include <cstdint>
@@ -7,25 +7,25 @@
 
 namespace swiftspec::binding {
 
-// Keys and values [layers, sequences, kv_heads, capacity, head_dim] of one type. Sizes in bytes where they say so.
+// Keys and values [layers, sequences, kv_heads, capacity, head_dim] of one type.
 struct Cache {
   uint8_t *keys, *values;
   Type type;
   int64_t layers, sequences, kv_heads, capacity, head_dim;
 
-  Cache(Place place, const Array& k, const Array& v)
+  Cache(Device device, const Array& k, const Array& v)
       : type(k.type()),
         layers(k.size(0)),
         sequences(k.size(1)),
         kv_heads(k.size(2)),
         capacity(k.size(3)),
         head_dim(k.size(4)) {
-    keys = static_cast<uint8_t*>(k.at(type, place, "k", {kAny, kAny, kAny, kAny, kAny}));
-    values = static_cast<uint8_t*>(v.at(type, place, "v", {layers, sequences, kv_heads, capacity, head_dim}));
+    keys = static_cast<uint8_t*>(k.at(type, device, "k", {kAny, kAny, kAny, kAny, kAny}));
+    values = static_cast<uint8_t*>(v.at(type, device, "v", {layers, sequences, kv_heads, capacity, head_dim}));
   }
 
   int64_t slot_bytes() const { return head_dim * (type.bits / 8); }
-  int64_t region_bytes() const { return kv_heads * capacity * slot_bytes(); }    // of one sequence in one layer
+  int64_t region_bytes() const { return kv_heads * capacity * slot_bytes(); }  // of one sequence in one layer
   int64_t layer_bytes() const { return sequences * region_bytes(); }
   int64_t offset(int64_t layer, int64_t sequence) const {
     check(layer >= 0 && layer < layers && sequence >= 0 && sequence < sequences, "a region that the cache lacks");

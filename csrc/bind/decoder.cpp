@@ -1,4 +1,4 @@
-// The whole decoder for Python.
+// Decoder forward as one call.
 #include "host/decoder/decoder.h"
 
 #include <pybind11/stl.h>
@@ -23,17 +23,17 @@ using host::Weights;
 using LayerArgs = std::tuple<Array, const Weights*, const Weights*, Array, const Weights*, const Weights*>;
 using Copies = std::list<std::vector<uint8_t>>;
 
-bool has_shape(const Weights* weights, int64_t n, int64_t k, bool wide) {
-  return weights != nullptr && weights->n == n && weights->k == k && (wide || weights->format != host::Format::f32);
+bool has_shape(const Weights* weights, int64_t n, int64_t k, bool is_f32) {
+  return weights != nullptr && weights->n == n && weights->k == k && (is_f32 || weights->format != host::Format::f32);
 }
 
-host::Layer layer_of(const LayerArgs& args, const host::Stack& s) {
+host::PackedLayer layer_of(const LayerArgs& args, const host::PackedModel& s) {
   const auto& [input_norm, qkv, o, post_norm, gate_up, down] = args;
-  check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.wide) &&
-            has_shape(o, s.hidden, s.heads * s.dim, s.wide) && gate_up != nullptr && gate_up->n % 2 == 0 &&
-            has_shape(gate_up, gate_up->n, s.hidden, s.wide) && has_shape(down, s.hidden, gate_up->n / 2, s.wide),
+  check(has_shape(qkv, (s.heads + 2 * s.kv_heads) * s.dim, s.hidden, s.is_f32) &&
+            has_shape(o, s.hidden, s.heads * s.dim, s.is_f32) && gate_up != nullptr && gate_up->n % 2 == 0 &&
+            has_shape(gate_up, gate_up->n, s.hidden, s.is_f32) && has_shape(down, s.hidden, gate_up->n / 2, s.is_f32),
         "a layer's projections do not fit each other");
-  const Type type = model_type(s.wide);
+  const Type type = model_type(s.is_f32);
   return {input_norm.at(type, kCpu, "input_norm", {s.hidden}), qkv,     o,
           post_norm.at(type, kCpu, "post_norm", {s.hidden}),   gate_up, down};
 }
@@ -41,34 +41,34 @@ host::Layer layer_of(const LayerArgs& args, const host::Stack& s) {
 std::unique_ptr<host::Decoder> make_decoder(const Array& embedding, const Array& cos, const Array& sin,
                                             const Array& norm, float eps, const Weights& head,
                                             const std::vector<LayerArgs>& layers, int64_t heads, int64_t kv_heads,
-                                            std::optional<host::Group*> group, double timeout) {
-  const bool wide = embedding.type() == kFloat32;
-  const Type type = model_type(wide);
+                                            std::optional<host::ShmGroup*> group, double timeout_s) {
+  const bool is_f32 = embedding.type() == kFloat32;
+  const Type type = model_type(is_f32);
   const int64_t vocab = embedding.size(0), hidden = embedding.size(1), positions = cos.size(0), dim = cos.size(1);
   check(kv_heads >= 1 && heads >= kv_heads && heads % kv_heads == 0, "heads must be a multiple of kv_heads");
   check(dim % 16 == 0 && dim >= 16 && dim <= 256, "head_dim must be a multiple of 16 up to 256");
-  check(has_shape(&head, head.n, hidden, wide), "the head does not fit the hidden size");
-  const host::Stack stack{wide,
-                          eps,
-                          hidden,
-                          heads,
-                          kv_heads,
-                          dim,
-                          vocab,
-                          positions,
-                          embedding.at(type, kCpu, "embedding", {kAny, kAny}),
-                          cos.at(type, kCpu, "cos", {kAny, kAny}),
-                          sin.at(type, kCpu, "sin", {positions, dim}),
-                          norm.at(type, kCpu, "norm", {hidden}),
-                          &head,
-                          group.value_or(nullptr),
-                          timeout};
-  std::vector<host::Layer> made;
-  for (const LayerArgs& layer : layers) made.push_back(layer_of(layer, stack));
-  return std::make_unique<host::Decoder>(stack, std::move(made));
+  check(has_shape(&head, head.n, hidden, is_f32), "the head does not fit the hidden size");
+  const host::PackedModel model{is_f32,
+                                eps,
+                                hidden,
+                                heads,
+                                kv_heads,
+                                dim,
+                                vocab,
+                                positions,
+                                embedding.at(type, kCpu, "embedding", {kAny, kAny}),
+                                cos.at(type, kCpu, "cos", {kAny, kAny}),
+                                sin.at(type, kCpu, "sin", {positions, dim}),
+                                norm.at(type, kCpu, "norm", {hidden}),
+                                &head,
+                                group.value_or(nullptr),
+                                timeout_s};
+  std::vector<host::PackedLayer> made;
+  for (const LayerArgs& layer : layers) made.push_back(layer_of(layer, model));
+  return std::make_unique<host::Decoder>(model, std::move(made));
 }
 
-// The last `width` columns of some rows of a mask, as kernels read them: in place if they can, else copied.
+// The last `width` columns of some rows of a mask, copied if they are not contiguous.
 const uint8_t* window(const Array& mask, int64_t first, int64_t rows, int64_t width, Copies& copies) {
   const auto* from = mask.data<const uint8_t>() + first * mask.stride(0);
   if (width == mask.size(1) && mask.contiguous()) return from;
@@ -82,62 +82,62 @@ const uint8_t* window(const Array& mask, int64_t first, int64_t rows, int64_t wi
   return copy.data();
 }
 
-// The rows of each sequence, which must follow each other.
-void add_parts(host::Step& step, const int64_t* sequence, const Array& kv_len, const Array& mask, const Cache& cache,
-               Copies& copies) {
+// Splits the batch into the rows of each sequence, which must be consecutive.
+void add_sequences(host::ForwardArgs& args, const int64_t* sequence, const Array& kv_len, const Array& mask,
+                   const Cache& cache, Copies& copies) {
   const auto* lengths = kv_len.at<int64_t>(kCpu, "kv_len", {cache.sequences});
-  for (int64_t first = 0, next = 0; first < step.rows; first = next) {
+  for (int64_t first = 0, next = 0; first < args.rows; first = next) {
     const int64_t mine = sequence[first];
     check(first == 0 || mine > sequence[first - 1], "the rows of a sequence do not follow each other");
-    while (next < step.rows && sequence[next] == mine) ++next;
+    while (next < args.rows && sequence[next] == mine) ++next;
     const int64_t rows = next - first, skipped = cache.offset(0, mine), length = lengths[mine];
-    check(length >= 1 && length <= step.capacity, "a sequence has more slots in use than its region");
-    check_inside(step.slots + first, rows, length, "a slot lies outside the slots in use");
+    check(length >= 1 && length <= args.capacity, "a sequence has more slots in use than its region");
+    check_range(args.slots + first, rows, length, "a slot is not in use");
     const int64_t width = std::min(mask.size(1), length);
-    step.parts.push_back({first, rows, window(mask, first, rows, width, copies), width, length, cache.keys + skipped,
-                          cache.values + skipped});
+    args.sequence_rows.push_back({first, rows, window(mask, first, rows, width, copies), width, length,
+                                  cache.keys + skipped, cache.values + skipped});
   }
 }
 
 void forward(host::Decoder& decoder, const Array& tokens, const Array& positions, const Array& slots,
              const Array& sequence, const Array& kv_len, const Array& mask, const Cache& cache,
              const MaybeArray& logits) {
-  const host::Stack& stack = decoder.stack();
+  const host::PackedModel& model = decoder.model();
   const int64_t rows = size_arg("rows", tokens.size(0), 1);
-  check(cache.type == model_type(stack.wide) && cache.layers == decoder.layers() && cache.kv_heads == stack.kv_heads &&
-            cache.head_dim == stack.dim,
+  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
+            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
         "the cache does not fit the model");
-  host::Step step{tokens.at<int64_t>(kCpu, "tokens", {kAny}),
-                  positions.at<int64_t>(kCpu, "positions", {rows}),
-                  slots.at<int64_t>(kCpu, "slots", {rows}),
-                  rows,
-                  {},
-                  cache.capacity,
-                  cache.layer_bytes(),
-                  0,
-                  at_or_null<float>(logits, kCpu, "logits", {rows, stack.head->n})};
-  check_inside(step.tokens, rows, stack.vocab, "a token lies outside the vocabulary");
-  check_inside(step.positions, rows, stack.positions, "a position lies outside the context");
+  host::ForwardArgs args{tokens.at<int64_t>(kCpu, "tokens", {kAny}),
+                         positions.at<int64_t>(kCpu, "positions", {rows}),
+                         slots.at<int64_t>(kCpu, "slots", {rows}),
+                         rows,
+                         {},
+                         cache.capacity,
+                         cache.layer_bytes(),
+                         0,
+                         at_or_null<float>(logits, kCpu, "logits", {rows, model.head->n})};
+  check_range(args.tokens, rows, model.vocab, "a token lies outside the vocabulary");
+  check_range(args.positions, rows, model.positions, "a position lies outside the context");
   check(mask.type() == kBool && mask.rank() == 2 && mask.size(0) == rows, "the mask must be bool [rows, width]");
   Copies copies;
-  add_parts(step, sequence.at<int64_t>(kCpu, "sequence", {rows}), kv_len, mask, cache, copies);
+  add_sequences(args, sequence.at<int64_t>(kCpu, "sequence", {rows}), kv_len, mask, cache, copies);
   py::gil_scoped_release unlocked;
-  decoder.forward(step);
+  decoder.forward(args);
 }
 
 }  // namespace
 
 void bind_decoder(py::module_& m) {
-  py::class_<host::Decoder>(m, "Decoder", "All layers as one call; see Stack and Step in host/decoder/decoder.h.")
+  py::class_<host::Decoder>(m, "Decoder",
+                            "Decoder forward as one call; see PackedModel and ForwardArgs in host/decoder/decoder.h.")
       .def(py::init(&make_decoder), py::arg("embedding"), py::arg("cos"), py::arg("sin"), py::arg("norm"),
            py::arg("eps"), py::arg("head"), py::arg("layers"), py::arg("heads"), py::arg("kv_heads"), py::arg("group"),
-           py::arg("timeout"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
+           py::arg("timeout_s"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
            py::keep_alive<1, 5>(), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(), py::keep_alive<1, 11>(),
-           "A layer: input norm, qkv, o, post norm, gate_up, down. It keeps what it is given alive.")
+           "Each of `layers`: input norm, qkv, o, post norm, gate_up, down. Keeps all arguments alive.")
       .def("forward", &forward, py::arg("tokens"), py::arg("positions"), py::arg("slots"), py::arg("sequence"),
            py::arg("kv_len"), py::arg("mask"), py::arg("cache"), py::arg("logits"),
-           "A forward over a batch (model/batch.py) whose rows are in the order of their sequences. Without logits "
-           "the head is left out.");
+           "Runs a batch (model/batch.py) whose rows are sorted by sequence. Skips the LM head if `logits` is None.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,5 +1,5 @@
-// What of DLPack's C interface is read here. A type of Python whose instances are arrays has `__dlpack_c_exchange_api__`,
-// a capsule of the table of functions below; the layout is that of DLPack 1.
+// The part of DLPack's C interface that array.cpp uses. A Python array type has `__dlpack_c_exchange_api__`, a capsule
+// of the function table below; its layout is that of DLPack 1.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct Exchange {
   void (*allocate)();
   void (*managed_from_object)();
   void (*managed_to_object)();
-  int (*from_object)(void* object, Tensor* out);  // borrows shape and strides from the object; null where it cannot
+  int (*from_object)(void* object, Tensor* out);  // borrows shape and strides from the object
   void (*current_stream)();
 };
 

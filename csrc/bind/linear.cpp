@@ -1,4 +1,4 @@
-// Projections on the CPU.
+// Linear layers on the CPU.
 #include <pybind11/stl.h>
 
 #include <memory>
@@ -16,29 +16,29 @@ using host::Weights;
 
 constexpr int64_t kBlock = 16;  // outputs of a block; host/ops/product.h has the layouts
 
-host::Scales kind_of(const Array& scales) {
-  if (scales.type() == kFloat16) return host::Scales::f16;
-  return scales.type() == kBfloat16 ? host::Scales::bf16 : host::Scales::f32;
+host::ScaleType scale_type_of(const Array& scales) {
+  if (scales.type() == kFloat16) return host::ScaleType::f16;
+  return scales.type() == kBfloat16 ? host::ScaleType::bf16 : host::ScaleType::f32;
 }
 
 std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scales, const MaybeArray& zeros,
-                                      const MaybeArray& bias, int64_t k, int64_t n, bool rounds) {
+                                      const MaybeArray& bias, int64_t k, int64_t n, bool int8_activations) {
   size_arg("k", k, 1);
   size_arg("n", n, 1);
   const int64_t blocks = (n + kBlock - 1) / kBlock, padded = (k + 7) / 8 * 8;
   Weights made{};
   made.bias = at_or_null<float>(bias, kCpu, "bias", {n});
-  made.k = k, made.n = n, made.rounds = rounds;
+  made.k = k, made.n = n, made.int8_activations = int8_activations;
   if (scales) {
     const int64_t count = scales->size(1);
-    made.kind = kind_of(*scales);
-    const Type type = made.kind == host::Scales::f32 ? kFloat32 : scales->type();
+    made.scale_type = scale_type_of(*scales);
+    const Type type = made.scale_type == host::ScaleType::f32 ? kFloat32 : scales->type();
     made.scales = scales->at(type, kCpu, "scales", {blocks, kAny, kBlock});
     made.group = count == 0 ? 0 : k / count;
     check(made.group >= 16 && made.group % 16 == 0 && made.group <= 128 && made.group * count == k,
           "a group must be a multiple of 16, at most 128, that divides k");
     made.format = zeros ? Format::int4 : Format::int8;
-    check(zeros || rounds, "int8 weights need rounded rows");
+    check(zeros || int8_activations, "int8 weights need int8 activations");
     if (zeros) made.zeros = zeros->at<uint8_t>(kCpu, "zeros", {blocks, count, kBlock});
     made.data = data.at<int32_t>(kCpu, "data", {blocks, k / (zeros ? 8 : 4), kBlock});
   } else if (data.type() == kBfloat16) {
@@ -48,18 +48,18 @@ std::unique_ptr<Weights> make_weights(const Array& data, const MaybeArray& scale
     made.format = Format::f32;
     made.data = data.at<float>(kCpu, "data", {blocks, padded, kBlock});
   }
-  check(!rounds || scales, "only rows for int4 and int8 weights are rounded");
+  check(!int8_activations || scales, "int8 activations need int4 or int8 weights");
   return std::make_unique<Weights>(made);
 }
 
 void linear(const Weights& weights, const Array& x, const MaybeArray& norm, float eps, const MaybeArray& residual,
             const Array& out, bool swiglu) {
   const int64_t rows = x.size(0), n = weights.n;
-  const bool wide = x.type() == kFloat32, logits = out.type() == kFloat32 && !wide;
-  const Type type = model_type(wide);
+  const bool is_f32 = x.type() == kFloat32, logits = out.type() == kFloat32 && !is_f32;
+  const Type type = model_type(is_f32);
   check(!swiglu || (n % 2 == 0 && !residual && !logits), "swiglu halves the outputs into out");
   check(!logits || !residual, "logits have no residual");
-  check(wide || weights.format != Format::f32, "float32 weights need a float32 model");
+  check(is_f32 || weights.format != Format::f32, "float32 weights need a float32 model");
   const host::LinearArgs args{
       &weights,
       x.at(type, kCpu, "x", {kAny, weights.k}),
@@ -71,22 +71,22 @@ void linear(const Weights& weights, const Array& x, const MaybeArray& norm, floa
       swiglu,
       rows};
   py::gil_scoped_release unlocked;
-  host::linear(args, wide);
+  host::linear(args, is_f32);
 }
 
 }  // namespace
 
 void bind_linear(py::module_& m) {
-  py::class_<Weights>(m, "Weights", "A projection of k inputs and n outputs, whose arrays it keeps alive.")
+  py::class_<Weights>(m, "Weights", "Packed weights of a projection of k inputs and n outputs. Keeps its arrays alive.")
       .def(py::init(&make_weights), py::arg("data"), py::arg("scales"), py::arg("zeros"), py::arg("bias"), py::arg("k"),
-           py::arg("n"), py::arg("rounds"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-           py::keep_alive<1, 5>(),
-           "`data`: blocks of 16 outputs, float32, bfloat16 or, with `scales`, int8 or, with `zeros` too, int4; "
-           "host/ops/product.h has their layouts. `rounds`: rows are rounded to int8.");
+           py::arg("n"), py::arg("int8_activations"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           "`data`: blocks of 16 outputs in float32 or bfloat16; int8 if `scales` are given; int4 if `zeros` are given "
+           "too (layouts: host/ops/product.h). `int8_activations`: rows are quantised to int8.");
   m.def("linear", &linear, py::arg("weights"), py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("residual"),
         py::arg("out"), py::arg("swiglu"),
-        "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. With a float32 `out` a bfloat16 model's "
-        "outputs are not rounded: logits.");
+        "RMSNorm, product and epilogue; see LinearArgs in kernels_host.h. A float32 `out` of a bfloat16 model receives "
+        "logits, which are not rounded.");
 }
 
 }  // namespace swiftspec::binding

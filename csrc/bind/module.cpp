@@ -1,5 +1,4 @@
-// swiftspec._C, the operators for Python. Nothing but this folder knows it. Arrays arrive as they are (bind/array.h)
-// and are checked here.
+// The Python module swiftspec._C. Only csrc/bind depends on Python; it checks all arguments (bind/array.h).
 #include "bind/module.h"
 
 #include "bind/arguments.h"
@@ -11,20 +10,21 @@ namespace {
 
 void set_threads(int64_t count) {
   size_arg("count", count, 1);
-  check(count <= 1024, "more threads than any machine has");
+  check(count <= 1024, "at most 1024 threads");
   py::gil_scoped_release unlocked;
   host::set_threads(static_cast<int>(count));
 }
 
-// How the CPU's operators run: instructions and threads.
+// ISA level and threads of the CPU operators.
 void bind_cpu(py::module_& m) {
-  m.def("level", &host::level, "The instructions in use: avx512_bf16, avx512, avx2 or none.");
-  m.def("use_level", &host::use_level, py::arg("name"), "Use others, for a test; False where they are missing.");
+  m.def("level", &host::level, "The ISA level in use: avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or none.");
+  m.def("use_level", &host::use_level, py::arg("name"),
+        "Selects an ISA level, for tests. Returns False if this CPU does not support it.");
   m.def("set_threads", &set_threads, py::arg("count"),
-        "How many threads share large products, the caller's among them.");
-  m.def("threads", &host::threads, "What set_threads was told; 1 at first, and after a fork.");
-  m.def("peak", &host::peak, py::arg("rounds"), py::arg("wide"),
-        "Run a loop of products alone; how many floating-point operations it was.");
+        "Sets the number of threads that share large products, including the caller.");
+  m.def("threads", &host::threads, "The number of threads; 1 by default and after a fork.");
+  m.def("peak", &host::peak, py::arg("rounds"), py::arg("float32"),
+        "Runs `rounds` iterations of a loop of products only. Returns its number of floating-point operations.");
 }
 
 }  // namespace
@@ -33,7 +33,7 @@ void bind_cpu(py::module_& m) {
 
 PYBIND11_MODULE(_C, m) {
   using namespace swiftspec::binding;
-  m.doc() = "SwiftSpec's native operators. Arrays are checked: ValueError names the one that is wrong.";
+  m.doc() = "SwiftSpec's native operators. Invalid arrays raise ValueError with the name of the argument.";
   m.attr("build_info") = SWIFTSPEC_BUILD_INFO;
 #ifdef SWIFTSPEC_WITH_CUDA
   m.attr("cuda_built") = true;

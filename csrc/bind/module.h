@@ -1,7 +1,7 @@
-// What the module is made of: each room of csrc is bound in the file of its name.
+// The binding functions of the module, each defined in the file of its name.
 #pragma once
 
-// As pybind11 has it, whose headers are long to read.
+// Forward declaration, since pybind11's headers compile slowly.
 namespace pybind11 __attribute__((visibility("hidden"))) {
 class module_;
 }
@@ -23,8 +23,8 @@ void bind_rounds(py::module_& m);
 void bind_particles(py::module_& m);
 void bind_population(py::module_& m);
 
-// Where CUDA is built.
-void bind_cuda(py::module_& m);  // all that follow
+// In builds with CUDA.
+void bind_cuda(py::module_& m);  // calls the following ones
 void bind_cuda_linear(py::module_& m);
 void bind_cuda_attention(py::module_& m);
 void bind_cuda_cache(py::module_& m);

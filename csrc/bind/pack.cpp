@@ -1,4 +1,4 @@
-// Weights at load, and the sums by which a file of packed ones is checked.
+// Packing of weights at load, and checksums of packed weights.
 #include "host/pack/pack.h"
 
 #include <pybind11/stl.h>
@@ -14,18 +14,19 @@ namespace swiftspec::binding {
 
 namespace {
 
-using host::Codes;
+using host::CodeOrder;
 
 constexpr int64_t kBlock = 16, kEight = 8;
 
-Codes order_of(const std::string& name) {
-  check(name == "outputs" || name == "awq" || name == "inputs", "order is outputs, awq or inputs");
-  return name == "inputs" ? Codes::inputs : name == "awq" ? Codes::awq : Codes::outputs;
+CodeOrder order_of(const std::string& name) {
+  check(name == "outputs" || name == "awq" || name == "inputs", "order must be outputs, awq or inputs");
+  return name == "inputs" ? CodeOrder::inputs : name == "awq" ? CodeOrder::awq : CodeOrder::outputs;
 }
 
-// Two dimensions of elements that may lie however they like, of which `group` counts the groups.
-host::Grouped grouped(const Array& array, Type type, const char* name, int64_t groups, int64_t others, bool turned) {
-  if (turned) {
+// A strided view of [groups, others], or of [others, groups] if transposed.
+host::GroupedView grouped(const Array& array, Type type, const char* name, int64_t groups, int64_t others,
+                          bool transposed) {
+  if (transposed) {
     const void* data = array.strided_at(type, kCpu, name, {others, groups});
     return {data, array.stride(1), array.stride(0)};
   }
@@ -35,17 +36,18 @@ host::Grouped grouped(const Array& array, Type type, const char* name, int64_t g
 
 void pack_int4(const Array& codes, const Array& scales, const MaybeArray& zeros, const std::string& order,
                int64_t first, const Array& data, const Array& block_scales, const Array& block_zeros) {
-  const Codes kind = order_of(order);
-  const bool turned = kind == Codes::inputs;
-  const int64_t n = codes.size(turned ? 0 : 1) * (turned ? 1 : kEight), k = codes.size(turned ? 1 : 0) * (turned ? kEight : 1);
-  const int64_t groups = scales.size(turned ? 1 : 0), blocks = data.size(0);
-  check(n % kEight == 0 && first >= 0 && first % kEight == 0, "outputs come in eights");
+  const CodeOrder kind = order_of(order);
+  const bool transposed = kind == CodeOrder::inputs;
+  const int64_t n = codes.size(transposed ? 0 : 1) * (transposed ? 1 : kEight);
+  const int64_t k = codes.size(transposed ? 1 : 0) * (transposed ? kEight : 1);
+  const int64_t groups = scales.size(transposed ? 1 : 0), blocks = data.size(0);
+  check(n % kEight == 0 && first >= 0 && first % kEight == 0, "outputs must be a multiple of 8");
   check(groups > 0 && k % groups == 0 && k / groups % kEight == 0, "a group must be a multiple of 8 that divides k");
-  check(first + n <= blocks * kBlock, "there are more outputs than blocks for them");
+  check(first + n <= blocks * kBlock, "the outputs do not fit the blocks");
   const Type type = scales.type() == kFloat32 || scales.type() == kFloat16 ? scales.type() : kBfloat16;
   host::Int4Part part{kind, static_cast<const uint32_t*>(codes.rows_at(kInt32, kCpu, "codes", {kAny, kAny})),
-                      codes.stride(0), grouped(scales, type, "scales", groups, n, turned), {}, k, n, k / groups};
-  if (zeros) part.zeros = grouped(*zeros, kInt32, "zeros", groups, n / kEight, turned);
+                      codes.stride(0), grouped(scales, type, "scales", groups, n, transposed), {}, k, n, k / groups};
+  if (zeros) part.zeros = grouped(*zeros, kInt32, "zeros", groups, n / kEight, transposed);
   auto* words = data.at<uint32_t>(kCpu, "data", {blocks, k / kEight, kBlock});
   void* to_scales = block_scales.at(type, kCpu, "block_scales", {blocks, groups, kBlock});
   auto* to_zeros = block_zeros.at<uint8_t>(kCpu, "block_zeros", {blocks, groups, kBlock});
@@ -55,37 +57,37 @@ void pack_int4(const Array& codes, const Array& scales, const MaybeArray& zeros,
 
 void pack_dense(const Array& matrix, const Array& data) {
   const int64_t n = matrix.size(0), k = matrix.size(1), blocks = (n + kBlock - 1) / kBlock;
-  const bool wide = matrix.type() == kFloat32;
+  const bool is_f32 = matrix.type() == kFloat32;
   check(k % kEight == 0, "the inputs must be a multiple of 8");
-  const int64_t words = wide ? k : k / 2;
-  const void* rows = matrix.rows_at(model_type(wide), kCpu, "matrix", {kAny, kAny});
-  void* out = wide ? static_cast<void*>(data.at<float>(kCpu, "data", {blocks, k, kBlock}))
+  const int64_t words = is_f32 ? k : k / 2;
+  const void* rows = matrix.rows_at(model_type(is_f32), kCpu, "matrix", {kAny, kAny});
+  void* out = is_f32 ? static_cast<void*>(data.at<float>(kCpu, "data", {blocks, k, kBlock}))
                    : data.at<Bfloat16>(kCpu, "data", {blocks, words, kBlock, 2});
-  check(wide || n == 1 || matrix.stride(0) % 2 == 0, "rows must begin at whole words");
-  const int64_t stride = wide ? matrix.stride(0) : matrix.stride(0) / 2;
+  check(is_f32 || n == 1 || matrix.stride(0) % 2 == 0, "rows must be aligned to 4 bytes");
+  const int64_t stride = is_f32 ? matrix.stride(0) : matrix.stride(0) / 2;
   py::gil_scoped_release unlocked;
   host::pack_rows(static_cast<const uint32_t*>(rows), n, words, stride, static_cast<uint32_t*>(out));
 }
 
-void pack_rounded(const Array& matrix, const Array& data, const Array& scales) {
+void pack_int8(const Array& matrix, const Array& data, const Array& scales) {
   const int64_t n = matrix.size(0), k = matrix.size(1), blocks = (n + kBlock - 1) / kBlock, groups = scales.size(1);
-  const bool wide = matrix.type() == kFloat32;
+  const bool is_f32 = matrix.type() == kFloat32;
   check(groups > 0 && k % groups == 0 && k / groups % kEight == 0 && k / groups <= 128,
         "a group must be a multiple of 8, at most 128, that divides k");
-  const void* rows = matrix.rows_at(model_type(wide), kCpu, "matrix", {kAny, kAny});
+  const void* rows = matrix.rows_at(model_type(is_f32), kCpu, "matrix", {kAny, kAny});
   auto* words = data.at<uint32_t>(kCpu, "data", {blocks, k / 4, kBlock});
   auto* to_scales = scales.at<Bfloat16>(kCpu, "scales", {blocks, groups, kBlock});
   py::gil_scoped_release unlocked;
-  host::pack_rounded(rows, wide, n, k, matrix.stride(0), k / groups, words, to_scales);
+  host::pack_int8(rows, is_f32, n, k, matrix.stride(0), k / groups, words, to_scales);
 }
 
-py::bytes sums_of(const Array& data) {
-  const int64_t bytes = data.count(), pieces = (bytes + host::kSumPiece - 1) / host::kSumPiece;
+py::bytes checksums(const Array& data) {
+  const int64_t bytes = data.count(), pieces = (bytes + host::kChecksumBlockBytes - 1) / host::kChecksumBlockBytes;
   const auto* from = data.at<uint8_t>(kCpu, "data", {kAny});
   std::vector<uint64_t> sums(static_cast<size_t>(pieces));
   {
     py::gil_scoped_release unlocked;
-    host::sums_of(from, bytes, sums.data());
+    host::checksums(from, bytes, sums.data());
   }
   return {reinterpret_cast<const char*>(sums.data()), sums.size() * sizeof(uint64_t)};
 }
@@ -95,15 +97,15 @@ py::bytes sums_of(const Array& data) {
 void bind_pack(py::module_& m) {
   m.def("pack_int4", &pack_int4, py::arg("codes"), py::arg("scales"), py::arg("zeros"), py::arg("order"),
         py::arg("first"), py::arg("data"), py::arg("block_scales"), py::arg("block_zeros"),
-        "Fill the blocks of n outputs from `first` on. `order` outputs or awq: codes [k, n / 8] int32, scales "
-        "[k / group, n], zeros [k / group, n / 8]; inputs: codes [n, k / 8], scales [n, k / group], zeros "
-        "[n / 8, k / group]. Without zeros they are 8.");
+        "Packs n outputs of an int4 matrix into blocks, from output `first` on. `order` \"outputs\" or \"awq\": codes "
+        "[k, n / 8] int32, scales [k / group, n], zeros [k / group, n / 8]; \"inputs\": codes [n, k / 8], scales "
+        "[n, k / group], zeros [n / 8, k / group]. `zeros` None: 8.");
   m.def("pack_dense", &pack_dense, py::arg("matrix"), py::arg("data"),
-        "Lay a bfloat16 or float32 matrix [n, k] out in blocks of 16 outputs, filled up with zeros.");
-  m.def("pack_rounded", &pack_rounded, py::arg("matrix"), py::arg("data"), py::arg("scales"),
-        "Round a bfloat16 or float32 matrix [n, k] to int8 and lay it out in blocks of 16 outputs.");
-  m.def("sums_of", &sums_of, py::arg("data"),
-        "For each whole or begun megabyte of bytes [n] eight bytes that any changed bit changes, too.");
+        "Packs a bfloat16 or float32 matrix [n, k] into blocks of 16 outputs, padded with zeros.");
+  m.def("pack_int8", &pack_int8, py::arg("matrix"), py::arg("data"), py::arg("scales"),
+        "Quantises a bfloat16 or float32 matrix [n, k] to int8 and packs it into blocks of 16 outputs.");
+  m.def("checksums", &checksums, py::arg("data"),
+        "One 8-byte checksum per started MiB of `data` [n] uint8. Every bit of the data changes it.");
 }
 
 }  // namespace swiftspec::binding

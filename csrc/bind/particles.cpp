@@ -1,4 +1,4 @@
-// Groups of particles on the CPU, by an operator of its own: what Population has in the midst of a round.
+// Resampling of particles on the CPU as an operator of its own; Population does the same within a round.
 #include "host/decoder/particles.h"
 
 #include <vector>
@@ -17,8 +17,8 @@ void resample(const Array& log_weights, const Array& mask, const Array& ends, co
               int64_t width) {
   Particles p{};
   p.groups = log_weights.size(0), p.count = log_weights.size(1), p.slots = mask.size(2);
-  p.text = path.size(2) - Particles::kHead;
-  check(p.count >= 1 && p.text >= 0, "there are no particles, or their paths are too short");
+  p.max_tokens = path.size(2) - Particles::kHeaderWords;
+  check(p.count >= 1 && p.max_tokens >= 0, "a group needs at least one particle, and a path its header");
   check(width >= 0 && width <= p.slots, "the window is wider than the mask");
   const int64_t g = p.groups, n = p.count;
   std::vector<int64_t> in_use(static_cast<size_t>(g), width);
@@ -32,8 +32,8 @@ void resample(const Array& log_weights, const Array& mask, const Array& ends, co
   p.resampled = resampled.at<int64_t>(kCpu, "resampled", {g});
   p.rounds = rounds.at<int64_t>(kCpu, "rounds", {g});
   for (int64_t row = 0; row < g * n; ++row) {
-    const int64_t length = p.path[row * (Particles::kHead + p.text)];
-    check(length >= 0 && length <= p.text, "a path says that it has more tokens than there is room for");
+    const int64_t length = p.path[row * (Particles::kHeaderWords + p.max_tokens)];
+    check(length >= 0 && length <= p.max_tokens, "a path has more tokens than its capacity");
   }
   const double* numbers = uniform.at<double>(kCpu, "uniform", {g});
   for (int64_t group = 0; group < g; ++group) p.resample(group, threshold, numbers[group]);
@@ -45,7 +45,8 @@ void bind_particles(py::module_& m) {
   m.def("resample", &resample, py::kw_only(), py::arg("log_weights"), py::arg("mask"), py::arg("ends"), py::arg("path"),
         py::arg("log_z"), py::arg("ess"), py::arg("resampled"), py::arg("rounds"), py::arg("uniform"),
         py::arg("threshold"), py::arg("width"),
-        "Groups of particles weighed, and resampled where the weights are uneven, in place; see host/decoder/particles.h.");
+        "Updates the statistics of particle groups and resamples those with a low effective sample size, in place; see "
+        "host/decoder/particles.h.");
 }
 
 }  // namespace swiftspec::binding

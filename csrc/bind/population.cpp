@@ -1,4 +1,4 @@
-// A round of particles.
+// Rounds of particles or exact chains as one call.
 #include "host/decoder/population.h"
 
 #include <pybind11/stl.h>
@@ -18,16 +18,16 @@ namespace swiftspec::binding {
 
 namespace {
 
-using host::Law;
+using host::VerifyMode;
 using host::Particles;
 using host::Population;
 using SpanArgs = std::vector<std::tuple<int64_t, double, MaybeArray>>;  // groups, temperature, bias
 
-host::Side side_of(host::Decoder& decoder, const Cache& cache) {
-  const host::Stack& stack = decoder.stack();
-  check(stack.group == nullptr, "a rank of a group has no whole logits");
-  check(cache.type == model_type(stack.wide) && cache.layers == decoder.layers() && cache.kv_heads == stack.kv_heads &&
-            cache.head_dim == stack.dim,
+host::ModelWithCache side_of(host::Decoder& decoder, const Cache& cache) {
+  const host::PackedModel& model = decoder.model();
+  check(model.group == nullptr, "a rank of a group has only a part of the logits");
+  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
+            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
         "the cache does not fit the model");
   return {decoder, cache.keys, cache.values, cache.capacity, cache.layer_bytes(), cache.region_bytes()};
 }
@@ -38,10 +38,10 @@ Particles particles_of(const std::vector<Array>& tensors) {
   const Array &mask = tensors[0], &keys = tensors[11], &resampling = tensors[13], &stops = tensors[16];
   Particles p{};
   p.groups = mask.size(0), p.count = mask.size(1), p.slots = mask.size(2), p.vocab = stops.size(1);
-  p.rounds_known = resampling.size(1), p.streams = keys.size(2);
+  p.max_rounds = resampling.size(1), p.streams = keys.size(2);
   const int64_t g = p.groups, n = p.count;
-  p.text = tensors[2].size(2) - Particles::kHead;
-  check(p.streams >= n && p.text > 0, "keys or texts do not fit the particles");
+  p.max_tokens = tensors[2].size(2) - Particles::kHeaderWords;
+  check(p.streams >= n && p.max_tokens > 0, "keys or paths do not fit the particles");
   p.mask = mask.at<bool>(kCpu, "mask", {g, n, p.slots});
   p.ends = tensors[1].at<bool>(kCpu, "ends", {g, n, 2});
   p.path = tensors[2].at<int64_t>(kCpu, "path", {g, n, kAny});
@@ -55,117 +55,120 @@ Particles particles_of(const std::vector<Array>& tensors) {
   p.rounds = tensors[10].at<int64_t>(kCpu, "rounds", {g});
   p.keys = keys.at<uint32_t>(kCpu, "keys", {g, Particles::kPurposes, p.streams});
   p.target = tensors[12].at<uint32_t>(kCpu, "target", {g});
-  p.resampling = resampling.at<double>(kCpu, "resampling", {g, p.rounds_known});
+  p.resampling = resampling.at<double>(kCpu, "resampling", {g, p.max_rounds});
   p.prefix = tensors[14].at<int64_t>(kCpu, "prefix", {g});
   p.sequences = tensors[15].at<int64_t>(kCpu, "sequences", {g});
   p.stops = stops.at<bool>(kCpu, "stops", {g, p.vocab});
   return p;
 }
 
-Law law_of(const std::string& name) {
-  check(name == "weigh" || name == "match" || name == "reject", "a law is weigh, match or reject");
-  return name == "weigh" ? Law::weigh : name == "match" ? Law::match : Law::reject;
+VerifyMode verify_mode_of(const std::string& name) {
+  check(name == "weigh" || name == "match" || name == "reject", "verify_mode must be weigh, match or reject");
+  return name == "weigh" ? VerifyMode::weigh : name == "match" ? VerifyMode::match : VerifyMode::reject;
 }
 
 std::unique_ptr<Population> make_population(host::Decoder& draft, const Cache& draft_cache, host::Decoder& target,
                                             const Cache& target_cache, const std::vector<Array>& tensors,
-                                            int64_t steps, const std::string& law, double power, double threshold,
-                                            bool deferred_bonus) {
-  check(draft_cache.sequences == target_cache.sequences, "the two caches have as many sequences");
+                                            int64_t steps, const std::string& verify_mode, double power,
+                                            double threshold, bool deferred_bonus) {
+  check(draft_cache.sequences == target_cache.sequences, "both caches must have the same number of sequences");
   Particles p = particles_of(tensors);
   p.steps = size_arg("steps", steps, 1);
-  check(p.text > steps, "a text has no room for a round");
+  check(p.max_tokens > steps, "a path is too short for a round");
   check(power > 0, "power must be above 0");
   for (const host::Decoder* decoder : {&draft, &target}) {
-    const host::Stack& stack = decoder->stack();
-    check(p.vocab <= stack.vocab && p.vocab <= stack.head->n, "a model is smaller than the vocabulary");
+    const host::PackedModel& model = decoder->model();
+    check(p.vocab <= model.vocab && p.vocab <= model.head->n, "a model is smaller than the vocabulary");
   }
-  return std::make_unique<Population>(side_of(draft, draft_cache), side_of(target, target_cache), p, law_of(law), power,
-                                      threshold, deferred_bonus);
+  return std::make_unique<Population>(side_of(draft, draft_cache), side_of(target, target_cache), p,
+                                      verify_mode_of(verify_mode), power, threshold, deferred_bonus);
 }
 
 // Whether a round of this group stays within its tensors and both caches.
 void check_group(const Population& population, int64_t group, int64_t sequences) {
   const Particles& p = population.particles();
   check(p.base[group] >= 1 && p.width(group) <= p.slots, "the tree's region is full");
-  check_inside(p.sequences + group, 1, sequences, "a sequence that the caches lack");
-  check(p.rounds[group] >= 0 && p.rounds[group] < p.rounds_known - 1, "more rounds than tokens");
+  check_range(p.sequences + group, 1, sequences, "a sequence is out of range");
+  check(p.rounds[group] >= 0 && p.rounds[group] < p.max_rounds - 1, "more rounds than resampling numbers");
   int64_t furthest = 0;
   for (int64_t i = 0; i < p.count; ++i) {
     const host::Particle row = p.row(group, i);
-    check(*row.length >= 0 && *row.length + p.steps < p.text, "a text is full");
-    check_inside(row.tail_tokens, 2, p.vocab, "a token lies outside the vocabulary");
-    check(*row.finished != 0 || (row.tail_slots[0] >= 0 && row.tail_slots[0] < p.base[group] && row.tail_slots[1] >= 0 &&
-                                 row.tail_slots[1] < p.base[group]),
-          "a slot lies outside the slots in use");
-    check(row.tail_positions[0] >= 0 && row.tail_positions[1] >= 0, "a position lies before the text");
+    check(*row.length >= 0 && *row.length + p.steps < p.max_tokens, "a path is full");
+    check_range(row.tail_tokens, 2, p.vocab, "a token lies outside the vocabulary");
+    if (*row.finished == 0) check_range(row.tail_slots, 2, p.base[group], "a slot is not in use");
+    check(row.tail_positions[0] >= 0 && row.tail_positions[1] >= 0, "a position is negative");
     furthest = std::max({furthest, row.tail_positions[0], row.tail_positions[1]});
   }
   for (const bool target : {false, true}) {
-    const host::Side& side = population.side(target);
+    const host::ModelWithCache& side = population.side(target);
     check(p.prefix[group] >= 0 && p.prefix[group] + p.width(group) <= side.capacity, "the rows do not fit the cache");
-    check(furthest + p.steps < side.decoder.stack().positions, "a position lies outside the context");
+    check(furthest + p.steps < side.decoder.model().positions, "a position lies outside the context");
   }
 }
 
-// seconds of the draft's forwards, and of the target's
+// Returns the seconds of the draft's forwards and of the target's.
 std::pair<double, double> round(Population& population, const SpanArgs& spans, const Array& head,
-                                const std::optional<py::function>& told) {
+                                const std::optional<py::function>& on_forward) {
   const Particles& p = population.particles();
-  const host::Side &draft = population.side(false), &target = population.side(true);
+  const host::ModelWithCache &draft = population.side(false), &target = population.side(true);
   std::vector<host::Span> alike;
   int64_t groups = 0;
   for (const auto& [count, temperature, bias] : spans) {
-    check(count >= 1 && temperature >= 0, "a span has groups, and a temperature");
+    check(count >= 1 && temperature >= 0, "a span needs at least one group and a temperature of at least 0");
     alike.push_back({count, temperature, at_or_null<float>(bias, kCpu, "bias", {p.vocab})});
     groups += count;
   }
   check(groups >= 1 && groups <= p.groups, "as many groups as there are, and at least one");
-  const int64_t sequences = std::min(draft.layer_stride / draft.region_stride, target.layer_stride / target.region_stride);
+  const int64_t sequences =
+      std::min(draft.layer_stride / draft.region_stride, target.layer_stride / target.region_stride);
   for (int64_t group = 0; group < groups; ++group) check_group(population, group, sequences);
   auto* out = head.at<int64_t>(kCpu, "head", {groups, kAny});
-  const int64_t width = head.size(1) - 3 - p.text;
-  check(width >= 0 && width <= p.slots, "head has no room for the columns, or for more than there are");
+  const int64_t width = head.size(1) - 3 - p.max_tokens;
+  check(width >= 0 && width <= p.slots, "summary does not fit the tree slots");
   std::pair<double, double> spent{0.0, 0.0};
   const py::gil_scoped_release unlocked;
   population.round(alike, out, width, [&](bool of_target, int64_t rows, double seconds) {
     (of_target ? spent.second : spent.first) += seconds;
-    if (!told) return;
+    if (!on_forward) return;
     const py::gil_scoped_acquire locked;
-    (*told)(of_target, rows, seconds);
+    (*on_forward)(of_target, rows, seconds);
   });
   return spent;
 }
 
-void compact(Population& population, int64_t group, int64_t promoted, const host::Nodes& keep) {
+void compact(Population& population, int64_t group, int64_t promoted, const host::Nodes& surviving) {
   const Particles& p = population.particles();
-  check(group >= 0 && group < p.groups && promoted >= 0, "a group that is not there");
-  check(p.base[group] <= p.slots, "more slots than the region has");
-  for (size_t i = 0; i < keep.size(); ++i) {
-    check(keep[i] < p.base[group] && (i == 0 ? keep[0] >= 0 : keep[i] > keep[i - 1]), "slots in use, ascending");
+  check(group >= 0 && group < p.groups && promoted >= 0, "a group is out of range");
+  check(p.base[group] <= p.slots, "more slots in use than the region has");
+  for (size_t i = 0; i < surviving.size(); ++i) {
+    check(surviving[i] < p.base[group] && (i == 0 ? surviving[0] >= 0 : surviving[i] > surviving[i - 1]),
+          "slots in use, ascending");
   }
-  for (int64_t i = 0; i < p.count; ++i) check_inside(p.row(group, i).tail_slots, 2, p.slots, "a slot outside the region");
-  p.compact(group, promoted, keep);
+  for (int64_t i = 0; i < p.count; ++i) {
+    check_range(p.row(group, i).tail_slots, 2, p.slots, "a slot is outside the region");
+  }
+  p.compact(group, promoted, surviving);
 }
 
 }  // namespace
 
 void bind_population(py::module_& m) {
   py::class_<Population>(m, "Population",
-                         "Rounds of particles, or of exact chains, as one call each, on both models and on tensors that "
-                         "stay where they are; see host/decoder/population.h.")
+                         "Rounds of particles, or of exact chains, as one call each. Works on both models and in "
+                         "place on the tensors; see host/decoder/population.h.")
       .def(py::init(&make_population), py::arg("draft"), py::arg("draft_cache"), py::arg("target"),
-           py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("law"), py::arg("power"),
-           py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>(),
-           py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
-           "`tensors`: those of SMCRound.tensors. `law`: weigh, match or reject. It keeps what it is given alive.")
-      .def("round", &round, py::arg("spans"), py::arg("head"), py::arg("told"),
-           "A round of the first groups, of which each span has so many whose logits go by one temperature (0: no noise) "
-           "and bias [vocab]. Fills head [groups, 3 + text + width] as SMCRound does. After each forward "
-           "`told`, if there is one, gets whether it was the target's, its rows and its seconds. Returns the seconds of "
-           "the draft's forwards and of the target's.")
-      .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("keep"),
-           "Follows a compaction of both caches: of the slots so many have gone to the prefix, and `keep` stay.");
+           py::arg("target_cache"), py::arg("tensors"), py::arg("steps"), py::arg("verify_mode"), py::arg("power"),
+           py::arg("threshold"), py::arg("deferred_bonus"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(),
+           "`tensors`: those of SMCRound.tensors. `verify_mode`: weigh, match or reject. Keeps all arguments alive.")
+      .def("round", &round, py::arg("spans"), py::arg("summary"), py::arg("on_forward"),
+           "Runs a round of the first groups. Each span is (groups, temperature, bias [vocab]); temperature 0 draws "
+           "without noise. Fills `summary` [groups, 3 + max_tokens + width] as SMCRound does. Calls "
+           "on_forward(is_target, rows, seconds) after each forward. Returns the seconds of the draft's forwards and "
+           "of the target's.")
+      .def("compact", &compact, py::arg("group"), py::arg("promoted"), py::arg("surviving"),
+           "Follows a compaction of both caches: the first `promoted` slots joined the prefix, slots `surviving` are "
+           "kept.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,4 @@
-// The inner part of a round.
+// Phases of a round as one call each.
 #include "host/decoder/rounds.h"
 
 #include <pybind11/stl.h>
@@ -22,67 +22,68 @@ using host::Scoring;
 using host::Tree;
 
 std::unique_ptr<Rounds> make_rounds(host::Decoder& decoder, const Cache& cache) {
-  const host::Stack& stack = decoder.stack();
-  check(cache.sequences == 1, "rounds are of the only sequence of a cache");
-  check(cache.type == model_type(stack.wide) && cache.layers == decoder.layers() && cache.kv_heads == stack.kv_heads &&
-            cache.head_dim == stack.dim,
+  const host::PackedModel& model = decoder.model();
+  check(cache.sequences == 1, "the cache must have exactly one sequence");
+  check(cache.type == model_type(model.is_f32) && cache.layers == decoder.layers() &&
+            cache.kv_heads == model.kv_heads && cache.head_dim == model.dim,
         "the cache does not fit the model");
   return std::make_unique<Rounds>(decoder,
                                   host::Region{cache.keys, cache.values, cache.capacity, cache.layer_bytes()});
 }
 
-// bias [vocab], of which the columns of this rank are read
+// `bias` [vocab]; the columns of this rank are read.
 std::unique_ptr<Scoring> make_scoring(const Rounds& rounds, int64_t vocab, double temperature, const MaybeArray& bias,
                                       bool noisy, uint64_t seed, uint32_t stream) {
   size_arg("vocab", vocab, 1);
   check(temperature > 0, "temperature must be above 0");
-  const host::Columns columns = rounds.columns(vocab);
+  const host::VocabShard columns = rounds.columns(vocab);
   const auto* all = at_or_null<float>(bias, kCpu, "bias", {vocab});
   return std::make_unique<Scoring>(columns, temperature, all == nullptr ? nullptr : all + columns.first, noisy, seed,
                                    stream);
 }
 
-// Whether the region has room for `rows` slots after the prefix, and the scoring is this decoder's.
+// Checks that `rows` slots after the prefix fit the region, and that `scoring` fits the decoder.
 void check_room(const Rounds& rounds, int64_t prefix, int64_t rows, const Scoring& scoring) {
-  const host::Stack& stack = rounds.decoder().stack();
+  const host::PackedModel& model = rounds.decoder().model();
   check(prefix >= 0 && prefix + rows <= rounds.region().capacity, "the rows do not fit the cache");
-  check(prefix + rows <= stack.positions, "a position lies outside the context");
-  check(scoring.columns().count <= stack.head->n, "the scoring is another decoder's");
+  check(prefix + rows <= model.positions, "a position lies outside the context");
+  check(scoring.columns().count <= model.head->n, "the scoring belongs to another decoder");
 }
 
-// bits [rows, bytes] uint8 of so many rows
-host::Allowed allowed_from(const MaybeArray& bits, int64_t rows, const Scoring& scoring) {
+// `bits`: uint8 [rows, bytes] or none.
+host::TokenMask allowed_from(const MaybeArray& bits, int64_t rows, const Scoring& scoring) {
   if (!bits) return {};
   const int64_t bytes = (scoring.columns().vocab + 7) / 8;
   return {bits->at<uint8_t>(kCpu, "allowed", {rows, bytes}), bytes};
 }
 
-// leaves expanded, seconds of the forward
+// Returns the number of expanded leaves and the seconds of the forward.
 std::pair<int64_t, double> expand(Rounds& rounds, Tree& tree, int64_t prefix, const Nodes& pending, int64_t leaves,
                                   int64_t children, Scoring& scoring, bool coupled, double tau,
                                   const std::optional<py::function>& allowed) {
-  const int64_t ahead = static_cast<int64_t>(pending.size()), vocab = rounds.decoder().stack().vocab;
+  const int64_t num_pending = static_cast<int64_t>(pending.size()), vocab = rounds.decoder().model().vocab;
   size_arg("leaves", leaves, 1);
   check(tau > 0, "tau must be above 0");
-  check(children >= 1 && children <= scoring.columns().vocab, "as many children as a vocabulary has, at least one");
+  check(children >= 1 && children <= scoring.columns().vocab,
+        "the number of children must be between 1 and the vocabulary size");
   check(tree.expanded() + leaves <= tree.slots && tree.count() + leaves * children <= tree.nodes, "the tree is full");
-  check(ahead == 0 || tree.expanded() == 0, "pending tokens go before the root");
-  check_inside(pending.data(), ahead, vocab, "a token lies outside the vocabulary");
-  check_inside(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
-  check_room(rounds, prefix, ahead + tree.expanded() + leaves, scoring);
-  py::object bits;  // alive until they have been read
-  const host::AllowedAfter after = [&](const Nodes& nodes) {
+  check(num_pending == 0 || tree.expanded() == 0, "pending tokens need a tree without expansions");
+  check_range(pending.data(), num_pending, vocab, "a token lies outside the vocabulary");
+  check_range(tree.token, tree.count(), vocab, "a token lies outside the vocabulary");
+  check_room(rounds, prefix, num_pending + tree.expanded() + leaves, scoring);
+  py::object bits;  // kept alive until the masks have been read
+  const host::TokenMaskFn after = [&](const Nodes& nodes) {
     const py::gil_scoped_acquire locked;
     bits = (*allowed)(nodes);
     return allowed_from(bits.cast<Array>(), static_cast<int64_t>(nodes.size()), scoring);
   };
   const py::gil_scoped_release unlocked;
   const int64_t count = rounds.expand(tree, prefix, pending, leaves, children, scoring, coupled, tau,
-                                      allowed ? after : host::AllowedAfter{});
+                                      allowed ? after : host::TokenMaskFn{});
   return {count, count == 0 ? 0.0 : rounds.seconds()};
 }
 
-// Whether these are the nodes of a proposal.
+// Checks that these are the nodes of a proposal.
 void check_nodes(const Rounds& rounds, const Nodes& tokens, const Nodes& parents) {
   const auto count = static_cast<int64_t>(tokens.size());
   size_arg("nodes", count, 1);
@@ -91,16 +92,16 @@ void check_nodes(const Rounds& rounds, const Nodes& tokens, const Nodes& parents
     const int64_t parent = parents[static_cast<size_t>(i)];
     check(parent >= 0 && parent < i, "the nodes are not in topological order");
   }
-  check_inside(tokens.data(), count, rounds.decoder().stack().vocab, "a token lies outside the vocabulary");
+  check_range(tokens.data(), count, rounds.decoder().model().vocab, "a token lies outside the vocabulary");
 }
 
-// path, sampled tokens, seconds of the forward
+// Returns the path, the sampled tokens and the seconds of the forward.
 std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, const Nodes& parents, int64_t prefix,
                                         Scoring& scoring, const MaybeArray& allowed) {
   const auto count = static_cast<int64_t>(tokens.size());
   check_nodes(rounds, tokens, parents);
   check_room(rounds, prefix, count, scoring);
-  const host::Allowed follow = allowed_from(allowed, count, scoring);
+  const host::TokenMask follow = allowed_from(allowed, count, scoring);
   Nodes path, sampled;
   {
     py::gil_scoped_release unlocked;
@@ -111,37 +112,41 @@ std::tuple<Nodes, Nodes, double> verify(Rounds& rounds, const Nodes& tokens, con
 
 std::vector<float> probabilities(Rounds& rounds, const Nodes& tokens, const Nodes& parents, const Scoring& scoring) {
   check_nodes(rounds, tokens, parents);
-  check(rounds.columns(scoring.columns().vocab).count == scoring.columns().vocab, "a rank of a group has no whole rows");
-  check_inside(tokens.data(), static_cast<int64_t>(tokens.size()), scoring.columns().vocab,
-               "a token lies outside the vocabulary");
+  check(rounds.columns(scoring.columns().vocab).count == scoring.columns().vocab,
+        "a rank of a group has only a part of the logits");
+  check_range(tokens.data(), static_cast<int64_t>(tokens.size()), scoring.columns().vocab,
+              "a token lies outside the vocabulary");
   return rounds.probabilities(tokens, parents, scoring);
 }
 
 }  // namespace
 
 void bind_rounds(py::module_& m) {
-  py::class_<Scoring>(m, "Scoring", "What makes tokens of one request's logits; `Rounds.scoring` makes it.");
+  py::class_<Scoring>(m, "Scoring",
+                      "Scores of one request's logits: temperature, bias and noise. Created by `Rounds.scoring`.");
   py::class_<Rounds>(m, "Rounds",
-                     "Expansions and verifications as one call each, of one decoder over the only sequence of a cache; "
-                     "see host/decoder/rounds.h. The ranks of a group make the same calls and exchange the best of "
-                     "theirs; OSError says that one of them is gone.")
+                     "Expansions and verifications as one call each, for one decoder and a cache of one sequence; see "
+                     "host/decoder/rounds.h. The ranks of a group make the same calls and merge their best tokens. "
+                     "Raises OSError if a rank is lost.")
       .def(py::init(&make_rounds), py::arg("decoder"), py::arg("cache"), py::keep_alive<1, 2>(),
            py::keep_alive<1, 3>())
       .def("scoring", &make_scoring, py::arg("vocab"), py::arg("temperature"), py::arg("bias"), py::arg("noisy"),
            py::arg("seed"), py::arg("stream"), py::keep_alive<0, 1>(), py::keep_alive<0, 4>(),
-           "`bias` [vocab] float32; if `noisy`, the noise is that of `seed` and `stream`.")
+           "`bias`: [vocab] float32. `noisy`: add the noise of `seed` and `stream`.")
       .def("expand", &expand, py::arg("tree"), py::arg("prefix"), py::arg("pending"), py::arg("leaves"),
            py::arg("children"), py::arg("scoring"), py::arg("coupled"), py::arg("tau"), py::arg("allowed"),
-           "Expands the likeliest leaves. `prefix`: verified tokens with KV; `pending`: those without, before a root "
-           "that is all there is. `allowed`: of the nodes of these leaves, a bit for each token that may follow, "
-           "uint8 [leaves, bytes]; None: any. Returns how many leaves, and the seconds of the forward.")
+           "Expands the likeliest leaves. `prefix`: number of verified tokens with KV. `pending`: verified tokens "
+           "without KV, only before the first expansion. `allowed`: maps the leaves to their token masks, uint8 "
+           "[leaves, bytes], one bit per token; None allows all. Returns the number of expanded leaves and the "
+           "seconds of the forward.")
       .def("verify", &verify, py::arg("tokens"), py::arg("parents"), py::arg("prefix"), py::arg("scoring"),
            py::arg("allowed"),
-           "`allowed`: as in `expand`, [nodes, bytes]. The accepted path, whose slots now follow the prefix, the token drawn after each of its nodes, and the "
-           "seconds of the forward.")
+           "Verifies a proposal. `allowed`: token masks of the nodes, uint8 [nodes, bytes], or None. Returns the "
+           "accepted path, whose KV now follows the prefix, the token drawn after each of its nodes, and the seconds "
+           "of the forward.")
       .def("probabilities", &probabilities, py::arg("tokens"), py::arg("parents"), py::arg("scoring"),
-           "Of the tokens of the proposal verified last, but for its root: what the target's logits give each after its "
-           "parent. ValueError where a larger one was asked of than was verified.");
+           "Target probabilities of each node's token after its parent, root excluded, for the proposal that was "
+           "verified last. Raises ValueError if it had fewer nodes.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,4 @@
-// Noise on the CPU, and from logits to tokens.
+// Noise and sampling on the CPU.
 #include <pybind11/stl.h>
 
 #include "bind/arguments.h"
@@ -56,7 +56,7 @@ ScoreArgs score_args(const Array& logits, int64_t vocab, const MaybeArray& bias,
                        vocab,
                        rows > 1 ? logits.stride(0) : columns};
   check(args.stride >= vocab, "the rows of logits overlap");
-  if (noise) check_inside(args.rows_of_noise, rows, noise->size(0), "a row of noise that is not there");
+  if (noise) check_range(args.rows_of_noise, rows, noise->size(0), "a row of noise is not there");
   return args;
 }
 
@@ -72,7 +72,7 @@ void children(const Array& logits, int64_t vocab, const MaybeArray& bias, const 
               const MaybeArray& noise_rows, float temperature, float tau, const Array& tokens, const Array& values) {
   const ScoreArgs args = score_args(logits, vocab, bias, noise, noise_rows, temperature, tau);
   const int64_t k = tokens.size(1);
-  check(k >= 1 && k <= vocab, "as many children as a vocabulary has, and at least one");
+  check(k >= 1 && k <= vocab, "the number of children must be between 1 and the vocabulary size");
   auto* ids = tokens.at<int64_t>(kCpu, "tokens", {args.rows, kAny});
   auto* out = values.at<float>(kCpu, "values", {args.rows, k});
   py::gil_scoped_release unlocked;
@@ -83,7 +83,7 @@ void log_probs(const Array& logits, int64_t vocab, const MaybeArray& bias, float
                const Array& out) {
   const ScoreArgs args = score_args(logits, vocab, bias, {}, {}, temperature, 1.0f);
   const auto* of = tokens.at<int64_t>(kCpu, "tokens", {args.rows});
-  check_inside(of, args.rows, vocab, "a token lies outside the vocabulary");
+  check_range(of, args.rows, vocab, "a token lies outside the vocabulary");
   auto* values = out.at<float>(kCpu, "out", {args.rows});
   py::gil_scoped_release unlocked;
   host::log_probs(args, of, values);
@@ -103,25 +103,26 @@ void draw_keyed(const Array& logits, int64_t vocab, const MaybeArray& bias, floa
 
 void bind_sampling(py::module_& m) {
   m.def("noise_bits", &noise_bits, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("out"),
-        "Fills out [rows, vocab] with the noise of rows at these positions, all int32.");
+        "Fills `out` [rows, vocab] with noise bits of the positions [rows]; all int32.");
   m.def("gumbel_of", &gumbel_of, py::arg("bits"), py::arg("out"),
-        "The Gumbel noise (float32) of bits, as gumbel_rows computes it.");
+        "Converts noise bits to Gumbel noise (float32), as in gumbel_rows.");
   m.def("gumbel_rows", &gumbel_rows, py::arg("seed"), py::arg("stream"), py::arg("positions"), py::arg("first"),
         py::arg("out"),
-        "Gumbel noise [rows, count] float32 of positions [rows] int32, for the tokens from `first` on.");
+        "Fills `out` [rows, count] float32 with the Gumbel noise of positions [rows] int32, for tokens from `first` "
+        "on.");
   m.def("gumbel_keyed", &gumbel_keyed, py::arg("keys"), py::arg("first"), py::arg("out"),
-        "The same of rows with these keys [rows] int32.");
+        "As gumbel_rows, for the row keys [rows] int32.");
   m.def("draw", &draw, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"), py::arg("noise_rows"),
         py::arg("temperature"), py::arg("tokens"),
-        "The token of each row's highest score; see ScoreArgs in common/arguments.h.");
+        "Per row the token of the highest score; see ScoreArgs in common/arguments.h.");
   m.def("children", &children, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("noise"),
         py::arg("noise_rows"), py::arg("temperature"), py::arg("tau"), py::arg("tokens"), py::arg("values"),
-        "As many of each row's largest log_softmax(scores) as tokens and values [rows, k] hold.");
+        "Per row the k largest of log_softmax(scores) and their tokens; `tokens` and `values` are [rows, k].");
   m.def("log_probs", &log_probs, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
-        py::arg("tokens"), py::arg("out"), "Each row's log_softmax(scores) at its token.");
+        py::arg("tokens"), py::arg("out"), "Per row log_softmax(scores) at its token.");
   m.def("draw_keyed", &draw_keyed, py::arg("logits"), py::arg("vocab"), py::arg("bias"), py::arg("temperature"),
         py::arg("keys"), py::arg("tokens"), py::arg("values"),
-        "The token of each row's highest score under the noise of its key, and log_softmax(scores) there.");
+        "Per row the token of the highest score with the noise of its key, and log_softmax(scores) at that token.");
 }
 
 }  // namespace swiftspec::binding

@@ -1,4 +1,4 @@
-// The draft tree, and what a draft is ready to reply from it.
+// The draft tree and the fast reply.
 #include "host/decoder/tree.h"
 
 #include <pybind11/stl.h>
@@ -33,7 +33,7 @@ void check_node(const Tree& tree, int64_t node) {
   check(node >= 0 && node < tree.count(), "a node that the tree does not have");
 }
 
-// nodes, their tokens, their parents by index among them
+// Returns nodes, their tokens, and the index of each parent among them.
 std::tuple<Nodes, Nodes, Nodes> best_subtree(const Tree& tree, int64_t bs, int64_t root) {
   size_arg("bs", bs, 1);
   check_node(tree, root);
@@ -50,41 +50,42 @@ std::pair<double, double> prospects(const Tree& tree, int64_t bs, int64_t w, int
 
 std::pair<Nodes, Nodes> reroot(Tree& tree, int64_t node) {
   check_node(tree, node);
-  Nodes path, kept;
-  tree.reroot(node, path, kept);
-  return {std::move(path), std::move(kept)};
+  Nodes path, surviving;
+  tree.reroot(node, path, surviving);
+  return {std::move(path), std::move(surviving)};
 }
 
 host::FastReply fast_reply(const Tree& tree, int32_t request, int32_t prefix_len, int64_t bs, int64_t w, int64_t steps,
-                      double worth) {
+                           double expansion_yield) {
   size_arg("bs", bs, 1);
   size_arg("w", w, 1);
   size_arg("steps", steps, 1);
-  return {tree, request, prefix_len, bs, w, steps, worth};
+  return {tree, request, prefix_len, bs, w, steps, expansion_yield};
 }
 
 }  // namespace
 
 void bind_tree(py::module_& m) {
-  py::class_<host::FastReply>(m, "FastReply", "What a draft is ready to reply; see host/decoder/fast_reply.h.")
-      .def("to", &host::fast_reply, py::arg("result"),
-           "The packed proposal that follows from a packed result; empty where that is for Python to find.");
-  py::class_<Tree>(m, "Tree", "A draft tree on arrays of Python's, which it keeps alive; see host/decoder/tree.h.")
+  py::class_<host::FastReply>(m, "FastReply",
+                              "The state from which a draft replies without Python; see host/decoder/fast_reply.h.")
+      .def("reply", &host::fast_reply, py::arg("result"),
+           "The packed proposal that follows a packed result; empty if Python must handle the result.");
+  py::class_<Tree>(m, "Tree", "A draft tree on NumPy arrays, which it keeps alive; see host/decoder/tree.h.")
       .def(py::init(&make_tree), py::arg("token"), py::arg("parent"), py::arg("slot"), py::arg("logprob"),
            py::arg("visible"), py::arg("sizes"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
            py::keep_alive<1, 4>(), py::keep_alive<1, 5>(), py::keep_alive<1, 6>(), py::keep_alive<1, 7>(),
            "The arrays of `DraftTree` (swiftspec/tree/tree.py).")
       .def("best_subtree", &best_subtree, py::arg("bs"), py::arg("root"),
-           "The likeliest nodes from `root` down, their tokens, and their parents by index among them.")
+           "The likeliest nodes of the sub-tree of `root`, their tokens, and the index of each parent among them.")
       .def("prospects", &prospects, py::arg("bs"), py::arg("w"), py::arg("root"),
-           "The summed probabilities, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves.")
+           "Probability mass, relative to `root`, of the bs likeliest nodes and of the w likeliest leaves.")
       .def("walk", &Tree::walk, py::arg("tokens"),
-           "The nodes that spell as many leading tokens as the tree holds, from below the root down.")
+           "The path below the root that matches the longest prefix of `tokens`.")
       .def("reroot", &reroot, py::arg("node"),
-           "Makes a node the root. Returns the tree slots from the old root to its parent, and those that stay.")
+           "Makes a node the root. Returns the tree slots from the old root to its parent, and the surviving ones.")
       .def("fast_reply", &fast_reply, py::arg("request"), py::arg("prefix_len"), py::arg("bs"), py::arg("w"),
-           py::arg("steps"), py::arg("worth"), py::keep_alive<0, 1>(),
-           "What this tree is ready to reply to the next result of a request.");
+           py::arg("steps"), py::arg("expansion_yield"), py::keep_alive<0, 1>(),
+           "The state for replying to the next result of a request.");
 }
 
 }  // namespace swiftspec::binding

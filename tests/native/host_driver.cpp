@@ -29,12 +29,12 @@ void require(bool ok, const char* what) {
 }
 
 // Numbers of a model's type, in bytes: float32, or the upper halves of float32.
-std::vector<uint8_t> numbers(int64_t count, bool wide) {
+std::vector<uint8_t> numbers(int64_t count, bool is_f32) {
   std::normal_distribution<float> normal;
-  std::vector<uint8_t> out(static_cast<size_t>(count * (wide ? 4 : 2)));
+  std::vector<uint8_t> out(static_cast<size_t>(count * (is_f32 ? 4 : 2)));
   for (int64_t i = 0; i < count; ++i) {
     const float x = normal(dice);
-    wide ? std::memcpy(out.data() + 4 * i, &x, 4)
+    is_f32 ? std::memcpy(out.data() + 4 * i, &x, 4)
          : std::memcpy(out.data() + 2 * i, reinterpret_cast<const char*>(&x) + 2, 2);
   }
   return out;
@@ -45,15 +45,15 @@ const float* floats(const std::vector<uint8_t>& bytes) {
 }
 
 struct Linear {
-  bool wide, swiglu, normed;
+  bool is_f32, swiglu, normed;
   int64_t rows, k, n;
   std::vector<uint8_t> x, norm, data, scales, zeros, bias, residual;
   Weights weights;
 
-  Linear(Format format, bool wide_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group, bool rounds = false)
-      : wide(wide_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
+  Linear(Format format, bool is_f32_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group, bool rounds = false)
+      : is_f32(is_f32_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
-    x = numbers(rows * k, wide), norm = numbers(k, wide), residual = numbers(rows * n, wide),
+    x = numbers(rows * k, is_f32), norm = numbers(k, is_f32), residual = numbers(rows * n, is_f32),
     bias = numbers(n, true);
     const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // in 32 bits
     data = numbers(blocks * 16 * padded / codes, format != Format::bf16);
@@ -62,37 +62,37 @@ struct Linear {
       zeros.resize(static_cast<size_t>(blocks * 16 * (k / group)));
       for (uint8_t& zero : zeros) zero = dice() % 16;
     }
-    weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::Scales::f32,
+    weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::ScaleType::f32,
                codes == 8 ? zeros.data() : nullptr, floats(bias), k, n, codes > 1 ? group : 0, rounds};
   }
 
   std::vector<uint8_t> run() const {
-    std::vector<uint8_t> out(static_cast<size_t>(rows * (swiglu ? n / 2 : n) * (wide ? 4 : 2)));
+    std::vector<uint8_t> out(static_cast<size_t>(rows * (swiglu ? n / 2 : n) * (is_f32 ? 4 : 2)));
     linear({&weights, x.data(), normed ? norm.data() : nullptr, 1e-5f, swiglu ? nullptr : residual.data(),
             out.data(), nullptr, swiglu, rows},
-           wide);
+           is_f32);
     return out;
   }
 };
 
 struct Attention {
-  bool wide;
+  bool is_f32;
   int64_t rows, heads, kv_heads, length, width, dim;
   std::vector<uint8_t> qkv, cos, sin, keys, values, mask;
   std::vector<int64_t> slots;
 
-  Attention(bool wide_, int64_t rows_, int64_t heads_, int64_t kv_heads_, int64_t length_, int64_t width_,
+  Attention(bool is_f32_, int64_t rows_, int64_t heads_, int64_t kv_heads_, int64_t length_, int64_t width_,
             int64_t dim_)
-      : wide(wide_),
+      : is_f32(is_f32_),
         rows(rows_),
         heads(heads_),
         kv_heads(kv_heads_),
         length(length_),
         width(width_),
         dim(dim_) {
-    qkv = numbers(rows * (heads + 2 * kv_heads) * dim, wide);
-    cos = numbers(rows * dim, wide), sin = numbers(rows * dim, wide);
-    keys = numbers(kv_heads * length * dim, wide), values = numbers(kv_heads * length * dim, wide);
+    qkv = numbers(rows * (heads + 2 * kv_heads) * dim, is_f32);
+    cos = numbers(rows * dim, is_f32), sin = numbers(rows * dim, is_f32);
+    keys = numbers(kv_heads * length * dim, is_f32), values = numbers(kv_heads * length * dim, is_f32);
     mask.resize(static_cast<size_t>(rows * width));
     for (uint8_t& seen : mask) seen = dice() % 3 != 0;
     for (int64_t r = 0; r < rows; ++r) {
@@ -102,10 +102,10 @@ struct Attention {
   }
 
   std::vector<uint8_t> run() {
-    std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (wide ? 4 : 2)));
+    std::vector<uint8_t> out(static_cast<size_t>(rows * heads * dim * (is_f32 ? 4 : 2)));
     attention({qkv.data(), cos.data(), sin.data(), slots.data(), mask.data(), keys.data(), values.data(),
                out.data(), rows, heads, kv_heads, length, length, width, dim},
-              wide);
+              is_f32);
     return out;
   }
 };
@@ -113,16 +113,16 @@ struct Attention {
 // A model of two layers with numbers for weights, its cache and its tree.
 struct Model {
   static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
-  bool wide;
+  bool is_f32;
   std::vector<uint8_t> embedding, cos, sin, norm, keys, values;
   std::vector<Linear> weights;  // qkv, o, gate_up, down of each layer, then the head
 
-  explicit Model(bool wide_) : wide(wide_) {
-    embedding = numbers(kVocab * kHidden, wide), norm = numbers(kHidden, wide);
-    cos = numbers(kSlots * kDim, wide), sin = numbers(kSlots * kDim, wide);
-    keys = numbers(2 * kKvHeads * kSlots * kDim, wide), values = numbers(2 * kKvHeads * kSlots * kDim, wide);
-    const Format format = wide ? Format::f32 : Format::bf16;
-    const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, wide, false, 1, k, n, 0); };
+  explicit Model(bool is_f32_) : is_f32(is_f32_) {
+    embedding = numbers(kVocab * kHidden, is_f32), norm = numbers(kHidden, is_f32);
+    cos = numbers(kSlots * kDim, is_f32), sin = numbers(kSlots * kDim, is_f32);
+    keys = numbers(2 * kKvHeads * kSlots * kDim, is_f32), values = numbers(2 * kKvHeads * kSlots * kDim, is_f32);
+    const Format format = is_f32 ? Format::f32 : Format::bf16;
+    const auto add = [&](int64_t k, int64_t n) { weights.emplace_back(format, is_f32, false, 1, k, n, 0); };
     for (int layer = 0; layer < 2; ++layer) {
       add(kHidden, (kHeads + 2 * kKvHeads) * kDim), add(kHeads * kDim, kHidden);
       add(kHidden, 2 * kWidth), add(kWidth, kHidden);
@@ -131,12 +131,12 @@ struct Model {
   }
 
   Decoder decoder() const {
-    std::vector<Layer> layers;
+    std::vector<PackedLayer> layers;
     for (size_t i = 0; i < 8; i += 4) {
       layers.push_back({norm.data(), &weights[i].weights, &weights[i + 1].weights, norm.data(),
                         &weights[i + 2].weights, &weights[i + 3].weights});
     }
-    return {{wide, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
+    return {{is_f32, 1e-5f, kHidden, kHeads, kKvHeads, kDim, kVocab, kSlots, embedding.data(), cos.data(), sin.data(),
              norm.data(), &weights.back().weights, nullptr, 0.0},
             layers};
   }
@@ -150,11 +150,11 @@ struct Model {
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
     Decoder decoder_here = decoder();
     std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
-    Rounds rounds(decoder_here, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (wide ? 4 : 2)});
+    Rounds rounds(decoder_here, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2)});
     Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     constexpr int64_t kBytes = (kVocab + 7) / 8;
     const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // every other round some tokens may not follow
-    const AllowedAfter after = [&](const Nodes&) { return Allowed{bits.data(), kBytes}; };
+    const TokenMaskFn after = [&](const Nodes&) { return TokenMask{bits.data(), kBytes}; };
     int64_t prefix = 30;
     tree.reset(5);
     Nodes pending = {3, 4}, path, kept, sampled;
@@ -165,7 +165,7 @@ struct Model {
         pending.clear();
       }
       const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
-      const Allowed allowed = round % 2 == 0 ? Allowed{} : after(nodes);
+      const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
       rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // the draft's slots stay
       told.insert(told.end(), sampled.begin(), sampled.end());
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
@@ -212,24 +212,24 @@ void check_scores(int64_t rows, int64_t vocab) {
 }
 
 void check_level() {
-  for (const bool wide : {false, true}) {
+  for (const bool is_f32 : {false, true}) {
     for (const int64_t rows : {1, 2, 7, 9, 40}) {
-      Linear dense(wide ? Format::f32 : Format::bf16, wide, false, rows, 37, 131, 0);
-      Linear gated(Format::int4, wide, true, rows, 128, 150, 64);
-      Linear large(Format::int4, wide, false, rows, 256, 272, 128);
+      Linear dense(is_f32 ? Format::f32 : Format::bf16, is_f32, false, rows, 37, 131, 0);
+      Linear gated(Format::int4, is_f32, true, rows, 128, 150, 64);
+      Linear large(Format::int4, is_f32, false, rows, 256, 272, 128);
       check(dense, "linear"), check(gated, "swiglu"), check(large, "int4");
-      Linear rounded(Format::int4, wide, true, rows, 128, 150, 64, true);
-      Linear bytes(Format::int8, wide, false, rows, 256, 272, 128, true);
+      Linear rounded(Format::int4, is_f32, true, rows, 128, 150, 64, true);
+      Linear bytes(Format::int8, is_f32, false, rows, 256, 272, 128, true);
       check(rounded, "int4, rows in int8"), check(bytes, "int8");
-      Attention tree(wide, rows, 6, 2, 70 + rows, 64, 48), all_seen(wide, rows, 5, 1, 40 + rows, 0, 32);
-      Attention chunk(wide, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
+      Attention tree(is_f32, rows, 6, 2, 70 + rows, 64, 48), all_seen(is_f32, rows, 5, 1, 40 + rows, 0, 32);
+      Attention chunk(is_f32, rows, 8, 4, 200, std::max<int64_t>(rows, 3), 64);
       check(tree, "attention"), check(all_seen, "attention without a mask"),
           check(chunk, "attention of a chunk");
     }
   }
   for (const int64_t vocab : {1, 15, 16, 300}) check_scores(5, vocab);
-  for (const bool wide : {false, true}) {
-    Model model(wide);
+  for (const bool is_f32 : {false, true}) {
+    Model model(is_f32);
     check(model, "rounds");
   }
 }

@@ -19,72 +19,72 @@ void gather_rows(const void* table, const int64_t* index, int64_t rows, int64_t 
 
 }  // namespace
 
-Decoder::Decoder(const Stack& stack, std::vector<Layer> layers)
-    : stack_(stack), layers_(std::move(layers)), size_(stack.wide ? 4 : 2) {}
+Decoder::Decoder(const PackedModel& model, std::vector<PackedLayer> layers)
+    : model_(model), layers_(std::move(layers)), size_(model.is_f32 ? 4 : 2) {}
 
-// Grows to the largest step once.
-void* Decoder::room(Buffer& buffer, int64_t elements) const {
+// Returns the buffer, which grows to the largest forward.
+void* Decoder::reserve(Buffer& buffer, int64_t elements) const {
   const auto bytes = static_cast<size_t>(elements * size_);
   if (buffer.size() < bytes) buffer.resize(bytes);
   return buffer.data();
 }
 
-void Decoder::gather(const Step& step) {
-  const Stack& s = stack_;
-  gather_rows(s.embedding, step.tokens, step.rows, s.hidden * size_, room(hidden_, step.rows * s.hidden));
-  gather_rows(s.cos, step.positions, step.rows, s.dim * size_, room(cos_, step.rows * s.dim));
-  gather_rows(s.sin, step.positions, step.rows, s.dim * size_, room(sin_, step.rows * s.dim));
+void Decoder::gather(const ForwardArgs& args) {
+  const PackedModel& s = model_;
+  gather_rows(s.embedding, args.tokens, args.rows, s.hidden * size_, reserve(hidden_, args.rows * s.hidden));
+  gather_rows(s.cos, args.positions, args.rows, s.dim * size_, reserve(cos_, args.rows * s.dim));
+  gather_rows(s.sin, args.positions, args.rows, s.dim * size_, reserve(sin_, args.rows * s.dim));
 }
 
-// From `wide_`, which holds q, k and v, to `attended_`.
-void Decoder::attend(const Step& step, int64_t layer) {
-  const Stack& s = stack_;
+// Attention of q, k and v in `projected_`; the result is in `attended_`.
+void Decoder::attend(const ForwardArgs& args, int64_t layer) {
+  const PackedModel& s = model_;
   const int64_t in = (s.heads + 2 * s.kv_heads) * s.dim * size_, out = s.heads * s.dim * size_;
-  const int64_t turn = s.dim * size_;
-  room(attended_, step.rows * s.heads * s.dim);
-  for (const Part& part : step.parts) {
-    const int64_t first = part.first;
-    attention({at(wide_.data(), first * in), at(cos_.data(), first * turn), at(sin_.data(), first * turn),
-               step.slots + first, part.mask, at(part.keys, layer * step.layer_stride),
-               at(part.values, layer * step.layer_stride), at(attended_.data(), first * out), part.rows, s.heads,
-               s.kv_heads, step.capacity, part.length, part.width, s.dim},
-              s.wide);
+  const int64_t rope_bytes = s.dim * size_;
+  reserve(attended_, args.rows * s.heads * s.dim);
+  for (const SequenceRows& seq : args.sequence_rows) {
+    const int64_t first = seq.first;
+    attention({at(projected_.data(), first * in), at(cos_.data(), first * rope_bytes),
+               at(sin_.data(), first * rope_bytes), args.slots + first, seq.mask,
+               at(seq.keys, layer * args.layer_stride), at(seq.values, layer * args.layer_stride),
+               at(attended_.data(), first * out), seq.rows, s.heads, s.kv_heads, args.capacity, seq.length, seq.width, s.dim},
+              s.is_f32);
   }
 }
 
-// hidden_ += x W^T, which the ranks of a group have each in part.
+// hidden_ += x W^T, summed over the ranks of a group.
 void Decoder::add_linear(const Weights& weights, const void* x, int64_t rows) {
   void* hidden = hidden_.data();
-  if (stack_.group == nullptr) {
-    linear({&weights, x, nullptr, 0.0f, hidden, hidden, nullptr, false, rows}, stack_.wide);
+  if (model_.group == nullptr) {
+    linear({&weights, x, nullptr, 0.0f, hidden, hidden, nullptr, false, rows}, model_.is_f32);
     return;
   }
-  const int64_t count = rows * stack_.hidden;
-  void* product = room(product_, count);
-  linear({&weights, x, nullptr, 0.0f, nullptr, product, nullptr, false, rows}, stack_.wide);
-  stack_.group->all_reduce(product, count, stack_.wide ? Element::kFloat32 : Element::kBfloat16, stack_.timeout);
-  add(product, count, hidden, stack_.wide);
+  const int64_t count = rows * model_.hidden;
+  void* product = reserve(product_, count);
+  linear({&weights, x, nullptr, 0.0f, nullptr, product, nullptr, false, rows}, model_.is_f32);
+  model_.group->all_reduce(product, count, model_.is_f32 ? Element::kFloat32 : Element::kBfloat16, model_.timeout_s);
+  add(product, count, hidden, model_.is_f32);
 }
 
-void Decoder::forward(const Step& step) {
-  const Stack& s = stack_;
-  const int64_t rows = step.rows;
-  gather(step);
+void Decoder::forward(const ForwardArgs& args) {
+  const PackedModel& s = model_;
+  const int64_t rows = args.rows;
+  gather(args);
   for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& layer = layers_[i];
-    linear({layer.qkv, hidden_.data(), layer.input_norm, s.eps, nullptr, room(wide_, rows * layer.qkv->n), nullptr,
-            false, rows},
-           s.wide);
-    attend(step, static_cast<int64_t>(i));
+    const PackedLayer& layer = layers_[i];
+    linear({layer.qkv, hidden_.data(), layer.input_norm, s.eps, nullptr, reserve(projected_, rows * layer.qkv->n),
+            nullptr, false, rows},
+           s.is_f32);
+    attend(args, static_cast<int64_t>(i));
     add_linear(*layer.o, attended_.data(), rows);
-    linear({layer.gate_up, hidden_.data(), layer.post_norm, s.eps, nullptr, room(wide_, rows * layer.gate_up->n / 2),
-            nullptr, true, rows},
-           s.wide);
-    add_linear(*layer.down, wide_.data(), rows);
+    linear({layer.gate_up, hidden_.data(), layer.post_norm, s.eps, nullptr,
+            reserve(projected_, rows * layer.gate_up->n / 2), nullptr, true, rows},
+           s.is_f32);
+    add_linear(*layer.down, projected_.data(), rows);
   }
-  if (step.logits == nullptr) return;
-  const void* last = at(hidden_.data(), step.logits_from * s.hidden * size_);
-  linear({s.head, last, s.norm, s.eps, nullptr, nullptr, step.logits, false, rows - step.logits_from}, s.wide);
+  if (args.logits == nullptr) return;
+  const void* last = at(hidden_.data(), args.logits_from * s.hidden * size_);
+  linear({s.head, last, s.norm, s.eps, nullptr, nullptr, args.logits, false, rows - args.logits_from}, s.is_f32);
 }
 
 }  // namespace swiftspec::host

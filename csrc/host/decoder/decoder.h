@@ -1,5 +1,5 @@
-// A whole decoder as one call: embedding, layers, head. The operators of kernels_host.h in their order, on
-// buffers that are made once.
+// Decoder forward as one call: embedding, layers, LM head. It runs the operators of kernels_host.h on buffers that are
+// allocated once.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace swiftspec::host {
 
-struct Layer {
+struct PackedLayer {
   const void* input_norm;  // [hidden] T
   const Weights* qkv;      // hidden -> (heads + 2 kv_heads) dim
   const Weights* o;        // heads dim -> hidden
@@ -19,63 +19,63 @@ struct Layer {
   const Weights* down;
 };
 
-// One model, or one rank's share of it. T is float32 or bfloat16.
-struct Stack {
-  bool wide;  // T is float32
-  float eps;  // of every norm
+// The weights of a model, or of one rank's shard. T is float32 or bfloat16.
+struct PackedModel {
+  bool is_f32;  // T is float32
+  float eps;    // of every RMSNorm
   int64_t hidden, heads, kv_heads, dim;
-  int64_t vocab, positions;  // rows of the embedding, and of cos and sin
+  int64_t vocab, positions;  // rows of the embedding; rows of cos and sin
   const void* embedding;     // [vocab, hidden] T
   const void* cos;           // [positions, dim] T
   const void* sin;           // the same, negative in its first half
-  const void* norm;          // [hidden] T, the last one
+  const void* norm;          // [hidden] T, final RMSNorm
   const Weights* head;
-  Group* group;    // which sums the outputs of `o` and `down` over the ranks, or null
-  double timeout;  // seconds that it may wait for them
+  ShmGroup* group;   // all-reduces the outputs of `o` and `down`, or null
+  double timeout_s;  // limit of each all-reduce, in seconds
 };
 
-// The rows of one sequence, which follow each other.
-struct Part {
+// The consecutive rows of one sequence.
+struct SequenceRows {
   int64_t first, rows;
-  const uint8_t* mask;    // [rows, width], as AttentionArgs has it
-  int64_t width, length;  // length: slots in use
-  void* keys;             // of the first layer: [kv_heads, capacity, dim]
+  const uint8_t* mask;    // [rows, width]; see AttentionArgs
+  int64_t width, length;  // `length`: slots in use
+  void* keys;             // first layer: [kv_heads, capacity, dim]
   void* values;
 };
 
-struct Step {
+struct ForwardArgs {
   const int64_t* tokens;     // [rows]
   const int64_t* positions;  // [rows]
   const int64_t* slots;      // [rows]
   int64_t rows;
-  std::vector<Part> parts;
-  int64_t capacity, layer_stride;  // slots of a region; bytes from one layer's region to the next
-  int64_t logits_from;             // rows before it have no logits
+  std::vector<SequenceRows> sequence_rows;
+  int64_t capacity, layer_stride;  // slots of a region; bytes between the regions of two layers
+  int64_t logits_from;             // earlier rows have no logits
   float* logits;                   // [rows - logits_from, outputs of the head], or null
 };
 
 class Decoder {
  public:
-  Decoder(const Stack& stack, std::vector<Layer> layers);
+  Decoder(const PackedModel& model, std::vector<PackedLayer> layers);
 
-  // Throws what the group throws.
-  void forward(const Step& step);
+  // Throws the exceptions of ShmGroup::all_reduce.
+  void forward(const ForwardArgs& args);
 
-  const Stack& stack() const { return stack_; }
+  const PackedModel& model() const { return model_; }
   int64_t layers() const { return static_cast<int64_t>(layers_.size()); }
 
  private:
   using Buffer = std::vector<uint8_t>;
 
-  void* room(Buffer& buffer, int64_t elements) const;
-  void gather(const Step& step);
-  void attend(const Step& step, int64_t layer);
+  void* reserve(Buffer& buffer, int64_t elements) const;
+  void gather(const ForwardArgs& args);
+  void attend(const ForwardArgs& args, int64_t layer);
   void add_linear(const Weights& weights, const void* x, int64_t rows);
 
-  Stack stack_;
-  std::vector<Layer> layers_;
-  int64_t size_;  // bytes of a T
-  Buffer hidden_, cos_, sin_, wide_, attended_, product_;
+  PackedModel model_;
+  std::vector<PackedLayer> layers_;
+  int64_t size_;  // sizeof(T)
+  Buffer hidden_, cos_, sin_, projected_, attended_, product_;
 };
 
 }  // namespace swiftspec::host

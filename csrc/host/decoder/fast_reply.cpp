@@ -6,31 +6,32 @@ namespace swiftspec::host {
 
 namespace {
 
-// request, round, prefix_len, count; then the path and the tokens, `count` each
-constexpr std::size_t kHead = 4;
+// Header of both messages: request, round, prefix_len, count. The path and the tokens follow, `count` each.
+constexpr std::size_t kHeaderWords = 4;
 
-bool fits(const FastReply& ready, const Words& result) {
-  return result.size() > kHead && result[3] >= 1 && result.size() == kHead + 2 * static_cast<std::size_t>(result[3]) &&
-         result[0] == ready.request && result[2] == ready.prefix_len;
+bool matches(const FastReply& state, const Words& result) {
+  return result.size() > kHeaderWords && result[3] >= 1 &&
+         result.size() == kHeaderWords + 2 * static_cast<std::size_t>(result[3]) &&
+         result[0] == state.request && result[2] == state.prefix_len;
 }
 
-bool expansion_pays(const FastReply& ready, int64_t root) {
-  if (ready.worth == 0.0) return false;
-  const auto [tokens, leaves] = ready.tree.prospects(ready.bs, ready.w, root);
-  return ready.worth * leaves > tokens / static_cast<double>(ready.steps);
+bool expansion_pays(const FastReply& state, int64_t root) {
+  if (state.expansion_yield == 0.0) return false;
+  const auto [tokens, leaves] = state.tree.prospects(state.bs, state.w, root);
+  return state.expansion_yield * leaves > tokens / static_cast<double>(state.steps);
 }
 
 }  // namespace
 
-Words fast_reply(const FastReply& ready, const Words& result) {
-  if (!fits(ready, result)) return {};
+Words fast_reply(const FastReply& state, const Words& result) {
+  if (!matches(state, result)) return {};
   const Nodes tokens(result.end() - result[3], result.end());
-  const Nodes path = ready.tree.walk(tokens);
+  const Nodes path = state.tree.walk(tokens);
   if (path.size() < tokens.size()) return {};
-  const SubTree best = ready.tree.best_subtree(ready.bs, path.back());
+  const SubTree best = state.tree.best_subtree(state.bs, path.back());
   const auto count = static_cast<int32_t>(best.nodes.size());
-  if (count < ready.bs || expansion_pays(ready, path.back())) return {};
-  Words words{ready.request, result[1] + 1, ready.prefix_len + result[3], count};
+  if (count < state.bs || expansion_pays(state, path.back())) return {};
+  Words words{state.request, result[1] + 1, state.prefix_len + result[3], count};
   for (const int64_t token : best.tokens) words.push_back(static_cast<int32_t>(token));
   for (const int64_t parent : best.parents) words.push_back(static_cast<int32_t>(parent));
   return words;

@@ -1,6 +1,6 @@
-// The fast reply: where the draft's tree holds a proposal that answers the target's result already, the two messages of
-// swiftspec/distributed/transport/codec.py are read and written here. After a forward the interpreter is cold in the caches, so
-// Python would be slow.
+// Fast reply of the draft: if the tree already contains the next proposal, decodes a packed VerifyResult and encodes
+// the Proposal (format: swiftspec/distributed/transport/codec.py) without Python, whose code is cold in the CPU caches
+// after a forward.
 #pragma once
 
 #include <cstdint>
@@ -12,16 +12,17 @@ namespace swiftspec::host {
 
 using Words = std::vector<int32_t>;
 
-// What a draft is ready to reply, and by which rule (AheadDrafter in swiftspec/runtime/ahead_drafter.py).
+// The state from which a draft can reply, and the rule that decides whether it does (see AheadDrafter in
+// swiftspec/runtime/ahead_drafter.py).
 struct FastReply {
   const Tree& tree;
-  int32_t request, prefix_len;  // what the draft works on, and from where; the root is node 0
+  int32_t request, prefix_len;  // the current request; number of tokens up to the root (node 0)
   int64_t bs, w, steps;
-  double worth;  // what an expansion adds to a round's tokens, per probability of its leaves; 0: nothing
+  double expansion_yield;  // tokens per round that an expansion adds, per probability of its leaves; 0: none
 };
 
-// The proposal that follows from a packed VerifyResult. Empty where it takes an expansion, or is for Python to find:
-// the result is none, or of another request or prefix, or its last token is not in the tree.
-Words fast_reply(const FastReply& ready, const Words& result);
+// The packed proposal that follows a packed VerifyResult. Empty if the caller must handle the result: an expansion pays
+// off, the result is malformed, belongs to another request or prefix, or its last token is not in the tree.
+Words fast_reply(const FastReply& state, const Words& result);
 
 }  // namespace swiftspec::host

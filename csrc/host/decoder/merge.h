@@ -1,4 +1,4 @@
-// The best tokens of a vocabulary whose columns the ranks of a group hold, from each rank's own best.
+// Merges the best tokens of vocabulary shards: top k over the ranks of a group, from the top k of each rank.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace swiftspec::host {
 
-// All ranks make the same calls and come to the same result. Its buffers grow to the largest call.
-class Merge {
+// All ranks make the same calls and get the same result. Buffers grow to the largest call.
+class TopKMerger {
  public:
-  Merge(Group& group, double seconds) : group_(group), seconds_(seconds) {}
+  TopKMerger(ShmGroup& group, double seconds) : group_(group), seconds_(seconds) {}
 
-  // In place, `tokens` and `values` [rows, k]: from the highest scores of this rank's columns, highest first, whose
-  // tokens are counted from its `first`, to those of all columns; of equal scores the lower token stands first. With
-  // `totals` [rows], what `children` has of these columns, the values become log-probabilities.
+  // In place: `tokens` and `values` [rows, k] hold the highest scores of this rank's columns, highest first, with
+  // tokens counted from its `first` column. They become the highest scores of all columns; of equal scores the lower
+  // token comes first. With `totals` [rows], the logsumexp of this rank's columns, values become log-probabilities.
   void operator()(int64_t first, int64_t rows, int64_t k, int64_t* tokens, float* values, const float* totals);
 
  private:
@@ -24,7 +24,7 @@ class Merge {
     int32_t token;
   };
 
-  Group& group_;
+  ShmGroup& group_;
   double seconds_;
   std::vector<Candidate> own_, all_, row_;
 };

@@ -10,8 +10,8 @@ namespace swiftspec::host {
 
 Particle Particles::row(int64_t group, int64_t row) const {
   const int64_t at = group * count + row;
-  int64_t* line = path + at * (kHead + text);
-  return {mask + at * slots, ends + 2 * at, ends + 2 * at + 1, line, line + 1, line + 3, line + 5, line + kHead};
+  int64_t* line = path + at * (kHeaderWords + max_tokens);
+  return {mask + at * slots, ends + 2 * at, ends + 2 * at + 1, line, line + 1, line + 3, line + 5, line + kHeaderWords};
 }
 
 uint32_t Particles::key(int64_t group, int64_t purpose, int64_t row, int64_t draw) const {
@@ -27,61 +27,62 @@ int64_t Particles::pending_slot(int64_t group, int64_t row) const {
   return *p.finished != 0 ? slot(group, row, steps) : p.tail_slots[1];
 }
 
-void Particles::append(int64_t group, const Particle& p, const int64_t* drafts, int64_t kept, int64_t extra,
+void Particles::append(int64_t group, const Particle& p, const int64_t* drafts, int64_t accepted, int64_t bonus,
                        const double* terms, double& weight) const {
-  for (int64_t place = 0; place <= kept && *p.finished == 0; ++place) {
-    const int64_t token = place < kept ? drafts[place] : extra;
+  for (int64_t i = 0; i <= accepted && *p.finished == 0; ++i) {
+    const int64_t token = i < accepted ? drafts[i] : bonus;
     const bool stop = stops[group * vocab + token] != 0;
     p.tokens[(*p.length)++] = token;
-    weight += terms[place];
+    weight += terms[i];
     *p.stopped |= static_cast<uint8_t>(stop);
     *p.finished |= static_cast<uint8_t>(stop || *p.length >= limit[group]);
   }
 }
 
-void Particles::take(int64_t group, const int64_t* drafts, const Verdict& verdict) const {
+void Particles::append_round(int64_t group, const int64_t* drafts, const Verdict& verdict) const {
   for (int64_t row = 0; row < count; ++row, drafts += steps) {
     const Particle p = this->row(group, row);
     const auto at = static_cast<size_t>(row);
-    const int64_t kept = verdict.kept[at], extra = std::max<int64_t>(verdict.extra[at], 0);
-    append(group, p, drafts, kept, extra, verdict.terms.data() + row * (steps + 1), log_weights[group * count + row]);
+    const int64_t accepted = verdict.num_accepted[at], bonus = std::max<int64_t>(verdict.bonus[at], 0);
+    append(group, p, drafts, accepted, bonus, verdict.terms.data() + row * (steps + 1),
+           log_weights[group * count + row]);
     if (*p.finished != 0) std::fill_n(p.mask, width(group), uint8_t{0});
     for (int64_t step = 0; step <= steps && *p.finished == 0; ++step) {
-      p.mask[slot(group, row, step)] = static_cast<uint8_t>(step < kept || step == steps);
+      p.mask[slot(group, row, step)] = static_cast<uint8_t>(step < accepted || step == steps);
     }
-    if (kept > 0) {  // else the pending token stays the last one before the extra token
-      p.tail_tokens[0] = drafts[kept - 1];
-      p.tail_slots[0] = slot(group, row, kept - 1);
+    if (accepted > 0) {  // else the pending token stays the token before the bonus token
+      p.tail_tokens[0] = drafts[accepted - 1];
+      p.tail_slots[0] = slot(group, row, accepted - 1);
     } else {
       p.tail_tokens[0] = p.tail_tokens[1];
       p.tail_slots[0] = p.tail_slots[1];
     }
-    p.tail_tokens[1] = extra;
+    p.tail_tokens[1] = bonus;
     p.tail_slots[1] = slot(group, row, steps);
-    if (*p.finished != 0) continue;  // its positions must not grow beyond the tables
-    p.tail_positions[0] = p.tail_positions[1] + kept;
+    if (*p.finished != 0) continue;  // positions must stay within the RoPE tables
+    p.tail_positions[0] = p.tail_positions[1] + accepted;
     p.tail_positions[1] = p.tail_positions[0] + 1;
   }
-  base[group] += handed_out();
+  base[group] += slots_per_round();
   clock[group] += steps + 1;
 }
 
 void Particles::resample(int64_t group, double threshold) const {
-  resample(group, threshold, resampling[group * rounds_known + rounds[group]]);
+  resample(group, threshold, resampling[group * max_rounds + rounds[group]]);
 }
 
 void Particles::resample(int64_t group, double threshold, double uniform) const {
   double* weights = log_weights + group * count;
-  const double whole = resample::log_sum(weights, count);
+  const double log_total = resample::log_sum(weights, count);
   std::vector<double> shares(static_cast<size_t>(count));
-  std::transform(weights, weights + count, shares.begin(), [&](double w) { return std::exp(w - whole); });
-  const double size = resample::effective(shares.data(), count);
+  std::transform(weights, weights + count, shares.begin(), [&](double w) { return std::exp(w - log_total); });
+  const double size = resample::effective_sample_size(shares.data(), count);
   ess[group] += size;
   rounds[group] += 1;
   if (!(size < threshold * static_cast<double>(count))) return;
   std::vector<int64_t> source(static_cast<size_t>(count));
-  resample::systematic(shares.data(), count, uniform, source.data());
-  log_z[group] += whole - std::log(static_cast<double>(count));
+  resample::systematic_resampling(shares.data(), count, uniform, source.data());
+  log_z[group] += log_total - std::log(static_cast<double>(count));
   resampled[group] += 1;
   std::fill_n(weights, count, 0.0);
   for (int64_t row = 0; row < count; ++row) {
@@ -90,15 +91,15 @@ void Particles::resample(int64_t group, double threshold, double uniform) const 
   }
 }
 
-// What a copy takes over. The window's new slots are handed out by then.
+// Copies a particle. The new slots of the round are already included in `base`.
 void Particles::copy(int64_t group, int64_t from, int64_t to) const {
   const Particle a = row(group, from), b = row(group, to);
   std::copy_n(a.mask, base[group], b.mask);
   std::copy_n(a.finished, 2, b.finished);
-  std::copy_n(a.length, kHead + *a.length, b.length);
+  std::copy_n(a.length, kHeaderWords + *a.length, b.length);
 }
 
-int64_t Particles::common(int64_t group) const {
+int64_t Particles::common_prefix(int64_t group) const {
   const Particle first = row(group, 0);
   int64_t shared = *first.length;
   for (int64_t i = 1; i < count; ++i) {
@@ -109,7 +110,7 @@ int64_t Particles::common(int64_t group) const {
   return shared;
 }
 
-void Particles::columns(int64_t group, int64_t width, int64_t* out) const {
+void Particles::classify_slots(int64_t group, int64_t width, int64_t* out) const {
   int64_t live = 0;
   std::fill_n(out, width, int64_t{0});
   for (int64_t i = 0; i < count; ++i) {
@@ -123,22 +124,22 @@ void Particles::columns(int64_t group, int64_t width, int64_t* out) const {
   for (int64_t i = 0; i < count; ++i) {
     const Particle p = row(group, i);
     for (const int64_t slot : {p.tail_slots[0], p.tail_slots[1]}) {
-      if (slot < width && p.mask[slot] != 0) out[slot] = kLive;  // those of finished rows point anywhere
+      if (slot < width && p.mask[slot] != 0) out[slot] = kLive;  // the tail slots of finished rows may be stale
     }
   }
 }
 
-void Particles::compact(int64_t group, int64_t promoted, const std::vector<int64_t>& keep) const {
-  std::vector<int64_t> place(static_cast<size_t>(slots));
-  for (size_t i = 0; i < keep.size(); ++i) place[static_cast<size_t>(keep[i])] = static_cast<int64_t>(i);
+void Particles::compact(int64_t group, int64_t promoted, const std::vector<int64_t>& surviving) const {
+  std::vector<int64_t> new_slot(static_cast<size_t>(slots));
+  for (size_t i = 0; i < surviving.size(); ++i) new_slot[static_cast<size_t>(surviving[i])] = static_cast<int64_t>(i);
   for (int64_t i = 0; i < count; ++i) {
     const Particle p = row(group, i);
-    const auto kept = static_cast<int64_t>(keep.size());
-    for (int64_t slot = 0; slot < kept; ++slot) p.mask[slot] = p.mask[keep[static_cast<size_t>(slot)]];
-    std::fill(p.mask + kept, p.mask + std::max(kept, base[group]), uint8_t{0});
-    for (int64_t* slot : {p.tail_slots, p.tail_slots + 1}) *slot = place[static_cast<size_t>(*slot)];
+    const auto accepted = static_cast<int64_t>(surviving.size());
+    for (int64_t slot = 0; slot < accepted; ++slot) p.mask[slot] = p.mask[surviving[static_cast<size_t>(slot)]];
+    std::fill(p.mask + accepted, p.mask + std::max(accepted, base[group]), uint8_t{0});
+    for (int64_t* slot : {p.tail_slots, p.tail_slots + 1}) *slot = new_slot[static_cast<size_t>(*slot)];
   }
-  base[group] = static_cast<int64_t>(keep.size());
+  base[group] = static_cast<int64_t>(surviving.size());
   prefix[group] += promoted;
 }
 

@@ -1,5 +1,5 @@
-// Groups of particles, in the tensors where swiftspec/smc/particles.py, streams.py and round.py keep them, and what a
-// round changes of them. See there for what they hold.
+// Sequence groups of particles on the tensors of swiftspec/smc (particles.py, streams.py and round.py document them),
+// and their updates in a round.
 #pragma once
 
 #include <cstdint>
@@ -7,72 +7,74 @@
 
 namespace swiftspec::host {
 
-// One row. At the fan-out both tokens of the tail are the prompt's last.
+// One row. After the fan-out both tail tokens are the last prompt token.
 struct Particle {
-  uint8_t* mask;          // [slots]
+  uint8_t* mask;  // [slots]
   uint8_t *finished, *stopped;
   int64_t* length;
-  int64_t *tail_tokens, *tail_slots, *tail_positions;  // [2]: those that the draft has no KV of
-  int64_t* tokens;        // [text]
+  int64_t *tail_tokens, *tail_slots, *tail_positions;  // [2], the last tokens, of which the draft has no KV
+  int64_t* tokens;                                     // [max_tokens]
 };
 
-// What became of a group's draft tokens: N rows.
+// The result of verifying a group's draft tokens; N rows.
 struct Verdict {
-  std::vector<int64_t> kept;   // how many leading ones stay
-  std::vector<int64_t> extra;  // the token after them; -1: logits that are no numbers
-  std::vector<double> terms;   // [N, K + 1]: log-weights by place
+  std::vector<int64_t> num_accepted;  // leading draft tokens that are kept
+  std::vector<int64_t> bonus;         // the token after them; -1 if logits are not finite
+  std::vector<double> terms;          // [N, K + 1], log-weight of each token
 };
 
-// G groups of N rows, K draft tokens a round.
+// G groups of N rows, K draft tokens per round.
 struct Particles {
   int64_t groups, count, steps;
-  int64_t slots, text;      // of the tree's region in each group; tokens that a row has room for
-  int64_t rounds_known;     // of which `resampling` has the number; the last one is for the pick
-  int64_t streams;          // keys of each purpose, at least N
+  int64_t slots, max_tokens;  // slots of a group's tree region; capacity of a row, in tokens
+  int64_t max_rounds;         // columns of `resampling`; the last one is for the final pick
+  int64_t streams;            // keys per purpose, at least N
   int64_t vocab;
-  uint8_t* mask;            // [G, N, slots]
-  uint8_t* ends;            // [G, N, 2]
-  int64_t* path;            // [G, N, kHead + text]
-  double* log_weights;      // [G, N]
+  uint8_t* mask;                  // [G, N, slots]
+  uint8_t* ends;                  // [G, N, 2]
+  int64_t* path;                  // [G, N, kHeaderWords + max_tokens]
+  double* log_weights;            // [G, N]
   int64_t *base, *clock, *limit;  // [G]
-  double *log_z, *ess;      // [G]
+  double *log_z, *ess;            // [G]
   int64_t *resampled, *rounds;    // [G]
-  const uint32_t* keys;     // [G, kPurposes, streams]
-  const uint32_t* target;   // [G]
-  const double* resampling; // [G, rounds_known]
-  int64_t *prefix, *sequences;  // [G]
-  const uint8_t* stops;     // [G, vocab]
+  const uint32_t* keys;           // [G, kPurposes, streams]
+  const uint32_t* target;         // [G]
+  const double* resampling;       // [G, max_rounds]
+  int64_t *prefix, *sequences;    // [G]
+  const uint8_t* stops;           // [G, vocab]
 
-  static constexpr int64_t kHead = 7, kPurposes = 4, kDraft = 0, kExtra = 1, kCoin = 2;
+  static constexpr int64_t kHeaderWords = 7, kPurposes = 4, kDraft = 0, kBonus = 1, kCoin = 2;
 
   Particle row(int64_t group, int64_t row) const;
-  int64_t handed_out() const { return count * (steps + 1); }               // slots of a group's round
-  int64_t width(int64_t group) const { return base[group] + handed_out(); }  // of the window, with these
+  int64_t slots_per_round() const { return count * (steps + 1); }  // of one group
+  // Width of the mask, including the next round.
+  int64_t width(int64_t group) const { return base[group] + slots_per_round(); }
   int64_t slot(int64_t group, int64_t row, int64_t step) const { return base[group] + step * count + row; }
   uint32_t key(int64_t group, int64_t purpose, int64_t row, int64_t draw) const;
-  double uniform(int64_t group, int64_t row, int64_t draw) const;  // a coin
-  int64_t pending_slot(int64_t group, int64_t row) const;          // a finished row has a new one of its own
+  double uniform(int64_t group, int64_t row, int64_t draw) const;  // in (0, 1)
+  int64_t pending_slot(int64_t group, int64_t row) const;          // a finished row uses a new slot of its own
 
-  // Appends a round to every row that is not finished: `drafts` [N, K] as far as they stay, then the extra token.
-  void take(int64_t group, const int64_t* drafts, const Verdict& verdict) const;
+  // Appends a round to every unfinished row: the accepted prefix of `drafts` [N, K], then the bonus token.
+  void append_round(int64_t group, const int64_t* drafts, const Verdict& verdict) const;
 
-  // Where the effective sample size is below `threshold` N; by the round's number of `resampling`, or by another one.
+  // Resamples if the effective sample size is below `threshold` N, with the round's number of `resampling` or
+  // `uniform`.
   void resample(int64_t group, double threshold) const;
   void resample(int64_t group, double threshold, double uniform) const;
 
-  // How many leading tokens all rows share.
-  int64_t common(int64_t group) const;
+  // Length of the common prefix of all rows.
+  int64_t common_prefix(int64_t group) const;
 
-  // For each of the first `width` tree slots what it is; a token of somebody's tail is never shared.
-  void columns(int64_t group, int64_t width, int64_t* out) const;
+  // Classifies each of the first `width` tree slots. Slots of tail tokens are never kShared.
+  void classify_slots(int64_t group, int64_t width, int64_t* out) const;
 
-  // The first `promoted` slots have gone to the prefix, and `keep` become slots 0, 1, ...
-  void compact(int64_t group, int64_t promoted, const std::vector<int64_t>& keep) const;
+  // Follows a KV compaction: the first `promoted` slots joined the prefix, slots `surviving` become 0, 1, ...
+  void compact(int64_t group, int64_t promoted, const std::vector<int64_t>& surviving) const;
 
-  enum Column : int64_t { kDead, kLive, kShared };
+  enum SlotState : int64_t { kDead, kLive, kShared };
 
  private:
-  void append(int64_t group, const Particle& p, const int64_t* drafts, int64_t kept, int64_t extra,
+  void append(int64_t group, const Particle& p, const int64_t* drafts, int64_t kept, int64_t bonus,
               const double* terms, double& weight) const;
   void copy(int64_t group, int64_t from, int64_t to) const;
 };

@@ -1,4 +1,4 @@
-// The inner part of a round as one call: an expansion of the draft tree, and the verification of a proposal.
+// The phases of a round as one call each: an expansion of the draft tree, and the verification of a proposal.
 #pragma once
 
 #include <cstdint>
@@ -12,91 +12,92 @@
 
 namespace swiftspec::host {
 
-// The tokens of a vocabulary whose logits a rank has: without a group all of them, none where it ends before.
-struct Columns {
+// The columns of the vocabulary whose logits a rank computes: all of them without a group.
+struct VocabShard {
   int64_t first, count, vocab;
 };
 
-// What makes tokens of one request's logits. The noise is of its own seed and stream, made in blocks: the nodes of
-// a tree share a few positions, round after round.
+// Scores of one request's logits: temperature, bias and position-keyed noise. Noise is generated in blocks of
+// positions, since the nodes of a tree share few positions in consecutive rounds.
 class Scoring {
  public:
-  // bias: of these columns, or null.
-  Scoring(Columns columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
+  // `bias`: of these columns, or null. `seed`, `stream`: of the noise, if `noisy`.
+  Scoring(VocabShard columns, double temperature, const float* bias, bool noisy, uint64_t seed, uint32_t stream);
 
   bool noisy() const { return noisy_; }
-  Columns columns() const { return columns_; }
+  VocabShard columns() const { return columns_; }
 
-  // For rows of logits at `positions`, whose noise is that of the position after; without `noisy` there is none.
-  // tau divides the scores, noise and all.
+  // For rows of logits at `positions`; the noise is that of the next position, or none without `noisy`. tau divides the
+  // scores including the noise.
   ScoreArgs args(const float* logits, int64_t stride, const std::vector<int64_t>& positions, bool noisy, double tau);
 
  private:
-  void cover(int64_t low, int64_t high);
+  void fill_noise(int64_t low, int64_t high);
 
-  Columns columns_;
+  VocabShard columns_;
   double temperature_;
   const float* bias_;
   bool noisy_;
   uint64_t seed_;
   uint32_t stream_;
-  int64_t begin_ = 0, end_ = 0;  // positions that the block has noise of
+  int64_t begin_ = 0, end_ = 0;  // positions whose noise is in block_
   std::vector<float> block_;
   std::vector<int64_t> rows_;
 };
 
-// Which tokens may follow: a row of bits for each row of logits, a bit for each token of the vocabulary, the lowest of
-// a byte first. Null: all of them.
-struct Allowed {
+// Token mask (a compiled grammar's constraint): one row of bits per row of logits, one bit per token, least significant
+// bit first. Null allows all tokens.
+struct TokenMask {
   const uint8_t* bits = nullptr;
-  int64_t bytes = 0;  // of a row
+  int64_t bytes = 0;  // per row
 };
 
-// What may follow each of these leaves; called before their forward.
-using AllowedAfter = std::function<Allowed(const Nodes& leaves)>;
+// Computes the masks of these leaves; called before their forward.
+using TokenMaskFn = std::function<TokenMask(const Nodes& leaves)>;
 
-// One sequence's region of a cache.
+// The region of one sequence in a KV cache.
 struct Region {
-  void *keys, *values;  // of the first layer
+  void *keys, *values;  // first layer
   int64_t capacity, layer_stride;
 };
 
-// Runs one decoder's rounds in one region, on buffers that are made once. Slots up to `prefix` hold verified tokens,
-// the tree's come after them. The ranks of a group make the same calls, exchange the best of their columns of the
-// logits and come to the same result.
+// Runs the rounds of one decoder in one region; buffers are allocated once. Slots before `prefix` hold verified tokens,
+// the following ones the tree. The ranks of a group make the same calls, merge the best tokens of their logits and get
+// the same result.
 class Rounds {
  public:
   Rounds(Decoder& decoder, const Region& region);
 
-  Columns columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument where the head is smaller
+  VocabShard columns(int64_t vocab) const;  // this rank's; throws std::invalid_argument if the head is too small
 
-  // Expands the w likeliest leaves into their k likeliest children each, `coupled` under the noise of `scoring`; tau
-  // divides the scores. `pending`: verified tokens between prefix and root that have no KV yet; only where the root
-  // is all there is. Without `allowed` any token may follow. Returns how many leaves it expanded.
+  // Adds the k likeliest children to each of the w likeliest leaves; `coupled` adds the noise of `scoring`, and tau
+  // divides the scores. `pending`: verified tokens between prefix and root without KV, allowed only if the tree
+  // consists of its root. `allowed` may be empty. Returns the number of expanded leaves.
   int64_t expand(Tree& tree, int64_t prefix, const Nodes& pending, int64_t w, int64_t k, Scoring& scoring, bool coupled,
-                 double tau, const AllowedAfter& allowed);
+                 double tau, const TokenMaskFn& allowed);
 
-  // Draws the target's token after every node of a proposal and walks down while that is a child. `path`: the
-  // nodes, the root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
-  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const Allowed& allowed,
+  // Draws the target's token after every node of a proposal and follows the drawn tokens down the tree. `path`: the
+  // accepted nodes, root first, whose slots are moved to the end of the prefix; `sampled`: the token drawn after each.
+  void verify(const Nodes& tokens, const Nodes& parents, int64_t prefix, Scoring& scoring, const TokenMask& allowed,
               Nodes& path, Nodes& sampled);
 
-  // What the logits of the last verification, of these nodes, give each token after its parent, the root left out.
+  // Target probabilities of each node's token after its parent, root excluded, from the logits of the last
+  // verification.
   std::vector<float> probabilities(const Nodes& tokens, const Nodes& parents, const Scoring& scoring);
 
-  double seconds() const { return seconds_; }  // that the last forward took
+  double seconds() const { return seconds_; }  // of the last forward
   const Decoder& decoder() const { return decoder_; }
   const Region& region() const { return region_; }
 
  private:
   void forward(int64_t prefix, int64_t width, int64_t logits_from);
-  void forbid(int64_t rows, const Columns& columns, const Allowed& allowed);
+  void apply_token_mask(int64_t rows, const VocabShard& columns, const TokenMask& allowed);
   void commit(int64_t prefix, const Nodes& path);
 
   Decoder& decoder_;
   Region region_;
-  std::optional<Merge> merge_;  // in a group
-  Nodes tokens_, positions_, slots_, drawn_;
+  std::optional<TopKMerger> merger_;  // set in a group
+  Nodes tokens_, positions_, slots_, sampled_;
   std::vector<uint8_t> mask_;
   std::vector<float> logits_, values_, totals_;
   double seconds_ = 0.0;

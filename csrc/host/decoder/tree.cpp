@@ -9,13 +9,13 @@ namespace swiftspec::host {
 
 namespace {
 
-// The best `most` of nodes 0 .. count - 1 for which `weight` is above -inf, in the order of the nodes.
+// The best `most` of nodes 0 .. count - 1 with a finite weight, in node order.
 template <class Weight>
 Nodes best(int64_t count, int64_t most, const Weight& weight) {
-  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  constexpr double kNegInf = -std::numeric_limits<double>::infinity();
   Nodes nodes;
   for (int64_t i = 0; i < count; ++i) {
-    if (weight(i) > kNone) nodes.push_back(i);
+    if (weight(i) > kNegInf) nodes.push_back(i);
   }
   if (static_cast<int64_t>(nodes.size()) > most) {
     const auto first = [&](int64_t a, int64_t b) {
@@ -41,12 +41,12 @@ void Tree::reset(int64_t root) {
 }
 
 Nodes Tree::take_leaves(int64_t w) {
-  constexpr double kNone = -std::numeric_limits<double>::infinity();
-  Nodes leaves = best(count(), w, [&](int64_t i) { return slot[i] == slots ? logprob[i] : kNone; });
+  constexpr double kNegInf = -std::numeric_limits<double>::infinity();
+  Nodes leaves = best(count(), w, [&](int64_t i) { return slot[i] == slots ? logprob[i] : kNegInf; });
   for (const int64_t leaf : leaves) {
     const int64_t own = sizes[1]++;
     uint8_t* mine = visible + own * slots;
-    std::memcpy(mine, above(leaf), static_cast<size_t>(slots));
+    std::memcpy(mine, parent_mask(leaf), static_cast<size_t>(slots));
     mine[own] = 1;
     slot[leaf] = own;
   }
@@ -65,14 +65,15 @@ void Tree::add_children(const Nodes& under, int64_t k, const int64_t* tokens, co
   sizes[0] = at;
 }
 
-bool Tree::below(int64_t node, int64_t root) const {
-  return node == root || (slot[root] != slots && above(node)[slot[root]] != 0);
+bool Tree::is_descendant(int64_t node, int64_t root) const {
+  return node == root || (slot[root] != slots && parent_mask(node)[slot[root]] != 0);
 }
 
 SubTree Tree::best_subtree(int64_t bs, int64_t root) const {
-  constexpr double kNone = -std::numeric_limits<double>::infinity();
+  constexpr double kNegInf = -std::numeric_limits<double>::infinity();
   SubTree found;
-  found.nodes = best(count(), bs, [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; });
+  const auto weight = [&](int64_t i) { return root == 0 || is_descendant(i, root) ? logprob[i] : kNegInf; };
+  found.nodes = best(count(), bs, weight);
   Nodes& all = found.nodes;
   std::stable_sort(all.begin(), all.end(), [&](int64_t a, int64_t b) { return logprob[a] > logprob[b]; });
   for (const int64_t node : all) {
@@ -83,15 +84,15 @@ SubTree Tree::best_subtree(int64_t bs, int64_t root) const {
 }
 
 std::pair<double, double> Tree::prospects(int64_t bs, int64_t w, int64_t root) const {
-  constexpr double kNone = -std::numeric_limits<double>::infinity();
-  const auto inside = [&](int64_t i) { return root == 0 || below(i, root) ? logprob[i] : kNone; };
+  constexpr double kNegInf = -std::numeric_limits<double>::infinity();
+  const auto inside = [&](int64_t i) { return root == 0 || is_descendant(i, root) ? logprob[i] : kNegInf; };
   const auto sum = [&](const Nodes& nodes) {
     double total = 0.0;
     for (const int64_t node : nodes) total += std::exp(logprob[node] - logprob[root]);
     return total;
   };
   return {sum(best(count(), bs, inside)),
-          sum(best(count(), w, [&](int64_t i) { return slot[i] == slots ? inside(i) : kNone; }))};
+          sum(best(count(), w, [&](int64_t i) { return slot[i] == slots ? inside(i) : kNegInf; }))};
 }
 
 Nodes Tree::walk(const Nodes& tokens) const {
@@ -107,32 +108,32 @@ Nodes Tree::walk(const Nodes& tokens) const {
   return path;
 }
 
-void Tree::reroot(int64_t node, Nodes& path, Nodes& kept) {
+void Tree::reroot(int64_t node, Nodes& path, Nodes& surviving) {
   path.clear();
-  kept.clear();
+  surviving.clear();
   if (node == 0) {
-    for (int64_t s = 0; s < expanded(); ++s) kept.push_back(s);
+    for (int64_t s = 0; s < expanded(); ++s) surviving.push_back(s);
     return;
   }
   for (int64_t s = 0; s < expanded(); ++s) {
-    if (above(node)[s] != 0) path.push_back(s);
+    if (parent_mask(node)[s] != 0) path.push_back(s);
   }
   const int64_t own = slot[node];
-  if (own == slots) return reset(token[node]);  // a leaf: nothing below it
+  if (own == slots) return reset(token[node]);  // a leaf has no descendants
   for (int64_t s = 0; s < expanded(); ++s) {
-    if (row(s)[own] != 0) kept.push_back(s);
+    if (row(s)[own] != 0) surviving.push_back(s);
   }
-  keep(node, kept);
+  compact(node, surviving);
 }
 
-// In place: what stays moves forward, so nothing is overwritten before it is read.
-void Tree::keep(int64_t root, const Nodes& kept) {
+// In place: survivors move forward, so nothing is overwritten before it is read.
+void Tree::compact(int64_t root, const Nodes& surviving) {
   const int64_t before = count(), used = expanded();
   const double weight = logprob[root];
   Nodes new_index(static_cast<size_t>(before)), new_slot(static_cast<size_t>(slots) + 1, slots);
   std::vector<uint8_t> stays(static_cast<size_t>(before));
-  for (size_t s = 0; s < kept.size(); ++s) new_slot[static_cast<size_t>(kept[s])] = static_cast<int64_t>(s);
-  for (int64_t i = 0; i < before; ++i) stays[static_cast<size_t>(i)] = below(i, root);
+  for (size_t s = 0; s < surviving.size(); ++s) new_slot[static_cast<size_t>(surviving[s])] = static_cast<int64_t>(s);
+  for (int64_t i = 0; i < before; ++i) stays[static_cast<size_t>(i)] = is_descendant(i, root);
   int64_t now = 0;
   for (int64_t i = 0; i < before; ++i) {
     if (stays[static_cast<size_t>(i)] == 0) continue;
@@ -144,11 +145,11 @@ void Tree::keep(int64_t root, const Nodes& kept) {
     ++now;
   }
   std::fill(slot + now, slot + before, slots);
-  const auto rows = static_cast<int64_t>(kept.size());
+  const auto rows = static_cast<int64_t>(surviving.size());
   for (int64_t a = 0; a < rows; ++a) {
     uint8_t* out = visible + a * slots;
-    const uint8_t* in = row(kept[static_cast<size_t>(a)]);
-    for (int64_t b = 0; b < rows; ++b) out[b] = in[kept[static_cast<size_t>(b)]];
+    const uint8_t* in = row(surviving[static_cast<size_t>(a)]);
+    for (int64_t b = 0; b < rows; ++b) out[b] = in[surviving[static_cast<size_t>(b)]];
     std::fill(out + rows, out + used, uint8_t{0});
   }
   sizes[0] = now;

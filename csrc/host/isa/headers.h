@@ -1,4 +1,4 @@
-// What the kernels of a level read before the target region begins.
+// Headers that the kernels of an ISA level include before the target region begins.
 #pragma once
 
 #include <immintrin.h>

@@ -1,4 +1,4 @@
-// Which instructions the kernels use: one table of functions for each level, chosen when the process starts.
+// Runtime ISA dispatch: one table of kernels per ISA level, selected at the first call.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 #define SWIFTSPEC_X86 1
 #endif
 
-// The functions between these two may use the instructions of a level; headers of the library are read before
-// them, so that nothing which another file shares is compiled for them.
+// Functions between these two macros may use the instructions of an ISA level. Library headers are included before, so
+// that inline functions shared with other files are not compiled for the level.
 #define SWIFTSPEC_STRING(x) #x
 #if defined(__clang__)
 #define SWIFTSPEC_BEGIN_TARGET(features) \
@@ -42,7 +42,7 @@ struct Kernels {
   int64_t (*draw_residual)(const ScoreArgs& p, const ScoreArgs& q, uint32_t key);
 };
 
-// Each is defined in the file of its level.
+// Defined in level_<name>.cpp.
 Kernels avx2_kernels();
 Kernels avx_vnni_kernels();
 Kernels avx512_kernels();

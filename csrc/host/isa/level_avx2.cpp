@@ -1,4 +1,4 @@
-// The kernels on AVX2 and FMA.
+// Kernels for AVX2 and FMA.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86

@@ -1,4 +1,4 @@
-// The kernels on AVX-512 without bfloat16 arithmetic: bfloat16 is widened on its way into the registers.
+// Kernels for AVX-512 without bfloat16 arithmetic: loads widen bfloat16 to float32.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86

@@ -1,4 +1,5 @@
-// The kernels on AVX-512 with BF16 and VNNI, which multiply pairs of bfloat16 and bytes by fours; all that is float32 is as on AVX-512.
+// Kernels for AVX-512 with BF16 and VNNI (dot products of bfloat16 pairs and of four bytes). Float32 kernels are those
+// of AVX-512.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86

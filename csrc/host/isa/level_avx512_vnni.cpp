@@ -1,4 +1,4 @@
-// The kernels on AVX-512 with VNNI, which multiplies bytes by fours; all but `linear` is as on AVX-512.
+// Kernels for AVX-512 with VNNI (dot products of four bytes). All except `linear` are those of AVX-512.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86

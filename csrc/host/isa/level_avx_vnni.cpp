@@ -1,4 +1,4 @@
-// The kernels on AVX2 and AVX-VNNI, which multiplies bytes by fours; all but `linear` is as on AVX2.
+// Kernels for AVX2 with AVX-VNNI (dot products of four bytes). All except `linear` are those of AVX2.
 #include "host/isa/level.h"
 
 #ifdef SWIFTSPEC_X86

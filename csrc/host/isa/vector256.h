@@ -1,5 +1,6 @@
-// Sixteen lanes in two AVX2 registers. The same names and, operation by operation, the same results as
-// vector512.h. Read inside the target region and the namespace of a level (level_avx2.cpp).
+// Sixteen lanes in two AVX2 registers. Same functions and, operation by operation, same results as
+// vector512.h. Included inside the target region and the namespace of an ISA level (level_avx2.cpp,
+// level_avx_vnni.cpp).
 
 struct F {  // sixteen float32
   __m256 a, b;
@@ -8,12 +9,12 @@ struct I {  // sixteen 32-bit integers
   __m256i a, b;
 };
 
-constexpr int kRowTile = 4;  // rows of a product at a time
-constexpr int kChains = 4;   // sums that a product keeps in registers
-constexpr int kBlocks = 4;   // blocks of outputs at a time, at most
+constexpr int kRowTile = 4;       // rows per tile of a product
+constexpr int kAccumulators = 4;  // accumulator registers of a product
+constexpr int kBlocks = 4;        // largest number of blocks per tile
 
 inline F zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-inline F all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline void store(float* p, F x) {
   _mm256_storeu_ps(p, x.a);
@@ -24,8 +25,8 @@ inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b
 inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
 inline F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
-inline F largest(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
-inline F smallest(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline F round_even(F x) {
   constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, kNearest), _mm256_round_ps(x.b, kNearest)};
@@ -35,12 +36,12 @@ inline unsigned greater(F x, F y) {  // bit i: x[i] > y[i]
   return static_cast<unsigned>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)) << 8);
 }
 
-inline unsigned not_at_most(F x, F y) {  // bit i: x[i] > y[i], or one of them is NaN
+inline unsigned not_less_equal(F x, F y) {  // bit i: x[i] > y[i], or one of them is NaN
   const int low = _mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLE_UQ));
   return static_cast<unsigned>(low | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLE_UQ)) << 8);
 }
 
-inline I all_int(uint32_t x) {
+inline I broadcast_int(uint32_t x) {
   return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))};
 }
 inline I load_int(const void* p) {
@@ -50,33 +51,33 @@ inline I load_int(const void* p) {
 inline I add(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I sub(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
 inline I mul(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
-inline I both(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
-inline I either(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
-inline I flip(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+inline I bit_and(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I bit_or(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline I bit_xor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
 template <int N>
-inline I left(I x) {
+inline I shift_left(I x) {
   return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
 }
 template <int N>
-inline I right(I x) {
+inline I shift_right(I x) {
   return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
 }
 template <int N>
-inline I right_signed(I x) {
+inline I shift_right_signed(I x) {
   return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)};
 }
 inline F as_float(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline I as_int(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline F unsigned_to_float(I x) {  // both halves are exact, so the sum is the only rounding
-  return fma(to_float(right<16>(x)), all(65536.0f), to_float(both(x, all_int(0xffff))));
+  return fma(to_float(shift_right<16>(x)), broadcast(65536.0f), to_float(bit_and(x, broadcast_int(0xffff))));
 }
 inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
 
 inline F widen(const uint16_t* p) {
   const __m128i* at = reinterpret_cast<const __m128i*>(p);
   const I lanes{_mm256_cvtepu16_epi32(_mm_loadu_si128(at)), _mm256_cvtepu16_epi32(_mm_loadu_si128(at + 1))};
-  return as_float(left<16>(lanes));
+  return as_float(shift_left<16>(lanes));
 }
 
 inline F widen_half(const void* p) {
@@ -92,13 +93,13 @@ inline __m128i narrow_bytes(I x) {
   return _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
 }
 
-// Bytes of a lane: unsigned ones times signed ones, added to the lane's sum.
+// Adds the dot product of four unsigned and four signed bytes to each lane.
 #ifdef SWIFTSPEC_DOT_INT8
 inline I dot_bytes(I sum, I codes, I row) {
   return {_mm256_dpbusd_avx_epi32(sum.a, codes.a, row.a), _mm256_dpbusd_avx_epi32(sum.b, codes.b, row.b)};
 }
 #else
-inline I pairs(I codes, I row) {  // sums of two as 16 bits
+inline I pairs(I codes, I row) {  // sums of two products as 16 bits
   return {_mm256_maddubs_epi16(codes.a, row.a), _mm256_maddubs_epi16(codes.b, row.b)};
 }
 inline I add_halves(I x, I y) { return {_mm256_add_epi16(x.a, y.a), _mm256_add_epi16(x.b, y.b)}; }
@@ -112,8 +113,8 @@ inline I signed_as(I x, I sign) {  // -x where the byte of `sign` is negative, 0
 }
 #endif
 
-inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
-  const I halves = right<16>(x);
+inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, truncated
+  const I halves = shift_right<16>(x);
   const __m256i mixed = _mm256_packus_epi32(halves.a, halves.b);  // quarters 0, 2, 1, 3
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(mixed, 0xd8));
 }
@@ -121,14 +122,14 @@ inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
 inline __m256 lower(F x) { return x.a; }
 inline __m256 upper(F x) { return x.b; }
 
-// Eight codes of each lane: for i in 0..3 nibble i belongs to input 2i and nibble 4 + i to input 2i + 1.
+// Each lane holds eight codes: nibble i belongs to input 2i and nibble 4 + i to input 2i + 1, i = 0 .. 3.
 template <int N>
-inline F nibble(I codes) {  // code N less 8, as a number
-  return to_float(sub(both(right<4 * N>(codes), all_int(15)), all_int(8)));
+inline F nibble(I codes) {  // code N minus 8 as float32
+  return to_float(sub(bit_and(shift_right<4 * N>(codes), broadcast_int(15)), broadcast_int(8)));
 }
 
-// Sixteen rows of four 32-bit words into columns.
-inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, int64_t, uint8_t* out) {
+// Transposes sixteen rows of four 32-bit words.
+inline void transpose_block(const uint8_t* const (&rows)[16], int64_t offset, int64_t, uint8_t* out) {
   float* to = reinterpret_cast<float*>(out);
   for (int r = 0; r < 16; r += 4, to += 4) {
     __m128 a = _mm_loadu_ps(reinterpret_cast<const float*>(rows[r] + offset));
@@ -142,4 +143,5 @@ inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, i
     _mm_storeu_ps(to + 48, d);
   }
 }
-constexpr int64_t kSquare = 4;  // words
+// 32-bit words of a row per call of transpose_block
+constexpr int64_t kTransposeWords = 4;

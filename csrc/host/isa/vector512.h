@@ -1,16 +1,15 @@
-// Sixteen lanes in one AVX-512 register. The same names and, operation by operation, the same results as
-// vector256.h. Read inside the target region and the namespace of a level (level_avx512.cpp,
-// level_avx512_bf16.cpp).
+// Sixteen lanes in one AVX-512 register. Same functions and, operation by operation, same results as
+// vector256.h. Included inside the target region and the namespace of an ISA level (level_avx512*.cpp).
 
 using F = __m512;   // sixteen float32
 using I = __m512i;  // sixteen 32-bit integers
 
-constexpr int kRowTile = 8;  // rows of a product at a time
-constexpr int kChains = 16;  // sums that a product keeps in registers
-constexpr int kBlocks = 8;   // blocks of outputs at a time, at most
+constexpr int kRowTile = 8;        // rows per tile of a product
+constexpr int kAccumulators = 16;  // accumulator registers of a product
+constexpr int kBlocks = 8;         // largest number of blocks per tile
 
 inline F zeros() { return _mm512_setzero_ps(); }
-inline F all(float x) { return _mm512_set1_ps(x); }
+inline F broadcast(float x) { return _mm512_set1_ps(x); }
 inline F load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
@@ -18,30 +17,30 @@ inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F div(F a, F b) { return _mm512_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-inline F largest(F a, F b) { return _mm512_max_ps(a, b); }
-inline F smallest(F a, F b) { return _mm512_min_ps(a, b); }
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round_even(F x) { return _mm512_roundscale_ps(x, 0); }
-inline unsigned greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }  // bit i: a[i] > b[i]
-inline unsigned not_at_most(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // or one of them is NaN
+inline unsigned greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }          // bit i: a[i] > b[i]
+inline unsigned not_less_equal(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLE_UQ); }  // or one is NaN
 
-inline I all_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline I broadcast_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline I load_int(const void* p) { return _mm512_loadu_si512(p); }
 inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I sub(I a, I b) { return _mm512_sub_epi32(a, b); }
 inline I mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
-inline I both(I a, I b) { return _mm512_and_si512(a, b); }
-inline I either(I a, I b) { return _mm512_or_si512(a, b); }
-inline I flip(I a, I b) { return _mm512_xor_si512(a, b); }
+inline I bit_and(I a, I b) { return _mm512_and_si512(a, b); }
+inline I bit_or(I a, I b) { return _mm512_or_si512(a, b); }
+inline I bit_xor(I a, I b) { return _mm512_xor_si512(a, b); }
 template <int N>
-inline I left(I a) {
+inline I shift_left(I a) {
   return _mm512_slli_epi32(a, N);
 }
 template <int N>
-inline I right(I a) {
+inline I shift_right(I a) {
   return _mm512_srli_epi32(a, N);
 }
 template <int N>
-inline I right_signed(I a) {
+inline I shift_right_signed(I a) {
   return _mm512_srai_epi32(a, N);
 }
 inline F as_float(I a) { return _mm512_castsi512_ps(a); }
@@ -61,11 +60,11 @@ inline F widen_bytes(const uint8_t* p) {  // unsigned
 }
 inline __m128i narrow_bytes(I x) { return _mm512_cvtepi32_epi8(x); }
 
-// Bytes of a lane: unsigned ones times signed ones, added to the lane's sum.
+// Adds the dot product of four unsigned and four signed bytes to each lane.
 #ifdef SWIFTSPEC_DOT_INT8
 inline I dot_bytes(I sum, I codes, I row) { return _mm512_dpbusd_epi32(sum, codes, row); }
 #else
-inline I pairs(I codes, I row) { return _mm512_maddubs_epi16(codes, row); }  // sums of two as 16 bits
+inline I pairs(I codes, I row) { return _mm512_maddubs_epi16(codes, row); }  // sums of two products as 16 bits
 inline I add_halves(I a, I b) { return _mm512_add_epi16(a, b); }
 inline I sum_halves(I a) { return _mm512_madd_epi16(a, _mm512_set1_epi16(1)); }
 inline I absolute_bytes(I a) { return _mm512_abs_epi8(a); }
@@ -74,23 +73,23 @@ inline I signed_as(I a, I sign) {  // -a where the byte of `sign` is negative
 }
 #endif
 
-inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, as they are
+inline void store_upper_halves(uint16_t* p, I x) {  // of each lane, truncated
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16)));
 }
 
 inline __m256 lower(F x) { return _mm512_castps512_ps256(x); }
 inline __m256 upper(F x) { return _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)); }
 
-// Eight codes of each lane: for i in 0..3 nibble i belongs to input 2i and nibble 4 + i to input 2i + 1.
+// Each lane holds eight codes: nibble i belongs to input 2i and nibble 4 + i to input 2i + 1, i = 0 .. 3.
 template <int N>
-inline F nibble(I codes) {  // code N less 8, as a number
+inline F nibble(I codes) {  // code N minus 8 as float32
   const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
   return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4 * N),
-                               table);  // it reads the low four bits of a lane
+                               table);  // reads the low four bits of a lane
 }
 
-// Sixteen rows of sixteen 32-bit words into columns; of eight, where a row has no more than `bytes` left.
-inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, int64_t bytes, uint8_t* out) {
+// Transposes sixteen rows of sixteen 32-bit words, or of eight if fewer than 64 `bytes` of a row are left.
+inline void transpose_block(const uint8_t* const (&rows)[16], int64_t offset, int64_t bytes, uint8_t* out) {
   const bool whole = bytes >= 64;
   const __mmask16 words = whole ? 0xffff : 0x00ff;
   __m512i r[16], t[16];
@@ -121,4 +120,5 @@ inline void transpose_square(const uint8_t* const (&rows)[16], int64_t offset, i
     _mm512_storeu_si512(out + (12 + j) * 64, _mm512_shuffle_i32x4(low2, high2, 0xdd));
   }
 }
-constexpr int64_t kSquare = 16;  // words
+// 32-bit words of a row per call of transpose_block
+constexpr int64_t kTransposeWords = 16;

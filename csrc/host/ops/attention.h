@@ -1,37 +1,36 @@
-// Tree attention: RoPE, KV append, then each row against the keys it may see. Read inside a level's
-// namespace.
+// Tree attention: RoPE, KV append, then masked attention of each row. Included inside the namespace of an ISA level.
 //
-// Rows go in tiles. The leading slots that every row of a tile sees are done for all its queries at once;
-// what else a row sees is gathered, in the order of the slots, and follows without a gap. So the key at
-// position p is number p in every sum (visible slots ascend with their positions), wherever the tile ends and
-// wherever the key lies.
+// Rows are processed in tiles. The leading slots that every row of a tile sees (`base`) are scored for all its queries
+// in one product. The other visible slots of a row are gathered in slot order and appended without a gap. Visible slots
+// ascend with their positions, so the key at position p is summand p of every sum, independent of the tile boundaries
+// and of the slot that holds the key.
 
-constexpr int64_t kMaxDim = 256;    // widest head
-constexpr int64_t kAttendRows = 8;  // rows of a tile
-constexpr int64_t kKeyBlocks = 8;   // blocks of 16 keys laid out at a time
+constexpr int64_t kMaxDim = 256;   // largest head_dim
+constexpr int64_t kTileRows = 8;   // rows of a tile
+constexpr int64_t kKeyBlocks = 8;  // blocks of 16 keys transposed at a time
 
 template <class T>
-using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  // what `product` reads
+using Query = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;  // the type that `product` reads
 
-// x cos + half_rotation(x) sin, the sign of the rotation being in `sin`; rounded to T.
+// x cos + half_rotation(x) sin, rounded to T. `sin` contains the sign of the rotation.
 template <class T, class X>
 void rotate(const T* x, const T* cos, const T* sin, int64_t dim, X* out) {
-  T turned[kMaxDim];
+  T rotated[kMaxDim];
   const size_t half = static_cast<size_t>(dim / 2);
-  std::memcpy(turned, x + half, half * sizeof(T));
-  std::memcpy(turned + half, x, half * sizeof(T));
+  std::memcpy(rotated, x + half, half * sizeof(T));
+  std::memcpy(rotated + half, x, half * sizeof(T));
   for (int64_t i = 0; i < dim; i += kLanes) {
     const F straight = rounded<T>(mul(load_as(x + i), load_as(cos + i)));
-    store_as(out + i, rounded<T>(fma(load_as(turned + i), load_as(sin + i), straight)));
+    store_as(out + i, rounded<T>(fma(load_as(rotated + i), load_as(sin + i), straight)));
   }
 }
 
-#ifdef SWIFTSPEC_DOT_BF16  // two values at a time, so shares are bfloat16 too
-using Share = uint16_t;
-constexpr int64_t kTogether = 2;
+#ifdef SWIFTSPEC_DOT_BF16  // the dot instruction consumes two values, so probabilities are bfloat16 too
+using Prob = uint16_t;
+constexpr int64_t kProbStep = 2;
 #else
-using Share = float;
-constexpr int64_t kTogether = 1;
+using Prob = float;
+constexpr int64_t kProbStep = 1;
 #endif
 
 template <class T>
@@ -50,16 +49,16 @@ void append(const AttentionArgs& a) {
   }
 }
 
-// What the rows of one tile see: the first `base` slots, and of the others those listed.
-struct Sight {
+// The slots that the rows of one tile see: the first `base` slots, and a list of further slots per row.
+struct VisibleSlots {
   int64_t base = 0;
-  std::vector<int32_t> slots;      // of all rows, one after the other
-  int64_t first[kAttendRows + 1];  // where each row's begin
-  const int32_t* list(int64_t row) const { return slots.data() + first[row]; }
-  int64_t rest(int64_t row) const { return first[row + 1] - first[row]; }
+  std::vector<int32_t> slots;    // of all rows, one after the other
+  int64_t first[kTileRows + 1];  // index of each row's first entry in `slots`
+  const int32_t* slots_of(int64_t row) const { return slots.data() + first[row]; }
+  int64_t count(int64_t row) const { return first[row + 1] - first[row]; }
 };
 
-inline void look(const AttentionArgs& a, int64_t row, int64_t rows, Sight& sight) {
+inline void find_visible(const AttentionArgs& a, int64_t row, int64_t rows, VisibleSlots& visible) {
   const int64_t window = a.length - a.width;
   const uint8_t* mask = a.mask + row * a.width;
   int64_t run = a.width;
@@ -67,40 +66,40 @@ inline void look(const AttentionArgs& a, int64_t row, int64_t rows, Sight& sight
     const void* hidden = std::memchr(mask + r * a.width, 0, static_cast<size_t>(run));
     if (hidden != nullptr) run = static_cast<const uint8_t*>(hidden) - (mask + r * a.width);
   }
-  sight.base = (window + run) / kTogether * kTogether;
-  sight.slots.clear();
+  visible.base = (window + run) / kProbStep * kProbStep;
+  visible.slots.clear();
   for (int64_t r = 0; r < rows; ++r) {
-    sight.first[r] = static_cast<int64_t>(sight.slots.size());
-    for (int64_t slot = sight.base; slot < a.length; ++slot) {
+    visible.first[r] = static_cast<int64_t>(visible.slots.size());
+    for (int64_t slot = visible.base; slot < a.length; ++slot) {
       if (slot < window || mask[r * a.width + slot - window] != 0)
-        sight.slots.push_back(static_cast<int32_t>(slot));
+        visible.slots.push_back(static_cast<int32_t>(slot));
     }
   }
-  sight.first[rows] = static_cast<int64_t>(sight.slots.size());
+  visible.first[rows] = static_cast<int64_t>(visible.slots.size());
 }
 
-// scores[q][i] = x[q] . key i for `count` keys: slot i, or with a list the slot it names. There is room for a
-// multiple of 16.
+// scores[q][i] = x[q] . key i for `count` keys. Key i is slot i, or slot list[i] if `list` is given. `scores` has space
+// for a multiple of 16 columns.
 template <class T>
 void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* list, int64_t count, int64_t dim,
            float* scores, int64_t stride) {
   constexpr Format kFormat = std::is_same_v<T, float> ? Format::f32 : Format::bf16;
   const int64_t bytes = dim * static_cast<int64_t>(sizeof(T));
-  thread_local std::vector<uint8_t> laid_out(static_cast<size_t>(kKeyBlocks * kLanes * kMaxDim) * sizeof(T));
+  thread_local std::vector<uint8_t> key_blocks(static_cast<size_t>(kKeyBlocks * kLanes * kMaxDim) * sizeof(T));
   for (int64_t start = 0; start < count; start += kKeyBlocks * kLanes) {
     const int64_t here = std::min(kKeyBlocks * kLanes, count - start), blocks = (here + kLanes - 1) / kLanes;
     for (int64_t b = 0; b < blocks; ++b) {
       const uint8_t* rows[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
         const int64_t key =
-            std::min(start + b * kLanes + i, count - 1);  // the last one again, where there are no more
+            std::min(start + b * kLanes + i, count - 1);  // the last key is repeated as padding
         rows[i] = reinterpret_cast<const uint8_t*>(keys + (list == nullptr ? key : list[key]) * dim);
       }
-      uint8_t* block = laid_out.data() + b * bytes * kLanes;
-      for (int64_t at = 0; at < bytes; at += 4 * kSquare)
-        transpose_square(rows, at, bytes - at, block + at * kLanes);
+      uint8_t* block = key_blocks.data() + b * bytes * kLanes;
+      for (int64_t at = 0; at < bytes; at += 4 * kTransposeWords)
+        transpose_block(rows, at, bytes - at, block + at * kLanes);
     }
-    const Operand operand{laid_out.data(), bytes * kLanes, dim};
+    const Operand operand{key_blocks.data(), bytes * kLanes, dim};
     for (int64_t q = 0; q < queries; q += kRowTile) {
       const Inputs<Query<T>> in{x + q * dim, nullptr};
       product<kFormat>(in, operand, std::min<int64_t>(kRowTile, queries - q), blocks,
@@ -109,53 +108,52 @@ void score(const Query<T>* x, int64_t queries, const T* keys, const int32_t* lis
   }
 }
 
-// Scores become shares[i] = e^(scale (score - highest)), zero up to a multiple of 16. Returns the sum of the
-// shares.
-inline float soften(float* scores, int64_t count, float scale, Share* shares) {
+// Softmax numerators: probs[i] = e^(scale (score[i] - max)), padded with zeros to a multiple of 16. Returns their sum.
+inline float softmax(float* scores, int64_t count, float scale, Prob* probs) {
   const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
   std::fill(scores + count, scores + end, -std::numeric_limits<float>::infinity());
-  F top = all(-std::numeric_limits<float>::infinity());
-  for (int64_t i = 0; i < end; i += kLanes) top = largest(top, load(scores + i));
-  const F least = all(highest(top)), factor = all(scale);
+  F top = broadcast(-std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < end; i += kLanes) top = max(top, load(scores + i));
+  const F max_score = broadcast(reduce_max(top)), factor = broadcast(scale);
   F total = zeros();
   for (int64_t i = 0; i < end; i += kLanes) {
-    F share = rounded<Share>(exponential(mul(sub(load(scores + i), least), factor)));
+    F prob = rounded<Prob>(exponential(mul(sub(load(scores + i), max_score), factor)));
     if (count - i < kLanes) {
       float some[kLanes];
-      store(some, share);
+      store(some, prob);
       std::fill(some + (count - i), some + kLanes, 0.0f);
-      share = load(some);
+      prob = load(some);
     }
-    store_as(shares + i, share);
-    total = add(total, share);
+    store_as(probs + i, prob);
+    total = add(total, prob);
   }
-  return sum(total);
+  return reduce_add(total);
 }
 
-constexpr int64_t kWide = 2 * kLanes;  // columns at a time
+constexpr int64_t kColumnStep = 2 * kLanes;  // columns per iteration
 
 #ifdef SWIFTSPEC_DOT_BF16
 
-// out[q] += sum over i of shares[q][i] value i, two at a time in that order, for M queries and the `columns`
-// that are left, at most 32. They stand in `out` as interleaving leaves them, until `in_order`.
+// out[q] += sum over i of probs[q][i] value[i] for M queries and min(columns, 32) columns. Values are consumed in pairs
+// in that order. The columns in `out` stay interleaved until `deinterleave`.
 template <int M>
-void gather_columns(const uint16_t* shares, int64_t stride, const uint16_t* values, const int32_t* list,
-                    int64_t count, int64_t dim, int64_t columns, float* out, int64_t out_stride) {
-  const __mmask16 here = columns >= kWide ? 0xffff : 0x00ff;  // pairs of columns
+void accumulate_columns(const uint16_t* probs, int64_t stride, const uint16_t* values, const int32_t* list,
+                        int64_t count, int64_t dim, int64_t columns, float* out, int64_t out_stride) {
+  const __mmask16 here = columns >= kColumnStep ? 0xffff : 0x00ff;  // pairs of columns
   F total[M][2];
-  read(total, out, out_stride);
+  load_sums(total, out, out_stride);
   for (int64_t i = 0; i < count; i += 2) {
-    const int64_t j = std::min(i + 1, count - 1);  // the share beyond the last is zero
+    const int64_t j = std::min(i + 1, count - 1);  // the probability after the last one is zero
     const __m512i first = _mm512_maskz_loadu_epi32(here, values + (list == nullptr ? i : list[i]) * dim);
     const __m512i second = _mm512_maskz_loadu_epi32(here, values + (list == nullptr ? j : list[j]) * dim);
     const Pair pairs[2] = {(Pair)_mm512_unpacklo_epi16(first, second),
                            (Pair)_mm512_unpackhi_epi16(first, second)};
-    add_pair(total, pairs, shares + i, stride);
+    add_pair(total, pairs, probs + i, stride);
   }
-  write(total, out, out_stride);
+  store_sums(total, out, out_stride);
 }
 
-inline void in_order(float* columns) {  // quarters 0 2 4 6, 1 3 5 7 -> 0 1 2 3, 4 5 6 7
+inline void deinterleave(float* columns) {  // quarters 0 2 4 6, 1 3 5 7 -> 0 1 2 3, 4 5 6 7
   const F even = load(columns), odd = load(columns + kLanes);
   const F first = _mm512_shuffle_f32x4(even, odd, 0x44), last = _mm512_shuffle_f32x4(even, odd, 0xee);
   store(columns, _mm512_shuffle_f32x4(first, first, 0xd8));
@@ -165,10 +163,10 @@ inline void in_order(float* columns) {  // quarters 0 2 4 6, 1 3 5 7 -> 0 1 2 3,
 #else
 
 template <int M, int B, class T>
-void gather_blocks(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count,
-                   int64_t dim, float* out, int64_t out_stride) {
+void accumulate_blocks(const float* probs, int64_t stride, const T* values, const int32_t* list, int64_t count,
+                       int64_t dim, float* out, int64_t out_stride) {
   F total[M][B];
-  read(total, out, out_stride);
+  load_sums(total, out, out_stride);
   for (int64_t i = 0; i < count; ++i) {
     const T* value = values + (list == nullptr ? i : list[i]) * dim;
     F columns[B];
@@ -176,58 +174,57 @@ void gather_blocks(const float* shares, int64_t stride, const T* values, const i
     for (int b = 0; b < B; ++b) columns[b] = load_as(value + b * kLanes);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const F share = all(shares[m * stride + i]);
+      const F prob = broadcast(probs[m * stride + i]);
 #pragma GCC unroll 8
-      for (int b = 0; b < B; ++b) total[m][b] = fma(share, columns[b], total[m][b]);
+      for (int b = 0; b < B; ++b) total[m][b] = fma(prob, columns[b], total[m][b]);
     }
   }
-  write(total, out, out_stride);
+  store_sums(total, out, out_stride);
 }
 
-// out[q] += sum over i of shares[q][i] value i, in that order, for M queries and the `columns` that are left,
-// at most 32.
+// out[q] += sum over i of probs[q][i] value[i], in that order, for M queries and min(columns, 32) columns.
 template <int M, class T>
-void gather_columns(const float* shares, int64_t stride, const T* values, const int32_t* list, int64_t count,
-                    int64_t dim, int64_t columns, float* out, int64_t out_stride) {
-  if (columns >= kWide && 2 * M <= kChains) {
-    gather_blocks<M, 2>(shares, stride, values, list, count, dim, out, out_stride);
+void accumulate_columns(const float* probs, int64_t stride, const T* values, const int32_t* list, int64_t count,
+                        int64_t dim, int64_t columns, float* out, int64_t out_stride) {
+  if (columns >= kColumnStep && 2 * M <= kAccumulators) {
+    accumulate_blocks<M, 2>(probs, stride, values, list, count, dim, out, out_stride);
     return;
   }
-  for (int64_t c = 0; c < std::min(columns, kWide); c += kLanes) {
-    gather_blocks<M, 1>(shares, stride, values + c, list, count, dim, out + c, out_stride);
+  for (int64_t c = 0; c < std::min(columns, kColumnStep); c += kLanes) {
+    accumulate_blocks<M, 1>(probs, stride, values + c, list, count, dim, out + c, out_stride);
   }
 }
 
-inline void in_order(float*) {}
+inline void deinterleave(float*) {}
 
 #endif
 
 template <int M = kRowTile, class T>
-void gather(const Share* shares, int64_t queries, int64_t stride, const T* values, const int32_t* list,
-            int64_t count, int64_t dim, float* out, int64_t out_stride) {
-  for (; queries >= M; queries -= M, shares += M * stride, out += M * out_stride) {
-    for (int64_t c = 0; c < dim; c += kWide) {
-      gather_columns<M>(shares, stride, values + c, list, count, dim, dim - c, out + c, out_stride);
+void accumulate_values(const Prob* probs, int64_t queries, int64_t stride, const T* values, const int32_t* list,
+                       int64_t count, int64_t dim, float* out, int64_t out_stride) {
+  for (; queries >= M; queries -= M, probs += M * stride, out += M * out_stride) {
+    for (int64_t c = 0; c < dim; c += kColumnStep) {
+      accumulate_columns<M>(probs, stride, values + c, list, count, dim, dim - c, out + c, out_stride);
     }
   }
   if constexpr (M > 1) {
-    if (queries > 0) gather<M / 2>(shares, queries, stride, values, list, count, dim, out, out_stride);
+    if (queries > 0) accumulate_values<M / 2>(probs, queries, stride, values, list, count, dim, out, out_stride);
   }
 }
 
-// One key-value head for the rows from `row` on, which see what `sight` says.
+// Attention of one key-value head for `rows` rows from `row` on.
 template <class T>
-void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const Sight& sight) {
+void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const VisibleSlots& visible) {
   using X = Query<T>;
   const int64_t group = a.heads / a.kv_heads, queries = rows * group, dim = a.dim;
   const int64_t stride = (a.length + 2 * kLanes) / kLanes * kLanes,
-                out_stride = (dim + kWide - 1) / kWide * kWide;
-  thread_local std::vector<X> x;  // they grow to the largest tile once
-  thread_local std::vector<Share> shares;
+                out_stride = (dim + kColumnStep - 1) / kColumnStep * kColumnStep;
+  thread_local std::vector<X> x;  // thread-local buffers grow to the largest tile once
+  thread_local std::vector<Prob> probs;
   thread_local std::vector<float> scores, totals, out;
   x.resize(static_cast<size_t>(queries * dim));
   scores.resize(static_cast<size_t>(queries * stride));
-  shares.resize(scores.size());
+  probs.resize(scores.size());
   totals.resize(static_cast<size_t>(queries));
   out.assign(static_cast<size_t>(queries * out_stride), 0.0f);
   const int64_t width = (a.heads + 2 * a.kv_heads) * dim;
@@ -239,28 +236,30 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
   const T* keys = static_cast<const T*>(a.keys) + g * a.capacity * dim;
   const T* values = static_cast<const T*>(a.values) + g * a.capacity * dim;
   const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(dim));
-  score<T>(x.data(), queries, keys, nullptr, sight.base, dim, scores.data(), stride);
+  score<T>(x.data(), queries, keys, nullptr, visible.base, dim, scores.data(), stride);
   for (int64_t q = 0; q < queries; q += group) {
     const int64_t r = q / group;
-    float* mine = scores.data() + q * stride;
-    score<T>(x.data() + q * dim, group, keys, sight.list(r), sight.rest(r), dim, mine + sight.base, stride);
-    for (int64_t h = 0; h < group; ++h, mine += stride) {
+    float* row_values = scores.data() + q * stride;
+    score<T>(x.data() + q * dim, group, keys, visible.slots_of(r), visible.count(r), dim, row_values + visible.base,
+             stride);
+    for (int64_t h = 0; h < group; ++h, row_values += stride) {
       totals[static_cast<size_t>(q + h)] =
-          soften(mine, sight.base + sight.rest(r), scale, shares.data() + (q + h) * stride);
+          softmax(row_values, visible.base + visible.count(r), scale, probs.data() + (q + h) * stride);
     }
   }
-  gather(shares.data(), queries, stride, values, nullptr, sight.base, dim, out.data(), out_stride);
+  accumulate_values(probs.data(), queries, stride, values, nullptr, visible.base, dim, out.data(), out_stride);
   for (int64_t q = 0; q < queries; ++q) {
     const int64_t r = q / group;
-    float* mine = out.data() + q * out_stride;
+    float* row_values = out.data() + q * out_stride;
     if (q % group == 0) {
-      const Share* rest = shares.data() + q * stride + sight.base;
-      gather(rest, group, stride, values, sight.list(r), sight.rest(r), dim, mine, out_stride);
+      const Prob* rest = probs.data() + q * stride + visible.base;
+      accumulate_values(rest, group, stride, values, visible.slots_of(r), visible.count(r), dim, row_values,
+                        out_stride);
     }
-    T* to = static_cast<T*>(a.out) + ((row + r) * a.heads + g * group + q % group) * dim;
-    for (int64_t c = 0; c < dim; c += kWide) in_order(mine + c);
+    T* row_out = static_cast<T*>(a.out) + ((row + r) * a.heads + g * group + q % group) * dim;
+    for (int64_t c = 0; c < dim; c += kColumnStep) deinterleave(row_values + c);
     for (int64_t c = 0; c < dim; c += kLanes) {
-      store_as(to + c, div(load(mine + c), all(totals[static_cast<size_t>(q)])));
+      store_as(row_out + c, div(load(row_values + c), broadcast(totals[static_cast<size_t>(q)])));
     }
   }
 }
@@ -268,13 +267,13 @@ void attend(const AttentionArgs& a, int64_t row, int64_t rows, int64_t g, const 
 template <class T>
 void attention(const AttentionArgs& a) {
   append<T>(a);
-  const auto one = [&](int64_t piece) {
-    thread_local Sight sight;
-    const int64_t row = piece / a.kv_heads * kAttendRows, rows = std::min(kAttendRows, a.rows - row);
-    look(a, row, rows, sight);
-    attend<T>(a, row, rows, piece % a.kv_heads, sight);
+  const auto body = [&](int64_t task) {
+    thread_local VisibleSlots visible;
+    const int64_t row = task / a.kv_heads * kTileRows, rows = std::min(kTileRows, a.rows - row);
+    find_visible(a, row, rows, visible);
+    attend<T>(a, row, rows, task % a.kv_heads, visible);
   };
-  const int64_t pieces = (a.rows + kAttendRows - 1) / kAttendRows * a.kv_heads;
-  if (a.rows * a.length * a.heads * a.dim >= kWorthSharing) return share(pieces, one);
-  for (int64_t piece = 0; piece < pieces; ++piece) one(piece);
+  const int64_t tasks = (a.rows + kTileRows - 1) / kTileRows * a.kv_heads;
+  if (a.rows * a.length * a.heads * a.dim >= kMinParallelWork) return parallel_for(tasks, body);
+  for (int64_t task = 0; task < tasks; ++task) body(task);
 }

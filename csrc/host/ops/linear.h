@@ -1,24 +1,24 @@
-// Small-M matrix products with what stands before and after them fused in: RMSNorm in front; bias, residual
-// or SiLU(gate) * up behind. Read inside a level's namespace.
+// Small-M linear layers with fused prologue (RMSNorm) and epilogue (bias, residual or SiLU(gate) * up). Included inside
+// the namespace of an ISA level.
 
 // RMSNorm of one row of k, rounded to the model's type before the weight is applied, as transformers does.
 template <class T, class X>
-void normalise(const T* x, const T* weight, float eps, int64_t k, X* out) {
+void rms_norm(const T* x, const T* weight, float eps, int64_t k, X* out) {
   F square = zeros();
   for (int64_t i = 0; i < k; i += kLanes) {
-    const F v = load_some(x + i, k - i);
+    const F v = load_partial(x + i, k - i);
     square = fma(v, v, square);
   }
-  const F scale = all(1.0f / __builtin_sqrtf(sum(square) / static_cast<float>(k) + eps));
+  const F scale = broadcast(1.0f / __builtin_sqrtf(reduce_add(square) / static_cast<float>(k) + eps));
   for (int64_t i = 0; i < k; i += kLanes) {
-    const F v = rounded<T>(mul(load_some(x + i, k - i), scale));
-    store_some(out + i, rounded<T>(mul(v, load_some(weight + i, k - i))), k - i);
+    const F v = rounded<T>(mul(load_partial(x + i, k - i), scale));
+    store_partial(out + i, rounded<T>(mul(v, load_partial(weight + i, k - i))), k - i);
   }
 }
 
-// The rows in X, normalised if there is a norm, K padded with zeros.
+// The rows in X: normalised if there is a norm, K padded with zeros. Returns `a.x` itself if nothing is to be done.
 template <class T, class X>
-const X* ready_rows(const LinearArgs& a, std::vector<X>& scratch) {
+const X* prepare_rows(const LinearArgs& a, std::vector<X>& scratch) {
   const Weights& w = *a.weights;
   const int64_t padded = (w.k + 7) / 8 * 8;
   const T* rows = static_cast<const T*>(a.x);
@@ -28,10 +28,10 @@ const X* ready_rows(const LinearArgs& a, std::vector<X>& scratch) {
     for (int64_t r = 0; r < a.rows; ++r) {
       X* out = scratch.data() + r * padded;
       if (a.norm != nullptr) {
-        normalise(rows + r * w.k, static_cast<const T*>(a.norm), a.eps, w.k, out);
+        rms_norm(rows + r * w.k, static_cast<const T*>(a.norm), a.eps, w.k, out);
       } else {
         for (int64_t i = 0; i < w.k; i += kLanes)
-          store_some(out + i, load_some(rows + r * w.k + i, w.k - i), w.k - i);
+          store_partial(out + i, load_partial(rows + r * w.k + i, w.k - i), w.k - i);
       }
       std::fill(out + w.k, out + padded, X{});
     }
@@ -41,7 +41,7 @@ const X* ready_rows(const LinearArgs& a, std::vector<X>& scratch) {
 }
 
 template <class X>
-Inputs<X> with_sums(const LinearArgs& a, const X* x, std::vector<float>& sums) {
+Inputs<X> with_group_sums(const LinearArgs& a, const X* x, std::vector<float>& sums) {
   const Weights& w = *a.weights;
   if (w.group == 0) return {x, nullptr};
   const int64_t groups = w.k / w.group;
@@ -49,82 +49,83 @@ Inputs<X> with_sums(const LinearArgs& a, const X* x, std::vector<float>& sums) {
   for (int64_t i = 0; i < a.rows * groups; ++i) {
     F total = zeros();
     for (int64_t k = 0; k < w.group; k += kLanes) total = add(total, load_as(x + i * w.group + k));
-    sums[static_cast<size_t>(i)] = sum(total);
+    sums[static_cast<size_t>(i)] = reduce_add(total);
   }
   return {x, sums.data()};
 }
 
-// The rows rounded to int8. `sums` has room for scales, too.
+// The rows quantised to int8. `sums` also holds the scales.
 template <class X>
-Bytes in_bytes(const LinearArgs& a, const X* x, std::vector<uint32_t>& words, std::vector<float>& sums) {
+QuantizedRows quantize_rows(const LinearArgs& a, const X* x, std::vector<uint32_t>& words, std::vector<float>& sums) {
   const Weights& w = *a.weights;
   const int64_t groups = w.k / w.group;
   words.resize(static_cast<size_t>(a.rows * w.k / 4));
   sums.resize(static_cast<size_t>(2 * a.rows * groups));
   float* scales = sums.data() + a.rows * groups;
-  const auto one = [&, words = words.data(), sums = sums.data()](int64_t row) {
-    const int64_t first = row / kRowTile * kRowTile, in_tile = std::min<int64_t>(kRowTile, a.rows - first);
+  const auto body = [&, words = words.data(), sums = sums.data()](int64_t row) {
+    const int64_t first = row / kRowTile * kRowTile, tile_rows = std::min<int64_t>(kRowTile, a.rows - first);
     const int64_t at = first * groups + row - first;
-    round_row(x + row * w.k, w.k, w.group, in_tile, words + first * (w.k / 4) + row - first, scales + at, sums + at);
+    quantize_row(x + row * w.k, w.k, w.group, tile_rows, words + first * (w.k / 4) + row - first, scales + at,
+                 sums + at);
   };
-  if (a.rows * w.k >= kWorthSharing) {
-    share(a.rows, one);
+  if (a.rows * w.k >= kMinParallelWork) {
+    parallel_for(a.rows, body);
   } else {
-    for (int64_t row = 0; row < a.rows; ++row) one(row);
+    for (int64_t row = 0; row < a.rows; ++row) body(row);
   }
   return {words.data(), scales, sums.data()};
 }
 
-inline F biased(F x, const float* bias, int64_t column, int64_t count) {
-  return bias == nullptr ? x : add(x, load_some(bias + column, count));
+inline F add_bias(F x, const float* bias, int64_t column, int64_t count) {
+  return bias == nullptr ? x : add(x, load_partial(bias + column, count));
 }
 
-// The bias, then the residual, of one row's sums; `end` bounds the columns.
+// Adds the bias and the residual to one row's sums and stores them; columns from `end` on are not stored.
 template <class T>
-void finish(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t end) {
+void store_outputs(const LinearArgs& a, const float* sums, int64_t row, int64_t column, int64_t end) {
   const int64_t n = a.weights->n;
   for (; column < end; column += kLanes, sums += kLanes) {
     const int64_t at = row * n + column, count = end - column;
-    const F value = biased(load(sums), a.weights->bias, column, count);
+    const F value = add_bias(load(sums), a.weights->bias, column, count);
     if (a.logits != nullptr) {
-      store_some(a.logits + at, value, count);
+      store_partial(a.logits + at, value, count);
     } else if (a.residual != nullptr) {
-      const F before = load_some(static_cast<const T*>(a.residual) + at, count);
-      store_some(static_cast<T*>(a.out) + at, add(rounded<T>(value), before), count);
+      const F before = load_partial(static_cast<const T*>(a.residual) + at, count);
+      store_partial(static_cast<T*>(a.out) + at, add(rounded<T>(value), before), count);
     } else {
-      store_some(static_cast<T*>(a.out) + at, value, count);
+      store_partial(static_cast<T*>(a.out) + at, value, count);
     }
   }
 }
 
-// SiLU(gate) * up of one row. Gates start at `column`, and so do their ups in the second half of the outputs.
+// Stores SiLU(gate) * up of one row. Gates start at `column`, the corresponding ups in the second half of the outputs.
 template <class T>
-void finish_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
-                   int64_t end) {
+void store_swiglu(const LinearArgs& a, const float* gates, const float* ups, int64_t row, int64_t column,
+                  int64_t end) {
   const int64_t half = a.weights->n / 2;
   for (; column < end; column += kLanes, gates += kLanes, ups += kLanes) {
     const int64_t count = end - column;
-    const F gate = rounded<T>(biased(load(gates), a.weights->bias, column, count));
-    const F up = rounded<T>(biased(load(ups), a.weights->bias, half + column, count));
-    const F silu = div(gate, add(all(1.0f), exponential(sub(zeros(), gate))));
-    store_some(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(silu), up), count);
+    const F gate = rounded<T>(add_bias(load(gates), a.weights->bias, column, count));
+    const F up = rounded<T>(add_bias(load(ups), a.weights->bias, half + column, count));
+    const F silu = div(gate, add(broadcast(1.0f), exponential(sub(zeros(), gate))));
+    store_partial(static_cast<T*>(a.out) + row * half + column, mul(rounded<T>(silu), up), count);
   }
 }
 
-constexpr int64_t kStrip =
-    8;  // blocks of outputs that all rows meet before the next: their weights stay in the cache
+// Blocks of outputs computed for all rows before the next ones, so that their weights stay in the CPU cache.
+constexpr int64_t kStripBlocks = 8;
 
-// The outputs of `strip` for all rows. With swiglu a strip is half as many gates, and their ups.
+// The outputs of `strip` for all rows. With swiglu a strip has half as many gates, and their ups.
 template <class T, class In>
 void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   const Weights& w = *a.weights;
   const int64_t k = (w.k + 7) / 8 * 8;
   const Operand whole{static_cast<const uint8_t*>(w.data), k * kLanes * bits_of(w.format) / 8, k,
-                      static_cast<const uint8_t*>(w.scales), w.kind, w.zeros, w.group};
-  constexpr int64_t kStride = (kStrip + 1) * kLanes;
+                      static_cast<const uint8_t*>(w.scales), w.scale_type, w.zeros, w.group};
+  constexpr int64_t kStride = (kStripBlocks + 1) * kLanes;
   float sums[kRowTile * kStride], ups[kRowTile * kStride];
   const int64_t half = w.n / 2, outputs = a.swiglu ? half : w.n,
-                width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
+                width = (a.swiglu ? kStripBlocks / 2 : kStripBlocks) * kLanes;
   const int64_t column = strip * width, end = std::min(outputs, column + width);
   const int64_t blocks = (end - column + kLanes - 1) / kLanes;
   const int64_t up_block = (half + column) / kLanes, up_shift = (half + column) % kLanes;
@@ -132,14 +133,14 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
   for (int64_t row = 0; row < a.rows; row += kRowTile) {
     const int64_t rows = std::min<int64_t>(kRowTile, a.rows - row);
     const In tile = in.from(row, whole);
-    product_any(w.format, tile, after(whole, column / kLanes), rows, blocks, sums, kStride);
-    if (a.swiglu) product_any(w.format, tile, after(whole, up_block), rows, up_blocks, ups, kStride);
+    dispatch_product(w.format, tile, advance(whole, column / kLanes), rows, blocks, sums, kStride);
+    if (a.swiglu) dispatch_product(w.format, tile, advance(whole, up_block), rows, up_blocks, ups, kStride);
     for (int64_t r = 0; r < rows; ++r) {
-      const float* mine = sums + r * kStride;
+      const float* row_sums = sums + r * kStride;
       if (a.swiglu) {
-        finish_swiglu<T>(a, mine, ups + r * kStride + up_shift, row + r, column, end);
+        store_swiglu<T>(a, row_sums, ups + r * kStride + up_shift, row + r, column, end);
       } else {
-        finish<T>(a, mine, row + r, column, end);
+        store_outputs<T>(a, row_sums, row + r, column, end);
       }
     }
   }
@@ -147,30 +148,30 @@ void linear_strip(const LinearArgs& a, const In& in, int64_t strip) {
 
 template <class T, class In>
 void linear_strips(const LinearArgs& a, const In& in) {
-  const int64_t width = (a.swiglu ? kStrip / 2 : kStrip) * kLanes;
+  const int64_t width = (a.swiglu ? kStripBlocks / 2 : kStripBlocks) * kLanes;
   const int64_t strips = ((a.swiglu ? a.weights->n / 2 : a.weights->n) + width - 1) / width;
-  const auto one = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
-  if (a.rows * a.weights->n * a.weights->k >= kWorthSharing) return share(strips, one);
-  for (int64_t strip = 0; strip < strips; ++strip) one(strip);
+  const auto body = [&](int64_t strip) { linear_strip<T>(a, in, strip); };
+  if (a.rows * a.weights->n * a.weights->k >= kMinParallelWork) return parallel_for(strips, body);
+  for (int64_t strip = 0; strip < strips; ++strip) body(strip);
 }
 
 template <class T>
 void linear(const LinearArgs& a) {
   using X = std::conditional_t<std::is_same_v<T, float>, float, Packed16>;
-  thread_local std::vector<X> scratch;  // these grow to the largest input once
+  thread_local std::vector<X> scratch;  // thread-local buffers grow to the largest input once
   thread_local std::vector<uint32_t> words;
   thread_local std::vector<float> sums;
-  const X* x = ready_rows<T, X>(a, scratch);
-  if (a.weights->rounds) {
-    linear_strips<T>(a, in_bytes(a, x, words, sums));
+  const X* x = prepare_rows<T, X>(a, scratch);
+  if (a.weights->int8_activations) {
+    linear_strips<T>(a, quantize_rows(a, x, words, sums));
   } else {
-    linear_strips<T>(a, with_sums(a, x, sums));
+    linear_strips<T>(a, with_group_sums(a, x, sums));
   }
 }
 
 template <class T>
 void add_to(const T* x, int64_t count, T* into) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    store_some(into + i, add(load_some(x + i, count - i), load_some(into + i, count - i)), count - i);
+    store_partial(into + i, add(load_partial(x + i, count - i), load_partial(into + i, count - i)), count - i);
   }
 }

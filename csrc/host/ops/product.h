@@ -1,56 +1,56 @@
-// A few rows against packed matrices: the inner loop of `linear` and of the scores in `attention`. Sums are
-// float32 in the order of the inputs, one chain per output whatever the tile, so a row's result does not
-// depend on the other rows.
+// Small-M products with packed matrices: the inner loop of `linear` and of the scores in `attention`. Each output is
+// one float32 accumulator summed in input order whatever the tile, so a row's result does not depend on other rows.
 //
-// A block is sixteen outputs. Its inputs lie in pairs: bf16 [K / 2][16][2]; f32 [K][16]; int4 [K / 8][16]
-// words of eight codes, input 2i in nibble i and input 2i + 1 in nibble 4 + i; int8 [K / 4][16] words, of
-// eight inputs 0 4 1 5 in the bytes of one word and 2 6 3 7 in those of the next, which is how the low and
-// the high nibbles of int4 lie. K is padded to a multiple of 8.
+// A block holds sixteen outputs. Layouts (K is padded to a multiple of 8):
+//   bf16 [K / 2][16][2]; f32 [K][16];
+//   int4 [K / 8][16] words of eight codes: input 2i in nibble i, input 2i + 1 in nibble 4 + i;
+//   int8 [K / 4][16] words: of eight inputs, 0 4 1 5 are the bytes of one word and 2 6 3 7 of the next, which is the
+//   order of the low and high nibbles of int4.
 
 struct Operand {
   const uint8_t* data;
-  int64_t block_bytes;  // from one block to the next
-  int64_t k;            // padded
-  const uint8_t* scales = nullptr;  // and what follows: as in Weights, from this block on
-  Scales kind = Scales::f32;
+  int64_t block_bytes;              // distance between two blocks
+  int64_t k;                        // padded
+  const uint8_t* scales = nullptr;  // this and the following members as in Weights, from this block on
+  ScaleType scale_type = ScaleType::f32;
   const uint8_t* zeros = nullptr;
   int64_t group = 0;
 };
 
-inline int64_t size_of(Scales kind) { return kind == Scales::f32 ? 4 : 2; }
+inline int64_t scale_bytes(ScaleType scale_type) { return scale_type == ScaleType::f32 ? 4 : 2; }
 
-// The operand some blocks further.
-inline Operand after(Operand w, int64_t blocks) {
+// The operand `blocks` blocks further.
+inline Operand advance(Operand w, int64_t blocks) {
   w.data += blocks * w.block_bytes;
   if (w.group == 0) return w;
   const int64_t count = blocks * (w.k / w.group) * kLanes;
-  w.scales += count * size_of(w.kind);
+  w.scales += count * scale_bytes(w.scale_type);
   if (w.zeros != nullptr) w.zeros += count;
   return w;
 }
 
-// The scales of a group, counted over the blocks.
+// The scales of a group; `group` counts the groups of all blocks.
 inline F load_scales(const Operand& w, int64_t group) {
-  const uint8_t* p = w.scales + group * kLanes * size_of(w.kind);
-  if (w.kind == Scales::f16) return widen_half(p);
-  if (w.kind == Scales::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
+  const uint8_t* p = w.scales + group * kLanes * scale_bytes(w.scale_type);
+  if (w.scale_type == ScaleType::f16) return widen_half(p);
+  if (w.scale_type == ScaleType::bf16) return widen(reinterpret_cast<const uint16_t*>(p));
   return load(reinterpret_cast<const float*>(p));
 }
 
 template <class X>
 struct Inputs {
   const X* x;         // [rows, k]
-  const float* sums;  // [rows, K / group], of each group's inputs; for int4
+  const float* sums;  // [rows, K / group], sums of each group's inputs; for int4
 
   Inputs from(int64_t row, const Operand& w) const {
     return {x + row * w.k, w.group == 0 ? nullptr : sums + row * (w.k / w.group)};
   }
 };
 
-#ifdef SWIFTSPEC_DOT_BF16  // AVX-512 BF16 multiplies two inputs of sixteen outputs at once
+#ifdef SWIFTSPEC_DOT_BF16  // AVX-512 BF16 multiplies two inputs of sixteen outputs per instruction
 
 using Pair = __m512bh;
-using Packed16 = uint16_t;  // what a row is held in when the model is bfloat16
+using Packed16 = uint16_t;  // type of a row's values in a bfloat16 model
 
 inline Pair load_pair(const uint8_t* p) { return (Pair)_mm512_loadu_si512(p); }
 inline Pair broadcast_pair(const uint16_t* x) {
@@ -61,8 +61,8 @@ inline Pair broadcast_pair(const uint16_t* x) {
 inline F dot(F sum, Pair weights, Pair row) { return _mm512_dpbf16_ps(sum, weights, row); }
 template <int N>
 inline Pair nibble_pair(I codes) {
-  // -8 .. 7 in bfloat16, twice: the instruction looks at five bits of a half, of which the fifth is the next
-  // code's
+  // -8 .. 7 in bfloat16, twice: the instruction reads five bits of each half, of which the fifth belongs to the next
+  // code
   alignas(64) static constexpr uint16_t kTable[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
       0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
@@ -79,9 +79,9 @@ using Packed16 = float;
 
 inline Pair load_pair(const uint8_t* p) {
   const I two = load_int(p);
-  return {as_float(left<16>(two)), as_float(both(two, all_int(0xffff0000)))};
+  return {as_float(shift_left<16>(two)), as_float(bit_and(two, broadcast_int(0xffff0000)))};
 }
-inline Pair broadcast_pair(const float* x) { return {all(x[0]), all(x[1])}; }
+inline Pair broadcast_pair(const float* x) { return {broadcast(x[0]), broadcast(x[1])}; }
 inline F dot(F sum, Pair weights, Pair row) {
   return fma(weights.odd, row.odd, fma(weights.even, row.even, sum));
 }
@@ -120,22 +120,21 @@ inline void clear(F (&sum)[M][B]) {
 }
 
 template <int M, int B>
-inline void read(F (&sum)[M][B], const float* in, int64_t stride) {
+inline void load_sums(F (&sum)[M][B], const float* in, int64_t stride) {
   for (int m = 0; m < M; ++m) {
     for (int b = 0; b < B; ++b) sum[m][b] = load(in + m * stride + b * kLanes);
   }
 }
 
 template <int M, int B>
-inline void write(const F (&sum)[M][B], float* out, int64_t stride) {
+inline void store_sums(const F (&sum)[M][B], float* out, int64_t stride) {
   for (int m = 0; m < M; ++m) {
     for (int b = 0; b < B; ++b) store(out + m * stride + b * kLanes, sum[m][b]);
   }
 }
 
-// How far ahead of its use a weight is fetched: a short block from the blocks that come next, a long one from
-// itself.
-inline int64_t fetch_distance(const Operand& w, int blocks) {
+// Prefetch distance in bytes: into the next blocks for a short block, within the block for a long one.
+inline int64_t prefetch_distance(const Operand& w, int blocks) {
   return w.block_bytes <= 8192 ? blocks * w.block_bytes : 2048;
 }
 
@@ -145,17 +144,17 @@ template <int M, int B, class X>
 void product_bf16(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
   F sum[M][B];
   clear(sum);
-  const int64_t ahead = fetch_distance(w, B);
+  const int64_t distance = prefetch_distance(w, B);
   for (int64_t k = 0; k < w.k; k += 2) {
     Pair weights[B];
 #pragma GCC unroll 8
     for (int b = 0; b < B; ++b) {
       weights[b] = load_pair(w.data + b * w.block_bytes + k * 32);
-      prefetch(w.data + b * w.block_bytes + k * 32 + ahead);
+      prefetch(w.data + b * w.block_bytes + k * 32 + distance);
     }
     add_pair(sum, weights, in.x + k, w.k);
   }
-  write(sum, out, stride);
+  store_sums(sum, out, stride);
 }
 
 template <int M, int B>
@@ -169,21 +168,21 @@ void product_f32(const Inputs<float>& in, const Operand& w, float* out, int64_t 
       weights[b] = load(reinterpret_cast<const float*>(w.data + b * w.block_bytes) + k * 16);
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const F row = all(in.x[m * w.k + k]);
+      const F row = broadcast(in.x[m * w.k + k]);
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) sum[m][b] = fma(weights[b], row, sum[m][b]);
     }
   }
-  write(sum, out, stride);
+  store_sums(sum, out, stride);
 }
 
-// (q - z) s is never formed: a group's codes are summed as they are, then shifted and scaled in float32.
+// The dequantised weight (q - z) s is never formed: a group's codes are summed, then shifted and scaled in float32.
 template <int M, int B, class X>
 void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t stride) {
   F sum[M][B];
   clear(sum);
-  write(sum, out, stride);
-  const int64_t ahead = fetch_distance(w, B);
+  store_sums(sum, out, stride);
+  const int64_t distance = prefetch_distance(w, B);
   const int64_t groups = w.k / w.group;
   for (int64_t g = 0; g < groups; ++g) {
     clear(sum);
@@ -192,7 +191,7 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
 #pragma GCC unroll 8
       for (int b = 0; b < B; ++b) {
         codes[b] = load_int(w.data + b * w.block_bytes + k * 8);
-        prefetch(w.data + b * w.block_bytes + k * 8 + ahead);
+        prefetch(w.data + b * w.block_bytes + k * 8 + distance);
       }
       add_codes<0>(sum, codes, in.x + k, w.k);
       add_codes<1>(sum, codes, in.x + k, w.k);
@@ -201,32 +200,31 @@ void product_int4(const Inputs<X>& in, const Operand& w, float* out, int64_t str
     }
     for (int b = 0; b < B; ++b) {
       const F scale = load_scales(w, b * groups + g);
-      const F shift = sub(all(8.0f), widen_bytes(w.zeros + (b * groups + g) * kLanes));
+      const F shift = sub(broadcast(8.0f), widen_bytes(w.zeros + (b * groups + g) * kLanes));
       for (int m = 0; m < M; ++m) {
         float* at = out + m * stride + b * kLanes;
-        store(at, fma(fma(shift, all(in.sums[m * groups + g]), sum[m][b]), scale, load(at)));
+        store(at, fma(fma(shift, broadcast(in.sums[m * groups + g]), sum[m][b]), scale, load(at)));
       }
     }
   }
 }
 
-// What the arithmetic alone can reach: `rounds` times a product into each of the sums that the registers
-// hold. Of `seed` [16] nothing is known when this is compiled, so nothing is left out. Returns the
-// floating-point operations.
+// Arithmetic peak: accumulates `rounds` products into every accumulator register. `seed` [16] is opaque to the
+// compiler, so the loop is not optimised away. Returns the number of floating-point operations.
 inline int64_t peak(int64_t rounds, float* seed) {
 #ifdef SWIFTSPEC_DOT_BF16
   const Pair weight = (Pair)load_int(seed), row = weight;
-  constexpr int64_t kEach = 4 * kLanes;
+  constexpr int64_t kOpsPerProduct = 4 * kLanes;
 #else
   const F weight = load(seed), row = weight;
-  constexpr int64_t kEach = 2 * kLanes;
+  constexpr int64_t kOpsPerProduct = 2 * kLanes;
 #endif
-  F sums[kChains][1];
+  F sums[kAccumulators][1];
   clear(sums);
   for (int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
-    for (int m = 0; m < kChains; ++m) sums[m][0] = dot(sums[m][0], weight, row);
+    for (int m = 0; m < kAccumulators; ++m) sums[m][0] = dot(sums[m][0], weight, row);
   }
-  for (int m = 0; m < kChains; ++m) store(seed, add(load(seed), sums[m][0]));
-  return rounds * kChains * kEach;
+  for (int m = 0; m < kAccumulators; ++m) store(seed, add(load(seed), sums[m][0]));
+  return rounds * kAccumulators * kOpsPerProduct;
 }

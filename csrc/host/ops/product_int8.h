@@ -1,36 +1,37 @@
-// Products of rows that are rounded to int8 with int4 and int8 weights. The sums of a group are integers below
-// 2^24, so they are exact, and float32 holds them: every level, and the reference, computes the same bits.
+// Products of int8-quantised rows with int4 and int8 weights. The sums of a group are integers below 2^24, so float32
+// holds them exactly: every ISA level and the reference compute bitwise identical results.
 //
-//   out += float(sum of code * byte - zero * sum of byte) * (weight's scale * row's scale), group by group
+//   out += float(sum of code * byte - zero * sum of byte) * (weight scale * row scale), group by group
 
-struct Bytes {
+struct QuantizedRows {
   const uint32_t* words;  // tiles of kRowTile rows, the last one shorter: [K / 4][rows of the tile]
   const float* scales;    // [K / group][rows of the tile]
-  const float* sums;      // the same: of each group's bytes
+  const float* sums;      // [K / group][rows of the tile], sums of each group's bytes
 
-  Bytes from(int64_t row, const Operand& w) const {  // the tile that starts there
+  QuantizedRows from(int64_t row, const Operand& w) const {  // `row` is the first row of a tile
     const int64_t before = row * (w.k / w.group);
     return {words + row * (w.k / 4), scales + before, sums + before};
   }
 };
 
-constexpr float kTooSmall = 1e-30f;  // a group without a larger number is zero: the inverse of less may be infinite
+// A group whose largest magnitude is smaller is set to zero, since the inverse could be infinite.
+constexpr float kMinAbsMax = 1e-30f;
 
-// One row in bytes, each group with a scale of its own, 127 for its largest number; what the rows of a tile have
-// alike lies together, `stride` apart. A group with a NaN or an infinity has the scale NaN.
+// Quantises one row to int8 with one scale per group, so that the largest magnitude becomes 127. Rows of a tile are
+// interleaved: elements of this row are `stride` apart. A group with a NaN or an infinity gets the scale NaN.
 template <class X>
-void round_row(const X* x, int64_t k, int64_t group, int64_t stride, uint32_t* words, float* scales, float* sums) {
+void quantize_row(const X* x, int64_t k, int64_t group, int64_t stride, uint32_t* words, float* scales, float* sums) {
   const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
   for (int64_t g = 0; g * group < k; ++g, x += group) {
-    F most = zeros(), spoilt = zeros(), total = zeros();
+    F abs_max = zeros(), nan_probe = zeros(), total = zeros();
     for (int64_t i = 0; i < group; i += kLanes) {
       const F value = load_as(x + i);
-      most = largest(most, as_float(both(as_int(value), all_int(0x7fffffff))));
-      spoilt = fma(value, zeros(), spoilt);
+      abs_max = max(abs_max, as_float(bit_and(as_int(value), broadcast_int(0x7fffffff))));
+      nan_probe = fma(value, zeros(), nan_probe);
     }
-    const float top = highest(most);
-    const bool none = top < kTooSmall;
-    const F inverse = all(none ? 0.0f : 127.0f / top);
+    const float top = reduce_max(abs_max);
+    const bool is_zero = top < kMinAbsMax;
+    const F inverse = broadcast(is_zero ? 0.0f : 127.0f / top);
     for (int64_t i = 0; i < group; i += kLanes) {
       const F value = round_even(mul(load_as(x + i), inverse));
       total = add(total, value);
@@ -38,14 +39,14 @@ void round_row(const X* x, int64_t k, int64_t group, int64_t stride, uint32_t* w
       _mm_storeu_si128(reinterpret_cast<__m128i*>(four), _mm_shuffle_epi8(narrow_bytes(to_int(value)), order));
       for (int j = 0; j < 4; ++j, words += stride) *words = four[j];
     }
-    scales[g * stride] = (none ? 0.0f : top / 127.0f) + sum(spoilt);
-    sums[g * stride] = sum(total);
+    scales[g * stride] = (is_zero ? 0.0f : top / 127.0f) + reduce_add(nan_probe);
+    sums[g * stride] = reduce_add(total);
   }
 }
 
 #ifdef SWIFTSPEC_DOT_INT8
 
-constexpr float kZeroOfInt8 = 128.0f;
+constexpr float kInt8ZeroPoint = 128.0f;
 
 // sum += the products of eight inputs, whose codes are two vectors of bytes.
 template <Format W>
@@ -53,15 +54,15 @@ inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
   return dot_bytes(dot_bytes(sum, first, row_first), second, row_second);
 }
 template <Format W>
-inline I ready_codes(I codes) {
+inline I prepare_codes(I codes) {
   return codes;
 }
 
 #else
 
-constexpr float kZeroOfInt8 = 0.0f;  // `ready_codes` takes it away
+constexpr float kInt8ZeroPoint = 0.0f;  // `prepare_codes` has subtracted it
 
-// Two products must fit 16 bits: of codes up to 15 a few do, of whole bytes only magnitudes.
+// Two products must fit 16 bits. For 4-bit codes several fit; for int8 codes only products of magnitudes do.
 template <Format W>
 inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
   if constexpr (W == Format::int4) {
@@ -72,8 +73,8 @@ inline I add_eight(I sum, I first, I second, I row_first, I row_second) {
   }
 }
 template <Format W>
-inline I ready_codes(I codes) {
-  return W == Format::int4 ? codes : flip(codes, all_int(0x80808080));
+inline I prepare_codes(I codes) {
+  return W == Format::int4 ? codes : bit_xor(codes, broadcast_int(0x80808080));
 }
 
 #endif
@@ -81,46 +82,46 @@ inline I ready_codes(I codes) {
 template <Format W>
 inline void load_codes(const uint8_t* p, I& first, I& second) {
   if constexpr (W == Format::int4) {
-    const I codes = load_int(p), low = all_int(0x0f0f0f0f);
-    first = both(codes, low), second = both(right<4>(codes), low);
+    const I codes = load_int(p), low = broadcast_int(0x0f0f0f0f);
+    first = bit_and(codes, low), second = bit_and(shift_right<4>(codes), low);
   } else {
-    first = ready_codes<W>(load_int(p)), second = ready_codes<W>(load_int(p + 64));
+    first = prepare_codes<W>(load_int(p)), second = prepare_codes<W>(load_int(p + 64));
   }
 }
 
-// A few rows are bound by memory, which one or two streams of weights use best. Their chains of sums are then too few
-// for the arithmetic, so that two steps of eight inputs take turns.
-constexpr int turns(int rows) { return rows <= 2 ? 2 : 1; }
+// Few rows are memory-bound and best served by one or two streams of weights. These have too few accumulators to hide
+// the latency of the arithmetic, so the loop over eight inputs is unrolled twice into separate accumulators.
+constexpr int unroll_factor(int rows) { return rows <= 2 ? 2 : 1; }
 
 template <Format W, int M, int B>
-void product_bytes(const Bytes& in, const Operand& w, float* out, int64_t stride) {
-  constexpr int64_t kEight = 8 * kLanes * bits_of(W) / 8;  // bytes of eight inputs
-  constexpr int kTurns = turns(M);
-  const int64_t ahead = fetch_distance(w, B), groups = w.k / w.group;
+void product_quantized(const QuantizedRows& in, const Operand& w, float* out, int64_t stride) {
+  constexpr int64_t kEightInputsBytes = 8 * kLanes * bits_of(W) / 8;  // bytes of eight inputs
+  constexpr int kUnroll = unroll_factor(M);
+  const int64_t distance = prefetch_distance(w, B), groups = w.k / w.group;
   F total[M][B];
   clear(total);
-  write(total, out, stride);
+  store_sums(total, out, stride);
   for (int64_t g = 0; g < groups; ++g) {
-    I sum[kTurns][M][B];
-    for (I* one = &sum[0][0][0]; one < &sum[0][0][0] + kTurns * M * B; ++one) *one = all_int(0);
-    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8 * kTurns) {
+    I sum[kUnroll][M][B];
+    for (I* one = &sum[0][0][0]; one < &sum[0][0][0] + kUnroll * M * B; ++one) *one = broadcast_int(0);
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += 8 * kUnroll) {
 #pragma GCC unroll 2
-      for (int turn = 0; turn < kTurns; ++turn) {
-        const uint32_t* words = in.words + (k / 4 + 2 * turn) * M;
+      for (int step = 0; step < kUnroll; ++step) {
+        const uint32_t* words = in.words + (k / 4 + 2 * step) * M;
         I first[B], second[B];
 #pragma GCC unroll 8
         for (int b = 0; b < B; ++b) {
-          const uint8_t* p = w.data + b * w.block_bytes + (k / 8 + turn) * kEight;
+          const uint8_t* p = w.data + b * w.block_bytes + (k / 8 + step) * kEightInputsBytes;
           load_codes<W>(p, first[b], second[b]);
-          prefetch(p + ahead);
-          if (W == Format::int8) prefetch(p + 64 + ahead);
+          prefetch(p + distance);
+          if (W == Format::int8) prefetch(p + 64 + distance);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
-          const I row_first = all_int(words[m]), row_second = all_int(words[M + m]);
+          const I row_first = broadcast_int(words[m]), row_second = broadcast_int(words[M + m]);
 #pragma GCC unroll 8
           for (int b = 0; b < B; ++b) {
-            sum[turn][m][b] = add_eight<W>(sum[turn][m][b], first[b], second[b], row_first, row_second);
+            sum[step][m][b] = add_eight<W>(sum[step][m][b], first[b], second[b], row_first, row_second);
           }
         }
       }
@@ -129,13 +130,13 @@ void product_bytes(const Bytes& in, const Operand& w, float* out, int64_t stride
     for (int b = 0; b < B; ++b) {
       const F scale = load_scales(w, b * groups + g);
       const F zero =
-          W == Format::int4 ? widen_bytes(w.zeros + (b * groups + g) * kLanes) : all(kZeroOfInt8);
+          W == Format::int4 ? widen_bytes(w.zeros + (b * groups + g) * kLanes) : broadcast(kInt8ZeroPoint);
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
-        const I whole = kTurns == 2 ? add(sum[0][m][b], sum[kTurns - 1][m][b]) : sum[0][m][b];
-        const F exact = fma(sub(zeros(), zero), all(in.sums[g * M + m]), to_float(whole));
+        const I int_sum = kUnroll == 2 ? add(sum[0][m][b], sum[kUnroll - 1][m][b]) : sum[0][m][b];
+        const F exact = fma(sub(zeros(), zero), broadcast(in.sums[g * M + m]), to_float(int_sum));
         float* at = out + m * stride + b * kLanes;
-        store(at, add(load(at), mul(exact, mul(scale, all(in.scales[g * M + m])))));
+        store(at, add(load(at), mul(exact, mul(scale, broadcast(in.scales[g * M + m])))));
       }
     }
   }

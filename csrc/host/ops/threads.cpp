@@ -19,7 +19,7 @@ namespace swiftspec::host {
 namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(100);  // then a worker sleeps
-constexpr int kPatience = 2000;                         // pauses, then the caller lets others have its core
+constexpr int kSpinsBeforeYield = 2000;                 // then the caller yields its core
 
 void pause() {
 #if defined(__x86_64__)
@@ -29,18 +29,18 @@ void pause() {
 #endif
 }
 
-// The caller opens a job, everyone takes pieces, the caller closes it and waits for those still inside. A
-// worker that wakes up too late finds the door shut, so nobody waits for a sleeper.
-class Pool {
+// The caller opens the gate of a job, all threads take tasks, the caller closes the gate and waits for the workers that
+// are still inside. A worker that wakes up late finds the gate closed, so the caller never waits for a sleeping one.
+class ThreadPool {
  public:
-  explicit Pool(int workers) {
-    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { work(); });
+  explicit ThreadPool(int workers) {
+    for (int i = 0; i < workers; ++i) threads_.emplace_back([this] { worker_loop(); });
   }
 
-  ~Pool() {
+  ~ThreadPool() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      ending_ = true;
+      stopping_ = true;
       epoch_.fetch_add(1);
     }
     wake_.notify_all();
@@ -49,83 +49,83 @@ class Pool {
 
   int workers() const { return static_cast<int>(threads_.size()); }
 
-  void run(int64_t pieces, void (*body)(const void*, int64_t), const void* context) {
-    if (pieces < 2 || threads_.empty() || busy_.exchange(true)) {
-      for (int64_t i = 0; i < pieces; ++i) body(context, i);
+  void run(int64_t tasks, void (*body)(const void*, int64_t), const void* context) {
+    if (tasks < 2 || threads_.empty() || busy_.exchange(true)) {
+      for (int64_t i = 0; i < tasks; ++i) body(context, i);
       return;
     }
-    pieces_ = pieces, body_ = body, context_ = context;
+    tasks_ = tasks, body_ = body, context_ = context;
     next_ = 0;
-    door_ = kOpen;
+    gate_ = kOpen;
     epoch_.fetch_add(1);
-    if (sleepers_ > 0) {
+    if (num_sleeping_ > 0) {
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-      }  // nobody is between its last look and its sleep
+      }  // taken so that no worker is between its last check and its sleep
       wake_.notify_all();
     }
-    take_pieces();
-    door_.fetch_and(~kOpen);
-    for (int spins = 0; door_ != 0; ++spins) spins < kPatience ? pause() : std::this_thread::yield();
+    run_tasks();
+    gate_.fetch_and(~kOpen);
+    for (int spins = 0; gate_ != 0; ++spins) spins < kSpinsBeforeYield ? pause() : std::this_thread::yield();
     busy_ = false;
   }
 
  private:
-  static constexpr int kOpen = 1 << 30;  // the rest of `door_` counts the workers inside
+  static constexpr int kOpen = 1 << 30;  // the lower bits of `gate_` count the workers inside
 
-  void take_pieces() {
-    for (int64_t i = next_.fetch_add(1); i < pieces_; i = next_.fetch_add(1)) body_(context_, i);
+  void run_tasks() {
+    for (int64_t i = next_.fetch_add(1); i < tasks_; i = next_.fetch_add(1)) body_(context_, i);
   }
 
-  bool enter() {
-    int seen = door_;
-    while ((seen & kOpen) != 0) {
-      if (door_.compare_exchange_weak(seen, seen + 1)) return true;
+  bool try_enter() {
+    int gate = gate_;
+    while ((gate & kOpen) != 0) {
+      if (gate_.compare_exchange_weak(gate, gate + 1)) return true;
     }
     return false;
   }
 
-  void work() {
+  void worker_loop() {
     uint32_t last = 0;
-    while (!ending_) {
-      if (enter()) {
+    while (!stopping_) {
+      if (try_enter()) {
         last = epoch_;
-        take_pieces();
-        door_.fetch_sub(1);
+        run_tasks();
+        gate_.fetch_sub(1);
       }
-      await_change(last);
+      wait_for_job(last);
       last = epoch_;
     }
   }
 
-  void await_change(uint32_t last) {
+  void wait_for_job(uint32_t last) {
     const auto end = std::chrono::steady_clock::now() + kSpin;
     while (epoch_ == last) {
       for (int i = 0; i < 64 && epoch_ == last; ++i) pause();
       if (std::chrono::steady_clock::now() < end) continue;
       std::unique_lock<std::mutex> lock(mutex_);
-      ++sleepers_;
+      ++num_sleeping_;
       wake_.wait(lock, [&] { return epoch_ != last; });
-      --sleepers_;
+      --num_sleeping_;
     }
   }
 
   std::vector<std::thread> threads_;
-  std::atomic<bool> busy_{false}, ending_{false};
+  std::atomic<bool> busy_{false}, stopping_{false};
   std::atomic<uint32_t> epoch_{0};
-  std::atomic<int> door_{0}, sleepers_{0};
+  std::atomic<int> gate_{0}, num_sleeping_{0};
   std::atomic<int64_t> next_{0};
-  int64_t pieces_ = 0;
+  int64_t tasks_ = 0;
   void (*body_)(const void*, int64_t) = nullptr;
   const void* context_ = nullptr;
   std::mutex mutex_;
   std::condition_variable wake_;
 };
 
-// The process's threads. A forked child has none of them: it forgets the pool, whose memory is lost, and
-// works alone.
+// The pool of the process. A forked child has no worker threads: it abandons the pool, whose memory leaks, and runs
+// everything on one thread.
 struct Process {
-  std::unique_ptr<Pool> pool;
+  std::unique_ptr<ThreadPool> pool;
 
   Process() {
 #if defined(__unix__) || defined(__APPLE__)
@@ -134,29 +134,29 @@ struct Process {
   }
 
   static Process& process() {
-    static Process here;
-    return here;
+    static Process instance;
+    return instance;
   }
 };
 
 }  // namespace
 
 void set_threads(int count) {
-  std::unique_ptr<Pool>& pool = Process::process().pool;
+  std::unique_ptr<ThreadPool>& pool = Process::process().pool;
   if (count == threads()) return;
   pool.reset();
-  if (count > 1) pool = std::make_unique<Pool>(count - 1);
+  if (count > 1) pool = std::make_unique<ThreadPool>(count - 1);
 }
 
 int threads() {
-  const Pool* pool = Process::process().pool.get();
+  const ThreadPool* pool = Process::process().pool.get();
   return pool == nullptr ? 1 : pool->workers() + 1;
 }
 
-void share(int64_t pieces, void (*body)(const void*, int64_t), const void* context) {
-  Pool* pool = Process::process().pool.get();
-  if (pool != nullptr) return pool->run(pieces, body, context);
-  for (int64_t i = 0; i < pieces; ++i) body(context, i);
+void parallel_for(int64_t tasks, void (*body)(const void*, int64_t), const void* context) {
+  ThreadPool* pool = Process::process().pool.get();
+  if (pool != nullptr) return pool->run(tasks, body, context);
+  for (int64_t i = 0; i < tasks; ++i) body(context, i);
 }
 
 }  // namespace swiftspec::host

@@ -1,9 +1,9 @@
-// From any number of rows and blocks to the tiles of product.h and product_int8.h.
+// Splits products of any number of rows and blocks into the tiles of product.h and product_int8.h.
 
 template <Format W, int M, int B, class In>
 inline void product_tile(const In& in, const Operand& w, float* out, int64_t stride) {
-  if constexpr (std::is_same_v<In, Bytes>) {
-    product_bytes<W, M, B>(in, w, out, stride);
+  if constexpr (std::is_same_v<In, QuantizedRows>) {
+    product_quantized<W, M, B>(in, w, out, stride);
   } else if constexpr (W == Format::bf16) {
     product_bf16<M, B>(in, w, out, stride);
   } else if constexpr (W == Format::int4) {
@@ -13,12 +13,12 @@ inline void product_tile(const In& in, const Operand& w, float* out, int64_t str
   }
 }
 
-// M rows against `blocks` blocks, as many at a time as the registers hold.
+// M rows against `blocks` blocks, B blocks at a time.
 template <Format W, int M, int B, class In>
 void product_blocks(const In& in, Operand w, int64_t blocks, float* out, int64_t stride) {
   for (; blocks >= B; blocks -= B) {
     product_tile<W, M, B>(in, w, out, stride);
-    w = after(w, B);
+    w = advance(w, B);
     out += B * kLanes;
   }
   if constexpr (B > 1) {
@@ -26,33 +26,33 @@ void product_blocks(const In& in, Operand w, int64_t blocks, float* out, int64_t
   }
 }
 
-// So many that their sums fit the registers; bytes need two more for the codes of each block.
+// Blocks per tile such that all accumulators fit the registers. Quantised rows need two more registers per block.
 template <class In>
-constexpr int blocks_at_once(int rows) {
-  int blocks = !std::is_same_v<In, Bytes> ? kBlocks : turns(rows) > 1 ? kBlocks / 4 : kBlocks / 2;
-  while (blocks > 1 && rows * blocks > kChains) blocks /= 2;
+constexpr int max_blocks_per_tile(int rows) {
+  int blocks = !std::is_same_v<In, QuantizedRows> ? kBlocks : unroll_factor(rows) > 1 ? kBlocks / 4 : kBlocks / 2;
+  while (blocks > 1 && rows * blocks > kAccumulators) blocks /= 2;
   return blocks;
 }
 
-// out[r, 16 b + i] = x[r] . W_b[i] for `rows` rows, at most kRowTile, and `blocks` blocks.
+// out[r, 16 b + i] = x[r] . W_b[i] for up to kRowTile rows and `blocks` blocks.
 template <Format W, int M = kRowTile, class In>
 void product(const In& in, const Operand& w, int64_t rows, int64_t blocks, float* out, int64_t stride) {
   if (rows == M) {
-    product_blocks<W, M, blocks_at_once<In>(M)>(in, w, blocks, out, stride);
+    product_blocks<W, M, max_blocks_per_tile<In>(M)>(in, w, blocks, out, stride);
   } else if constexpr (M > 1) {
     product<W, M - 1>(in, w, rows, blocks, out, stride);
   }
 }
 
-inline void product_any(Format format, const Bytes& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
-                        int64_t stride) {
+inline void dispatch_product(Format format, const QuantizedRows& in, const Operand& w, int64_t rows, int64_t blocks,
+                             float* out, int64_t stride) {
   if (format == Format::int4) return product<Format::int4>(in, w, rows, blocks, out, stride);
   product<Format::int8>(in, w, rows, blocks, out, stride);
 }
 
 template <class X>
-void product_any(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
-                 int64_t stride) {
+void dispatch_product(Format format, const Inputs<X>& in, const Operand& w, int64_t rows, int64_t blocks, float* out,
+                      int64_t stride) {
   if (format == Format::bf16) {
     product<Format::bf16>(in, w, rows, blocks, out, stride);
   } else if (format == Format::int4) {

@@ -1,6 +1,6 @@
-// Words that several threads or processes share. Loads acquire and stores release: a flag and its data are one word and
-// would need neither, but that a slot may be overwritten is known from another line having arrived (common/ll.h), and
-// this orders the two. On x86 it costs nothing.
+// Atomic access to words shared by threads or processes: loads acquire, stores release. A flag and its data are one
+// word and would not need it; but a slot may be overwritten once a line of another slot has arrived (common/ll.h), and
+// this orders the two accesses. On x86 it is free.
 #pragma once
 
 #include <atomic>
@@ -21,13 +21,13 @@ void store(T& word, T value) {
   std::atomic_ref<T>(word).store(value, std::memory_order_release);
 }
 
-// Whether the word held `expected` and now holds `value`.
+// Compare-and-swap. Returns whether the word held `expected` and now holds `value`.
 template <class T>
-bool replace(T& word, T expected, T value) {
+bool compare_exchange(T& word, T expected, T value) {
   return std::atomic_ref<T>(word).compare_exchange_strong(expected, value, std::memory_order_acq_rel);
 }
 
-struct Memory {  // of a Session: the halves of a line one by one
+struct Memory {  // memory policy of ll::Session: a line is accessed by halves
   static ll::Line load(const ll::Line& line) { return {{host::load(line.half[0]), host::load(line.half[1])}}; }
   static void store(ll::Line& line, const ll::Line& value) {
     host::store(line.half[0], value.half[0]);

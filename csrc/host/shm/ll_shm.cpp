@@ -27,31 +27,31 @@ void write_line(uint8_t* x, int64_t line, int64_t bytes, uint64_t payload) {
   }
 }
 
-// Calls `one(offset, bytes)` for each part of a message that fits the lines of an epoch, until one fails.
+// Calls `one(offset, bytes)` for each piece of a message that fits one epoch, until a call fails.
 template <class One>
-bool in_parts(const ll::Layout& layout, int64_t bytes, One one) {
-  const int64_t most = layout.lines * ll::kLineBytes;
-  for (int64_t begin = 0; begin < bytes; begin += most) {
-    if (!one(begin, std::min(most, bytes - begin))) return false;
+bool for_each_epoch(const ll::Layout& layout, int64_t bytes, One one) {
+  const int64_t max_bytes = layout.lines * ll::kLineBytes;
+  for (int64_t begin = 0; begin < bytes; begin += max_bytes) {
+    if (!one(begin, std::min(max_bytes, bytes - begin))) return false;
   }
   return true;
 }
 
 }  // namespace
 
-Group::Group(const std::string& name, int rank, int size, int64_t capacity, double attach_seconds,
-             const Patience& patience)
+ShmGroup::ShmGroup(const std::string& name, int rank, int size, int64_t capacity, double attach_timeout_s,
+                   const WaitPolicy& policy)
     : layout_{size, 1, ll::lines_for(capacity)},
-      segment_(name, rank, size, static_cast<size_t>(size * layout_.inbox_lines()) * sizeof(ll::Line), attach_seconds,
-               patience),
+      segment_(name, rank, size, static_cast<size_t>(size * layout_.inbox_lines()) * sizeof(ll::Line), attach_timeout_s,
+               policy),
       session_{layout_, rank, 0, 0, {}} {
   auto* lines = reinterpret_cast<ll::Line*>(segment_.data());
   for (int r = 0; r < size; ++r) session_.inbox[r] = lines + r * layout_.inbox_lines();
 }
 
-void Group::all_reduce(void* x, int64_t count, Element element, double seconds) {
+void ShmGroup::all_reduce(void* x, int64_t count, Element element, double timeout_s) {
   check_usable();
-  Waiter wait(segment_, seconds);
+  Waiter wait(segment_, timeout_s);
   auto* bytes = static_cast<uint8_t*>(x);
   bool done = false;
   switch (element) {
@@ -59,22 +59,22 @@ void Group::all_reduce(void* x, int64_t count, Element element, double seconds) 
     case Element::kFloat64: done = reduce<ll::Float64>(bytes, count * 8, wait); break;
     case Element::kBfloat16: done = reduce<ll::Bfloat16>(bytes, count * 2, wait); break;
   }
-  if (!done) give_up(wait);
+  if (!done) throw_error(wait);
 }
 
-void Group::all_gather(const void* x, int64_t bytes, void* out, double seconds) {
+void ShmGroup::all_gather(const void* x, int64_t bytes, void* out, double timeout_s) {
   check_usable();
   if (bytes == 0) return;
-  Waiter wait(segment_, seconds);
-  if (!gather(static_cast<const uint8_t*>(x), bytes, static_cast<uint8_t*>(out), wait)) give_up(wait);
+  Waiter wait(segment_, timeout_s);
+  if (!gather(static_cast<const uint8_t*>(x), bytes, static_cast<uint8_t*>(out), wait)) throw_error(wait);
 }
 
 template <class E>
-bool Group::reduce(uint8_t* x, int64_t bytes, Waiter& wait) {
-  return in_parts(layout_, bytes, [&](int64_t begin, int64_t size) {
+bool ShmGroup::reduce(uint8_t* x, int64_t bytes, Waiter& wait) {
+  return for_each_epoch(layout_, bytes, [&](int64_t begin, int64_t size) {
     uint8_t* part = x + begin;
     const int64_t lines = ll::lines_for(size);
-    const auto session = session_;  // a copy that no store can alias keeps its addresses in registers: half the time
+    const auto session = session_;  // a local copy, which no store can alias, stays in registers: halves the time
     for (int64_t i = 0; i < lines; ++i) session.broadcast(i, read_line(part, i, size));
     for (int64_t i = 0; i < lines; ++i) {
       uint64_t total;
@@ -86,9 +86,9 @@ bool Group::reduce(uint8_t* x, int64_t bytes, Waiter& wait) {
   });
 }
 
-bool Group::gather(const uint8_t* x, int64_t bytes, uint8_t* out, Waiter& wait) {
+bool ShmGroup::gather(const uint8_t* x, int64_t bytes, uint8_t* out, Waiter& wait) {
   std::memcpy(out + session_.rank * bytes, x, static_cast<size_t>(bytes));
-  return in_parts(layout_, bytes, [&](int64_t begin, int64_t size) {
+  return for_each_epoch(layout_, bytes, [&](int64_t begin, int64_t size) {
     const int64_t lines = ll::lines_for(size);
     const auto session = session_;  // as above
     for (int64_t i = 0; i < lines; ++i) session.broadcast(i, read_line(x + begin, i, size));
@@ -105,11 +105,11 @@ bool Group::gather(const uint8_t* x, int64_t bytes, uint8_t* out, Waiter& wait) 
   });
 }
 
-void Group::check_usable() const {
-  if (!broken_.empty()) throw PeerLost(broken_);
+void ShmGroup::check_usable() const {
+  if (!error_.empty()) throw PeerLost(error_);
 }
 
-std::string Group::describe(const ll::Trouble& t) const {
+std::string ShmGroup::describe(const ll::Fault& t) const {
   const std::string rank = "rank " + std::to_string(t.rank), source = "rank " + std::to_string(t.source);
   const std::string where = " (slot " + std::to_string(t.slot) + ", epoch " + std::to_string(t.epoch) + ")";
   switch (t.reason) {
@@ -122,16 +122,16 @@ std::string Group::describe(const ll::Trouble& t) const {
   }
 }
 
-void Group::give_up(const Waiter& wait) {
+void ShmGroup::throw_error(const Waiter& wait) {
   const auto rank = static_cast<uint8_t>(session_.rank), source = static_cast<uint8_t>(wait.source());
-  const ll::Trouble mine{wait.reason(), rank, source, static_cast<uint8_t>(ll::slot_of(session_.epoch)),
+  const ll::Fault mine{wait.reason(), rank, source, static_cast<uint8_t>(ll::slot_of(session_.epoch)),
                          static_cast<uint32_t>(session_.epoch)};
   const bool own = mine.reason != ll::Reason::kNone;
-  if (own) replace(segment_.trouble(), uint64_t{0}, ll::pack(mine));
-  broken_ = describe(own ? mine : ll::trouble_of(load(segment_.trouble())));
+  if (own) compare_exchange(segment_.fault(), uint64_t{0}, ll::encode_fault(mine));
+  error_ = describe(own ? mine : ll::decode_fault(load(segment_.fault())));
   if (mine.reason == ll::Reason::kInterrupted) throw Interrupted();
-  if (mine.reason == ll::Reason::kTimeout) throw TimedOut(broken_ + ": " + wait.limit());
-  throw PeerLost(broken_);
+  if (mine.reason == ll::Reason::kTimeout) throw TimedOut(error_ + ": " + wait.limit());
+  throw PeerLost(error_);
 }
 
 }  // namespace swiftspec::host

@@ -24,15 +24,15 @@ namespace {
 
 constexpr uint64_t kMagic = 0x53776966744c4c31;
 
-// Seconds of waiting at which a rank changes its manner.
-constexpr double kYieldFor = 5e-3, kNapFor = 100e-3;
-constexpr auto kNap = std::chrono::microseconds(50);
-constexpr auto kSleep = std::chrono::microseconds(500);
-constexpr double kCheckEvery = 20e-3;  // whether the other process lives, whether the user wants out
-constexpr unsigned kMostSpins = 512;    // about 20 us
-constexpr unsigned kLeastSpins = 16;
+// Waiting time after which a rank stops yielding and takes short sleeps, and after which it takes long ones.
+constexpr double kYieldS = 5e-3, kNapS = 100e-3;
+constexpr auto kShortSleep = std::chrono::microseconds(50);
+constexpr auto kLongSleep = std::chrono::microseconds(500);
+constexpr double kCheckIntervalS = 20e-3;  // of the checks for ended processes and signals
+constexpr unsigned kMaxSpins = 512;        // about 20 us
+constexpr unsigned kMinSpins = 16;
 
-double now() {
+double now_s() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -46,15 +46,15 @@ void pause() {
 
 [[noreturn]] void fail(const std::string& what) { throw std::system_error(errno, std::generic_category(), what); }
 
-struct File {  // closed at the end of the scope
+struct File {  // closes the descriptor at the end of the scope
   int fd;
   ~File() {
     if (fd >= 0) close(fd);
   }
 };
 
-// A descriptor that polls as readable once the process has ended, even before its parent has asked. -1: not to be had.
-int watch(int32_t pid) {
+// A pidfd, which polls as readable once the process has ended, reaped or not; -1 if unavailable.
+int open_pidfd(int32_t pid) {
 #ifdef SYS_pidfd_open
   return static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
 #else
@@ -70,46 +70,46 @@ struct Segment::Header {
   uint64_t bytes;
   int32_t size;
   int32_t joined;
-  alignas(64) uint64_t trouble;
-  struct alignas(64) Member {
+  alignas(64) uint64_t fault;
+  struct alignas(64) RankEntry {
     int32_t pid, left;
-  } members[ll::kMaxRanks];
+  } ranks[ll::kMaxRanks];
 };
 
 uint8_t* Segment::data() const { return reinterpret_cast<uint8_t*>(header_ + 1); }
-uint64_t& Segment::trouble() const { return header_->trouble; }
-void Segment::leave() { store(header_->members[rank_].left, 1); }
-bool Segment::has_left(int rank) const { return load(header_->members[rank].left) != 0; }
-int32_t Segment::pid(int rank) const { return load(header_->members[rank].pid); }
+uint64_t& Segment::fault() const { return header_->fault; }
+void Segment::leave() { store(header_->ranks[rank_].left, 1); }
+bool Segment::has_left(int rank) const { return load(header_->ranks[rank].left) != 0; }
+int32_t Segment::pid(int rank) const { return load(header_->ranks[rank].pid); }
 
 bool Segment::has_ended(int rank) {
-  int& fd = watches_[rank];
-  if (fd < 0 && pid(rank) != 0) fd = watch(pid(rank));
+  int& fd = pidfds_[rank];
+  if (fd < 0 && pid(rank) != 0) fd = open_pidfd(pid(rank));
   if (fd < 0) return pid(rank) != 0 && kill(pid(rank), 0) != 0 && errno == ESRCH;
   pollfd query{fd, POLLIN, 0};
   return poll(&query, 1, 0) == 1 && (query.revents & POLLIN) != 0;
 }
 
-Segment::Segment(const std::string& name, int rank, int size, size_t bytes, double seconds, const Patience& patience)
-    : spins(patience.spin ? kMostSpins : 0),
-      interrupted(patience.interrupted),
+Segment::Segment(const std::string& name, int rank, int size, size_t bytes, double timeout_s, const WaitPolicy& policy)
+    : spins(policy.spin ? kMaxSpins : 0),
+      interrupted(policy.interrupted),
       name_(name),
       rank_(rank),
       size_(size),
       bytes_(sizeof(Header) + bytes),
-      watches_(size, -1) {
-  const double until = now() + seconds;
+      pidfds_(size, -1) {
+  const double deadline_s = now_s() + timeout_s;
   const int flags = rank == 0 ? O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC : O_RDWR | O_CLOEXEC;
   File file{shm_open(name.c_str(), flags, 0600)};
-  while (file.fd < 0 && errno == ENOENT && now() < until) {
-    std::this_thread::sleep_for(kSleep);
+  while (file.fd < 0 && errno == ENOENT && now_s() < deadline_s) {
+    std::this_thread::sleep_for(kLongSleep);
     file.fd = shm_open(name.c_str(), flags, 0600);
   }
   if (file.fd < 0 && errno == ENOENT) throw TimedOut("rank 0 has not made shared memory " + name + " in time");
   if (file.fd < 0) fail("shared memory " + name);
   try {
-    map(file.fd, rank == 0, until);
-    join(until);
+    map(file.fd, rank == 0, deadline_s);
+    join(deadline_s);
   } catch (...) {
     shm_unlink(name.c_str());
     release();
@@ -125,16 +125,16 @@ Segment::~Segment() {
 void Segment::release() {
   if (header_ != nullptr) munmap(header_, bytes_);
   header_ = nullptr;
-  for (const int fd : watches_) {
+  for (const int fd : pidfds_) {
     if (fd >= 0) close(fd);
   }
 }
 
-void Segment::map(int fd, bool create, double until) {
-  // Reserved now: a full /dev/shm is an error here, and would be a signal at the first store.
+void Segment::map(int fd, bool create, double deadline_s) {
+  // Allocated now: a full /dev/shm is an error here, and would be SIGBUS at the first store.
   if (create && (errno = posix_fallocate(fd, 0, static_cast<off_t>(bytes_))) != 0) fail("shared memory " + name_);
   struct stat info {};
-  while (fstat(fd, &info) == 0 && info.st_size == 0 && now() < until) std::this_thread::sleep_for(kSleep);
+  while (fstat(fd, &info) == 0 && info.st_size == 0 && now_s() < deadline_s) std::this_thread::sleep_for(kLongSleep);
   if (info.st_size == 0) throw TimedOut("rank 0 has not sized shared memory " + name_ + " in time");
   if (info.st_uid != geteuid() || static_cast<size_t>(info.st_size) != bytes_) {
     throw std::invalid_argument("shared memory " + name_ + " was made by another user or with other sizes");
@@ -149,26 +149,26 @@ void Segment::map(int fd, bool create, double until) {
   }
 }
 
-void Segment::join(double until) {
-  while (load(header_->magic) != kMagic && now() < until) std::this_thread::sleep_for(kSleep);
+void Segment::join(double deadline_s) {
+  while (load(header_->magic) != kMagic && now_s() < deadline_s) std::this_thread::sleep_for(kLongSleep);
   if (load(header_->magic) != kMagic) throw TimedOut("rank 0 has not finished shared memory " + name_ + " in time");
   if (header_->size != size_) throw std::invalid_argument("the ranks disagree on the size of the group");
-  if (!replace(header_->members[rank_].pid, 0, static_cast<int32_t>(getpid()))) {
+  if (!compare_exchange(header_->ranks[rank_].pid, 0, static_cast<int32_t>(getpid()))) {
     throw std::invalid_argument("rank " + std::to_string(rank_) + " is there already");
   }
   if (std::atomic_ref<int32_t>(header_->joined).fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
     shm_unlink(name_.c_str());
   }
-  double next_check = now() + kCheckEvery;
+  double next_check_s = now_s() + kCheckIntervalS;
   while (load(header_->joined) < size_) {
-    std::this_thread::sleep_for(kSleep);
-    if (now() < next_check) continue;
-    next_check = now() + kCheckEvery;
+    std::this_thread::sleep_for(kLongSleep);
+    if (now_s() < next_check_s) continue;
+    next_check_s = now_s() + kCheckIntervalS;
     if (interrupted != nullptr && interrupted()) throw Interrupted();
     for (int r = 0; r < size_; ++r) {
       if (has_ended(r)) throw PeerLost("rank " + std::to_string(r) + " ended while the group was being formed");
     }
-    if (now() > until) {
+    if (now_s() > deadline_s) {
       throw TimedOut("only " + std::to_string(load(header_->joined)) + " of " + std::to_string(size_) +
                      " ranks came to shared memory " + name_ + " in time");
     }
@@ -177,49 +177,49 @@ void Segment::join(double until) {
 
 std::string Waiter::limit() const {
   char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", seconds_);
+  std::snprintf(text, sizeof text, "%.3g s", timeout_s_);
   return text;
 }
 
-// Spinning that ended well earns the next wait more of it. Spinning in vain halves it: the other rank may want this
-// very core.
-void Waiter::rest() {
+// Adapts the spin count: doubled after a wait that ended while spinning, halved after one that did not, since the other
+// rank may need this core.
+void Waiter::begin() {
   unsigned& spins = segment_.spins;
-  if (began_ != 0) spins = std::min(spins, std::max(spins / 2, kLeastSpins));
-  if (began_ == 0 && looks_ != 0) spins = std::min(2 * spins, kMostSpins);
-  began_ = 0;
-  looks_ = 0;
+  if (began_s_ != 0) spins = std::min(spins, std::max(spins / 2, kMinSpins));
+  if (began_s_ == 0 && polls_ != 0) spins = std::min(2 * spins, kMaxSpins);
+  began_s_ = 0;
+  polls_ = 0;
 }
 
-bool Waiter::again(int source) {
-  if (looks_ < segment_.spins) {
-    ++looks_;
+bool Waiter::keep_waiting(int source) {
+  if (polls_ < segment_.spins) {
+    ++polls_;
     pause();
     return true;
   }
-  const double time = now();
-  if (began_ == 0) {
-    began_ = time;
-    next_check_ = time + kCheckEvery;
+  const double time = now_s();
+  if (began_s_ == 0) {
+    began_s_ = time;
+    next_check_s_ = time + kCheckIntervalS;
   }
   if (should_stop(source, time)) return false;
-  if (time - began_ < kYieldFor) {
+  if (time - began_s_ < kYieldS) {
     sched_yield();
   } else {
-    std::this_thread::sleep_for(time - began_ < kNapFor ? kNap : kSleep);
+    std::this_thread::sleep_for(time - began_s_ < kNapS ? kShortSleep : kLongSleep);
   }
   return true;
 }
 
 bool Waiter::should_stop(int source, double time) {
   source_ = source;
-  if (load(segment_.trouble()) != 0) return true;
+  if (load(segment_.fault()) != 0) return true;
   if (segment_.has_left(source)) {
     reason_ = ll::Reason::kLeft;
-  } else if (time - began_ > seconds_) {
+  } else if (time - began_s_ > timeout_s_) {
     reason_ = ll::Reason::kTimeout;
-  } else if (time > next_check_) {
-    next_check_ = time + kCheckEvery;
+  } else if (time > next_check_s_) {
+    next_check_s_ = time + kCheckIntervalS;
     if (segment_.has_ended(source)) {
       reason_ = ll::Reason::kEnded;
     } else if (segment_.interrupted != nullptr && segment_.interrupted()) {

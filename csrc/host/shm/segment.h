@@ -1,4 +1,4 @@
-// Shared memory of a few processes on one machine: how they meet, and how one learns that another has ended.
+// Shared memory of the processes of one machine: rendezvous by name, and detection of ended processes.
 #pragma once
 
 #include <cstddef>
@@ -19,67 +19,67 @@ struct PeerLost : std::runtime_error {
 };
 struct Interrupted {};
 
-// How a rank waits.
-struct Patience {
-  bool spin;             // every rank of this machine has a core; otherwise a waiting rank gives its core away at once
-  bool (*interrupted)();  // asked now and then: whether the user wants out; or null
+// How a rank waits for another.
+struct WaitPolicy {
+  bool spin;              // if every rank of this machine has a core of its own; else waiting ranks yield immediately
+  bool (*interrupted)();  // polled while waiting: true aborts the wait; or null
 };
 
 class Segment {
  public:
-  // Rank 0 creates `name` (private to the user), the others open it, the last one to come removes the name; all return
-  // when `size` ranks are there. Throws TimedOut after `seconds`, PeerLost, std::invalid_argument, std::system_error.
-  Segment(const std::string& name, int rank, int size, size_t bytes, double seconds, const Patience& patience);
+  // Rank 0 creates `name` (private to the user), the other ranks open it, and the last one unlinks it. Returns when all
+  // `size` ranks have joined. Throws TimedOut after `timeout_s`, PeerLost, std::invalid_argument, std::system_error.
+  Segment(const std::string& name, int rank, int size, size_t bytes, double timeout_s, const WaitPolicy& policy);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  uint8_t* data() const;   // [bytes], zeros at the start, aligned to 64
-  uint64_t& trouble() const;  // ll::Trouble in one word; the first to give up sets it
+  uint8_t* data() const;      // [bytes], initially zeros, aligned to 64
+  uint64_t& fault() const;  // packed ll::Fault, set by the first rank that gives up
   int rank() const { return rank_; }
   int size() const { return size_; }
 
-  void leave();  // tells the others that nothing more will come
+  void leave();  // announces that this rank sends nothing more
   bool has_left(int rank) const;
-  bool has_ended(int rank);  // the process is gone, reaped or not
+  bool has_ended(int rank);  // the process has exited, reaped or not
   int32_t pid(int rank) const;
 
-  unsigned spins;                // what the next wait may spin: 0 for good, or as the last ones went
-  bool (*const interrupted)();   // of Patience
+  unsigned spins;               // spin count of the next wait, adapted by Waiter; 0: never spin
+  bool (*const interrupted)();  // of WaitPolicy
 
  private:
   struct Header;
-  void map(int fd, bool create, double until);
-  void join(double until);
+  void map(int fd, bool create, double deadline_s);
+  void join(double deadline_s);
   void release();
 
   std::string name_;
   int rank_, size_;
   size_t bytes_;
   Header* header_ = nullptr;
-  std::vector<int> watches_;  // pidfd of each rank, or -1
+  std::vector<int> pidfds_;  // one per rank, or -1
 };
 
-// The wait of a rank for another: spins, then yields, then sleeps; looks now and then whether it should give up.
+// Waits for another rank: spins, then yields, then sleeps, and checks periodically whether to give up.
 class Waiter {
  public:
-  Waiter(Segment& segment, double seconds) : segment_(segment), seconds_(seconds) {}
-  ~Waiter() { rest(); }
+  Waiter(Segment& segment, double timeout_s) : segment_(segment), timeout_s_(timeout_s) {}
+  ~Waiter() { begin(); }
   Waiter(const Waiter&) = delete;
   Waiter& operator=(const Waiter&) = delete;
-  void rest();
-  bool again(int source);
-  ll::Reason reason() const { return reason_; }  // kNone: because another rank had given up
+  void begin();
+  bool keep_waiting(int source);
+  ll::Reason reason() const { return reason_; }  // kNone: another rank gave up first
   int source() const { return source_; }
-  std::string limit() const;  // how long it may wait, for a message
+  std::string limit() const;  // the time limit as text
 
  private:
   bool should_stop(int source, double time);
 
   Segment& segment_;
-  double seconds_;
-  double began_ = 0, next_check_ = 0;
-  unsigned looks_ = 0;
+  double timeout_s_;
+  double began_s_ = 0, next_check_s_ = 0;
+  unsigned polls_ = 0;
   int source_ = -1;
   ll::Reason reason_ = ll::Reason::kNone;
 };
