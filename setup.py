@@ -1,9 +1,12 @@
-"""Build of the native extension: setuptools drives CMake with Ninja. Everything else is in pyproject.toml.
+"""Builds the native extension with CMake and Ninja. Everything else is in pyproject.toml.
 
-Environment: SWIFTSPEC_CUDA=0 leaves CUDA out, =1 fails where it cannot be built; unset, it is built where
-nvcc works. SWIFTSPEC_CUDA_ARCHS=all, or some of 80, 86, 89, 90, 100, 120, says for which GPUs, and that it must be
-built; unset, for the GPUs that are here, or for 90 where there are none. SWIFTSPEC_WERROR=1 makes compiler warnings
-errors. CXX and CUDACXX choose the compilers.
+Environment:
+
+- SWIFTSPEC_CUDA: 0 skips CUDA, 1 fails if CUDA cannot be built; unset builds CUDA if nvcc works.
+- SWIFTSPEC_CUDA_ARCHS: all, or some of 80, 86, 89, 90, 100, 120; fails if CUDA cannot be built. Unset builds for the
+  GPUs of this machine, or for 90 if there is none.
+- SWIFTSPEC_WERROR: 1 turns compiler warnings into errors.
+- CXX, CUDACXX: the compilers.
 """
 
 import ctypes
@@ -25,14 +28,14 @@ DEFAULT_ARCH = 90
 
 
 def find_nvcc() -> str | None:
-    """The CUDA compiler: CUDACXX, then PATH, then the places where toolkits install themselves."""
+    """The CUDA compiler: CUDACXX, then PATH, then the usual installation folders."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     candidates = [os.environ.get("CUDACXX"), "nvcc", *(f"{home}/bin/nvcc" for home in homes if home)]
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
 def run_quietly(*command: str) -> str:
-    """What a program prints; nothing where it is missing or fails."""
+    """The output of a program; empty if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError):
@@ -40,13 +43,13 @@ def run_quietly(*command: str) -> str:
 
 
 def capabilities() -> list[int]:
-    """Ten times the compute capability of each GPU here, from nvidia-smi or else the driver."""
-    said = run_quietly("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    found = [int(major) * 10 + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", said)]
-    return found or asked_of_driver()
+    """Ten times the compute capability of each GPU, from nvidia-smi or else from the driver."""
+    output = run_quietly("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    found = [int(major) * 10 + int(minor) for major, minor in re.findall(r"(\d+)\.(\d)", output)]
+    return found or driver_capabilities()
 
 
-def asked_of_driver() -> list[int]:
+def driver_capabilities() -> list[int]:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -64,13 +67,15 @@ def asked_of_driver() -> list[int]:
     return found
 
 
-def wished_archs(wish: str, gpus: list[int]) -> list[int]:
-    """The architectures to compile for: those named, all, those of the GPUs here, or else Hopper's. SystemExit where a
-    name is none; empty where no kernel is for the GPUs here."""
-    if wish == "all":
+def select_archs(requested: str, gpus: list[int]) -> list[int]:
+    """The architectures to compile for: the requested ones, those of the GPUs here, or else Hopper.
+
+    Raises SystemExit for an unknown name. Empty if no kernel supports the GPUs here.
+    """
+    if requested == "all":
         return list(ARCHS)
-    if wish:
-        names = wish.replace(",", " ").replace(";", " ").split()
+    if requested:
+        names = requested.replace(",", " ").replace(";", " ").split()
         wrong = [name for name in names if not name.isdigit() or int(name) not in ARCHS]
         if wrong:
             known = ", ".join(map(str, ARCHS))
@@ -84,7 +89,7 @@ def wished_archs(wish: str, gpus: list[int]) -> list[int]:
 
 
 def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | None:
-    """Why CUDA cannot be built here, or None. Compiles one small kernel: an old or broken toolkit shows."""
+    """Why CUDA cannot be built here, or None. Compiles a small kernel to detect an old or broken toolkit."""
     if not archs:
         return f"no kernels for compute capability {gpus[0] // 10}.{gpus[0] % 10}; they are for 8.x, 9.0, 10.x and 12.x"
     if nvcc is None:
@@ -92,7 +97,7 @@ def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | N
     known = run_quietly(nvcc, "--list-gpu-arch").split()
     missing = [f"sm_{arch}" for arch in archs if known and f"compute_{arch}" not in known]
     if missing:
-        return f"{nvcc} knows no {', '.join(missing)}; install a newer CUDA toolkit or set SWIFTSPEC_CUDA_ARCHS"
+        return f"{nvcc} does not support {', '.join(missing)}; install a newer CUDA toolkit or set SWIFTSPEC_CUDA_ARCHS"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cu"
         source.write_text("#include <cstdint>\n__global__ void probe(uint32_t* out) { *out = 1; }\n")
@@ -102,28 +107,27 @@ def cuda_problem(nvcc: str | None, archs: list[int], gpus: list[int]) -> str | N
         return None
     lines = [line.strip() for line in (run.stderr + run.stdout).splitlines() if line.strip()]
     first = next((line for line in lines if "error" in line.lower() or "fatal" in line.lower()), "no message")
-    plain = "".join(c if c.isalnum() or c in " .,:()_-+=/" else " " for c in first)  # it travels through CMake as text
+    plain = "".join(c if c.isalnum() or c in " .,:()_-+=/" else " " for c in first)  # passed through CMake as text
     return f"{nvcc} cannot compile for sm_{archs[0]} ({plain})"
 
 
 def choose_cuda() -> tuple[str | None, list[int], str]:
-    """The nvcc to build with (None: leave CUDA out), for which architectures, and the line that the build prints and
-    records."""
-    wish, named = (os.environ.get(name, "").strip().lower() for name in ("SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"))
-    if wish in ("0", "off", "no", "false"):
+    """Returns the nvcc to build with (None: without CUDA), the architectures, and the build info line."""
+    requested, named = (os.environ.get(name, "").strip().lower() for name in ("SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"))
+    if requested in ("0", "off", "no", "false"):
         return None, [], "CUDA kernels left out: SWIFTSPEC_CUDA=0"
     gpus = [] if named else capabilities()
-    nvcc, archs = find_nvcc(), wished_archs(named, gpus)
+    nvcc, archs = find_nvcc(), select_archs(named, gpus)
     problem = cuda_problem(nvcc, archs, gpus)
     if problem is None:
         return nvcc, archs, f"CUDA kernels built for {', '.join(f'sm_{arch}' for arch in archs)}"
-    if named or wish in ("1", "on", "yes", "true"):
+    if named or requested in ("1", "on", "yes", "true"):
         raise SystemExit(f"swiftspec: {'SWIFTSPEC_CUDA_ARCHS' if named else 'SWIFTSPEC_CUDA'} is set, but {problem}")
     return None, [], f"CUDA kernels left out: {problem}"
 
 
 def require_tools() -> None:
-    """One clear line for what a machine may lack, in place of a page of CMake."""
+    """Raises SystemExit with one line if the compiler or Python's headers are missing, before CMake runs."""
     chosen = os.environ.get("CXX", "").split(" ")[0]
     if not any(shutil.which(name) for name in (chosen, "c++", "g++", "clang++")):
         raise SystemExit("swiftspec: no C++ compiler found; install g++ or clang++, or set CXX")
@@ -132,7 +136,7 @@ def require_tools() -> None:
 
 
 class CMakeBuild(build_ext):
-    """Builds every extension through CMake, in build/ so that a second build compiles only what changed."""
+    """Builds the extension with CMake, incrementally in build/."""
 
     def build_extension(self, ext: Extension) -> None:
         import pybind11

@@ -82,7 +82,7 @@ def test_a_machine_for_which_there_are_no_kernels_is_told_why(choose: Callable[.
     assert choose([75]) == left_out + "no kernels for compute capability 7.5; they are for 8.x, 9.0, 10.x and 12.x"
     assert choose([90], nvcc=None) == left_out + "nvcc not found"
     told = choose([120], [80, 86, 89, 90])
-    assert told.startswith(left_out + "/bin/nvcc knows no sm_120; install a newer CUDA toolkit")
+    assert told.startswith(left_out + "/bin/nvcc does not support sm_120; install a newer CUDA toolkit")
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_machine_for_which_there_are_no_kernels_is_told_why(choose: Callable[.
         ({"SWIFTSPEC_CUDA_ARCHS": "sm_90"}, "SWIFTSPEC_CUDA_ARCHS names sm_90; it takes all"),
         (
             {"SWIFTSPEC_CUDA_ARCHS": "all"},
-            "SWIFTSPEC_CUDA_ARCHS is set, but /bin/nvcc knows no sm_100, sm_120; install",
+            "SWIFTSPEC_CUDA_ARCHS is set, but /bin/nvcc does not support sm_100, sm_120; install",
         ),
-        ({"SWIFTSPEC_CUDA": "1"}, "SWIFTSPEC_CUDA is set, but /bin/nvcc knows no sm_100; install"),
+        ({"SWIFTSPEC_CUDA": "1"}, "SWIFTSPEC_CUDA is set, but /bin/nvcc does not support sm_100; install"),
     ],
 )
 def test_what_was_asked_for_and_cannot_be_built_ends_the_build(

@@ -1,4 +1,4 @@
-"""swiftspec/_C.pyi is what `python -m tools.stubs` makes of the extension."""
+"""swiftspec/_C.pyi matches the installed extension."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tools import stubs
 
 
 def test_the_types_of_the_extension_are_current() -> None:
-    assert stubs.current(), "run python -m tools.stubs"
+    assert stubs.is_current(), "run python -m tools.stubs"
 
 
 @pytest.mark.slow
 def test_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, extension = stubs.STUB.read_text(), stubs.made()
-    monkeypatch.setattr(stubs, "made", lambda: extension)  # once for both
+    text, extension = stubs.STUB_FILE.read_text(), stubs.run_stubgen()
+    monkeypatch.setattr(stubs, "run_stubgen", lambda: extension)  # once for both
     changed = tmp_path / "_C.pyi"
-    monkeypatch.setattr(stubs, "STUB", changed)
+    monkeypatch.setattr(stubs, "STUB_FILE", changed)
     for old, new in (("def threads() -> int", "def threads() -> str"), ("def threads()", "def thread_count()")):
         assert old in text
         changed.write_text(text.replace(old, new))
-        assert not stubs.current()
+        assert not stubs.is_current()
