@@ -1,1 +1,1 @@
-"""Modules with the same fused functions, for one kind of hardware each."""
+"""Operator backends: modules that implement the same fused functions for one kind of hardware each."""

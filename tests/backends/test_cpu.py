@@ -1,4 +1,4 @@
-"""The native operators at every level: equal to the reference, and no row depends on the others."""
+"""Native CPU operators at every ISA level: they match the reference, and rows are independent of each other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import swiftspec
 from swiftspec import _C
 from swiftspec.backends import cpu as host
 from swiftspec.backends import reference
-from swiftspec.builder.load_options import Options
+from swiftspec.builder.load_options import LoadOptions
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
@@ -43,7 +43,7 @@ def random(*shape: int, seed: int, scale: float = 1.0, dtype: torch.dtype = BF16
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Bfloat16 to a reference that rounds where we do, float32 to float64."""
+    """Tolerance: bfloat16 against a reference with the same roundings, float32 against float64."""
     assert ours.shape == theirs.shape
     error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-9)
     assert float(error) < (1.2e-2 if ours.dtype == BF16 else 2e-6)
@@ -62,7 +62,7 @@ def int4(n: int, k: int, group: int, seed: int, bias: bool = False) -> Int4Weigh
 
 
 class Both:
-    """A weight and a norm, as the native operators take them and as the reference does."""
+    """A weight and a norm, packed for the native operators and for the reference."""
 
     def __init__(self, weight: Any, k: int, dtype: torch.dtype) -> None:
         scale = random(k, seed=3, dtype=dtype) + 1
@@ -111,7 +111,7 @@ def test_two_hundred_rows(level: str) -> None:
 
 
 def test_int4_is_as_close_as_the_exact_product_rounded(level: str) -> None:
-    """The scales are applied in float32: nothing but the result is rounded to bfloat16 (kernels.md, numerics gate)."""
+    """Scales are applied in float32; only the result is rounded to bfloat16 (kernels.md, numerics gate)."""
     weight, x = int4(128, 256, 128, 5), random(8, 256, seed=1)
     got = host.linear_residual(x, host.pack(weight, BF16, "cpu"), torch.zeros(8, 128, dtype=BF16))
     want = x.double() @ weight.dequantize(F64).T
@@ -183,7 +183,7 @@ def test_attention_over_two_sequences_with_slots_out_of_order(level: str, dtype:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtype: torch.dtype, seed: int) -> None:
-    """Keys of one path, in a row or scattered over a tree among strangers, holes and any prefix: the same bits."""
+    """A row's result is bitwise identical whether its keys are consecutive or scattered over a tree."""
     noise = torch.Generator().manual_seed(seed)
 
     def pick(low: int, high: int) -> int:
@@ -194,7 +194,7 @@ def test_a_row_of_attention_depends_on_nothing_but_its_own_keys(level: str, dtyp
     qkv, (cos, sin) = random(12, (heads + 2 * kv_heads) * dim, seed=seed, dtype=dtype), tables(dim, dtype)
 
     def run(prefix: int, places: list[int], length: int, window: int, others: list[int]) -> Tensor:
-        """`count` keys in the first `prefix` slots and in `places`, the last the row's own; `others` see much."""
+        """`count` keys in the first `prefix` slots and in `places`, the last one the row's own; `others`: more rows."""
         cache = Cache(1, kv_heads, 160, dim, dtype)
         where = [*range(prefix), *places]
         cache.k[1, 0][:, where], cache.v[1, 0][:, where] = path_k, path_v
@@ -257,7 +257,7 @@ def test_a_model_is_as_close_to_float64_as_on_the_reference(tmp_path: Path, leve
         ({"dtype": BF16, "ops": "reference"}, reference),
     ],
 )
-def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: Options, ops: Any) -> None:
+def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: LoadOptions, ops: Any) -> None:
     make_checkpoint(tmp_path, vocab=97, layers=2, dtype=F32, seed=6, **SHAPE)
     llm = LLM(tmp_path, tmp_path, **options)
     assert drafter_of(llm).runner.ops is ops
@@ -268,7 +268,7 @@ def test_the_engine_takes_them_where_they_fit(tmp_path: Path, options: Options, 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, temperature: float) -> None:
-    """In bfloat16 too, where near-ties are many: a row's logits have the same bits in a tree and alone."""
+    """A row's logits are bitwise identical in a tree and alone, also in bfloat16 with its many near-ties."""
     sampling = SamplingParams(temperature=temperature, seed=5, max_tokens=64, ignore_eos=True)
     prompts = [list(range(40, 60)), [7, 300, 12]]
     plain = LLM(DEMO / "target", None, EngineConfig(mode="ar"), dtype=dtype)
@@ -279,7 +279,7 @@ def test_speculation_changes_no_token_of_an_int4_model(dtype: torch.dtype, tempe
 
 
 def test_threads_change_nothing() -> None:
-    """Nor does a second caller, nor a fork, whose child has one thread again."""
+    """Neither does a concurrent caller or a fork, whose child starts with one thread."""
     weight, x = host.pack(dense(640, 384, 4), BF16, "cpu"), random(40, 384, seed=1)
     residual, alone = (
         torch.zeros(40, 640, dtype=BF16),

@@ -1,4 +1,4 @@
-"""Rows rounded to int8: every level computes the reference's bits, and a row its own."""
+"""Int8 activations: every ISA level is bitwise identical to the reference, and rows are independent."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_a_row_depends_on_no_other(level: str) -> None:
         packed, norm = host.pack(weight, BF16, "cpu"), host.pack_norm(torch.ones(256), 1e-5, BF16, "cpu")
         x = random(21, 256, seed=1)
 
-        def run(part: slice, x: Tensor = x, packed: host.Packed = packed, norm: host.Norm = norm) -> list[Tensor]:
+        def run(
+            part: slice, x: Tensor = x, packed: host.PackedLinear = packed, norm: host.CpuNorm = norm
+        ) -> list[Tensor]:
             mine = x[part].contiguous()
             return [op(mine, norm, packed) for op in (host.norm_linear, host.norm_swiglu, host.norm_head)]
 
@@ -110,7 +112,7 @@ def test_threads_change_nothing() -> None:
 def test_rows_keep_seven_bits() -> None:
     x = random(5, 256, seed=1, dtype=F32)
     codes, scales = round_rows(x, 64)
-    assert codes.abs().amax(2).eq(127).all()  # of each group the largest
+    assert codes.abs().amax(2).eq(127).all()  # the largest of each group
     back = (codes * scales.unsqueeze(2)).flatten(1)
     assert float((back - x).abs().max()) <= float(scales.max()) / 2 * 1.001
 
@@ -179,13 +181,13 @@ def test_speculation_changes_no_token(temperature: float) -> None:
 
 
 def test_the_operators_agree_on_what_is_likely() -> None:
-    """Reference and native operators on the same rounded model, which round what is not a product unlike each other."""
+    """Reference and native operators agree on a quantised model; roundings differ outside of products."""
     likely = []
     for ops in ("auto", "reference"):
         options = {"dtype": BF16, "ops": ops, "activations": "int8", "head": "int8"}
         llm = LLM(DEMO / "target", None, EngineConfig(mode="ar"), **options)  # type: ignore[arg-type]
         sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
         (chunk,) = llm.stream(list(range(40, 60)), sampling)
-        assert chunk.likelihoods is not None
-        likely.append(dict(chunk.likelihoods[0].top))
+        assert chunk.logprobs is not None
+        likely.append(dict(chunk.logprobs[0].top))
     assert likely[0] == pytest.approx(likely[1], abs=0.1)  # logits above 8 have a step of 0.06 in bfloat16

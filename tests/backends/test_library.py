@@ -1,4 +1,4 @@
-"""backends/library where it is not reference.py: torch's int4 product, and a plan that reads nothing on the host."""
+"""Differences of backends/library from reference/: torch's int4 product, and a plan without host reads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Cache:
 
 
 class NoHost(TorchDispatchMode):
-    """Fails where a value is read, or a size depends on one: what a graph could not repeat."""
+    """Fails if a value is read on the host or a size depends on one, which a graph could not replay."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.name() not in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal"), func.name()
@@ -101,7 +101,7 @@ def test_a_whole_forward_looks_at_no_value() -> None:
 
 
 def test_the_reference_does_look() -> None:
-    """Else NoHost would prove nothing."""
+    """NoHost detects host reads; otherwise it would prove nothing."""
     batch, cache = batch_of(7, 16, [4, 5, 6]), Cache(*torch.zeros(2, 1, 1, 1, 16, 16))
     with NoHost(), pytest.raises(AssertionError):
         reference.prepare(batch, cache, torch.zeros(64, 16), torch.zeros(64, 16), 1)

@@ -1,4 +1,4 @@
-"""Packed weights on disk: what is kept is mapped at the next start, whatever else lies there is packed anew."""
+"""Disk cache of packed weights: valid units are mapped at the next start, everything else is packed again."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from swiftspec import _C
 from swiftspec.backends import cpu
 from swiftspec.backends.cpu import packed_weight_cache as caches
 from swiftspec.backends.cpu import packed_weight_file
-from swiftspec.backends.cpu.packed_weight_cache import Entry, PackedCache, Stopped, Writer
-from swiftspec.backends.cpu.packed_weight_file import Unit
+from swiftspec.backends.cpu.packed_weight_cache import BackgroundWriter, CacheEntry, PackedWeightCache, WriterStopped
+from swiftspec.backends.cpu.packed_weight_file import PackedUnit
 from swiftspec.builder import model_pair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
@@ -36,25 +36,25 @@ from swiftspec.params import SamplingParams
 pytestmark = pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 
 TARGET = Path(swiftspec.__file__).parent / "demo" / "target"
-LONG = 60.0  # seconds that a writer may take here
+WRITE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watched(PackedCache):
-    entries: list[Entry] = field(default_factory=list)
+class Watched(PackedWeightCache):
+    entries: list[CacheEntry] = field(default_factory=list)
 
-    def entry(self, facts: Mapping[str, object]) -> Entry:
+    def entry(self, facts: Mapping[str, object]) -> CacheEntry:
         self.entries.append(super(Watched, self).entry(facts))
         return self.entries[-1]
 
 
 def start(folder: Path, model: Path = TARGET, dtype: torch.dtype = torch.bfloat16) -> tuple[Transformer, set[str]]:
-    """A start with this folder of entries, which writes all that it had to pack; and the names of that."""
-    cache = Watched(folder, least=0)
+    """Loads with this cache folder and writes all packed units. Returns the model and the names of the units."""
+    cache = Watched(folder, min_model_bytes=0)
     loaded = load_model(model, dtype=dtype, ops=cpu, max_positions=64, kept=cache)
-    cache.writer.go()
-    cache.writer.close(LONG)
-    assert cache.writer.trouble is None
+    cache.writer.resume()
+    cache.writer.close(WRITE_TIMEOUT_S)
+    assert cache.writer.error is None
     return loaded, cache.entries[0].missing
 
 
@@ -73,7 +73,7 @@ def same(one: Transformer, other: Transformer) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Transformer]:
-    """A folder with an entry that is complete, and the model as it was packed."""
+    """A cache folder with a complete entry, and the packed model."""
     folder = tmp_path_factory.mktemp("kept")
     model, packed = start(folder)
     assert len(packed) == len(model.stack.layers) + 2
@@ -113,7 +113,8 @@ def test_what_is_missing_or_damaged_is_packed_anew(whole: tuple[Path, Transforme
 
 def test_a_file_that_is_whole_but_not_this_models(whole: tuple[Path, Transformer], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole[0], tmp_path / "kept"))
-    packed_weight_file.write(only_entry(folder) / "layer-00000", Unit({"x": torch.ones(3)}, {"qkv": {}}), lambda: None)
+    unit = PackedUnit({"x": torch.ones(3)}, {"qkv": {}})
+    packed_weight_file.write(only_entry(folder) / "layer-00000", unit, lambda: None)
     model, packed = start(folder)
     same(model, whole[1])
     assert packed == {"layer-00000"}
@@ -137,10 +138,10 @@ def test_all_levels_read_the_same_entry(whole: tuple[Path, Transformer], level: 
     same(model, whole[1])
 
 
-def unit(seed: int = 1) -> Unit:
+def unit(seed: int = 1) -> PackedUnit:
     noise = torch.Generator().manual_seed(seed)
     numbers = {"a": torch.randn(5, 7, generator=noise), "b": torch.randn(3, generator=noise).bfloat16()}
-    return Unit(numbers | {"c": torch.arange(50, dtype=torch.uint8), "d": torch.empty(0, 2)}, {"x": {"y": 1}})
+    return PackedUnit(numbers | {"c": torch.arange(50, dtype=torch.uint8), "d": torch.empty(0, 2)}, {"x": {"y": 1}})
 
 
 @given(st.integers(0, 10**9), st.integers(1, 255), st.booleans())
@@ -154,12 +155,12 @@ def test_damage_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int, chang
         data = data[:at]
     else:
         data[at] ^= change
-    file.unlink()  # what is mapped may not be written into
+    file.unlink()  # a mapped file must not be overwritten
     file.write_bytes(data)
     found = packed_weight_file.read(file)
-    if found is not None:  # it was between the tensors
+    if found is not None:  # the change was in the padding
         assert all(torch.equal(found.tensors[name], tensor) for name, tensor in unit().tensors.items())
-        assert found.told == unit().told
+        assert found.metadata == unit().metadata
 
 
 def test_what_is_no_unit(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_what_is_no_unit(tmp_path: Path) -> None:
     assert packed_weight_file.read(tmp_path / "text") is None
 
 
-@pytest.mark.parametrize("error", [Stopped(), OSError(errno.ENOSPC, "No space left on device")])
+@pytest.mark.parametrize("error", [WriterStopped(), OSError(errno.ENOSPC, "No space left on device")])
 def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Exception) -> None:
     left = iter([None, None, error])
 
@@ -184,7 +185,7 @@ def test_nothing_is_left_of_what_was_not_finished(tmp_path: Path, error: Excepti
 
 
 def test_two_at_once(tmp_path: Path) -> None:
-    """Both write the same, and whoever is later replaces it."""
+    """Both write the same unit, and the later one replaces the file."""
     file, both = tmp_path / "unit", threading.Barrier(2)
     writers = [
         threading.Thread(target=packed_weight_file.write, args=(file, unit(), lambda: both.wait() and None))
@@ -202,22 +203,22 @@ def test_a_folder_that_takes_nothing(tmp_path: Path, spoil: str, monkeypatch: py
     if spoil == "a file":
         (tmp_path / "kept").write_text("")
     else:
-        monkeypatch.setattr(caches, "SPARE", 1 << 62)
-    cache = PackedCache(tmp_path / "kept", least=0)
+        monkeypatch.setattr(caches, "MIN_FREE_BYTES", 1 << 62)
+    cache = PackedWeightCache(tmp_path / "kept", min_model_bytes=0)
     load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
-    cache.writer.go()
-    cache.writer.close(LONG)
-    assert cache.writer.trouble == ("Not a directory" if spoil == "a file" else None)
+    cache.writer.resume()
+    cache.writer.close(WRITE_TIMEOUT_S)
+    assert cache.writer.error == ("Not a directory" if spoil == "a file" else None)
     assert not [*(tmp_path / "kept").glob("*/*")]
 
 
 def test_the_oldest_go_and_other_layouts_first(tmp_path: Path) -> None:
-    names = [f"{caches.VERSION}old", "v0-new", f"{caches.VERSION}new", f"{caches.VERSION}mine"]
+    names = [f"{caches.LAYOUT_VERSION}old", "v0-new", f"{caches.LAYOUT_VERSION}new", f"{caches.LAYOUT_VERSION}mine"]
     for age, name in enumerate(names):
         (tmp_path / name).mkdir()
         (tmp_path / name / "head").write_bytes(bytes(100))
         os.utime(tmp_path / name, (age, age))
-    cache, mine = PackedCache(tmp_path, most=400), tmp_path / names[-1]
+    cache, mine = PackedWeightCache(tmp_path, max_bytes=400), tmp_path / names[-1]
     cache.writer.used.add(mine)
     assert cache.make_room(0, mine) and len([*tmp_path.iterdir()]) == 4
     assert cache.make_room(60, mine) and not (tmp_path / "v0-new").exists()
@@ -227,36 +228,36 @@ def test_the_oldest_go_and_other_layouts_first(tmp_path: Path) -> None:
 
 
 def test_the_writer_rests_while_a_request_runs() -> None:
-    writer, steps, reached = Writer(), list[str](), threading.Event()
+    writer, steps, reached = BackgroundWriter(), list[str](), threading.Event()
 
     def work(go: Callable[[], None]) -> None:
         steps.append("began")
-        writer.rest()
+        writer.pause()
         reached.set()
         go()
         steps.append("went on")
 
     writer.add(Path("a"), 1, work)
     assert steps == []
-    writer.go()
-    assert reached.wait(LONG) and steps == ["began"]
-    writer.go()
-    writer.close(LONG)
+    writer.resume()
+    assert reached.wait(WRITE_TIMEOUT_S) and steps == ["began"]
+    writer.resume()
+    writer.close(WRITE_TIMEOUT_S)
     assert steps == ["began", "went on"]
 
 
 def test_the_smallest_is_written_first() -> None:
-    """A head that a short run cannot finish holds up nothing."""
-    writer, written = Writer(), list[str]()
+    """A head that a short run cannot finish writing does not delay the exit."""
+    writer, written = BackgroundWriter(), list[str]()
     for name, size in (("head", 9), ("b", 2), ("a", 2), ("small", 1)):
         writer.add(Path(name), size, lambda go, name=name: written.append(name))
-    writer.go()
-    writer.close(LONG)
+    writer.resume()
+    writer.close(WRITE_TIMEOUT_S)
     assert written == ["small", "a", "b", "head"]
 
 
 def test_the_writer_stops_when_its_time_is_over() -> None:
-    writer, ended = Writer(), threading.Event()
+    writer, ended = BackgroundWriter(), threading.Event()
 
     def work(go: Callable[[], None]) -> None:
         try:
@@ -266,20 +267,20 @@ def test_the_writer_stops_when_its_time_is_over() -> None:
             ended.set()
 
     writer.add(Path("a"), 1, work)
-    writer.go()
+    writer.resume()
     writer.close(0.0)
-    assert ended.wait(LONG) and writer.trouble is None
+    assert ended.wait(WRITE_TIMEOUT_S) and writer.error is None
 
 
 def test_an_engine_keeps_what_it_packed_after_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_pair, "PackedCache", partial(PackedCache, least=0))
+    monkeypatch.setattr(model_pair, "PackedWeightCache", partial(PackedWeightCache, min_model_bytes=0))
     kept, texts, plan = tmp_path / "kept", list[tuple[int, ...]](), EngineConfig(mode="ar")
     for files in (0, 1):
         llm = LLM(TARGET, config=plan, dtype=torch.bfloat16, max_model_len=64, packed_cache=kept)
         assert len([*kept.glob("*")]) == files and llm.load_time > 0
         texts.append(tuple(llm.generate([5, 6, 7], SamplingParams(max_tokens=8, temperature=0)).token_ids))
         assert llm.writer is not None
-        llm.writer.close(LONG)
+        llm.writer.close(WRITE_TIMEOUT_S)
         llm.close()
         with pytest.raises(UserError, match="closed"):
             llm.generate([5])
@@ -287,8 +288,8 @@ def test_an_engine_keeps_what_it_packed_after_an_answer(tmp_path: Path, monkeypa
 
 
 def test_small_models_are_not_kept(tmp_path: Path) -> None:
-    cache = PackedCache(tmp_path / "kept")
+    cache = PackedWeightCache(tmp_path / "kept")
     load_model(TARGET, dtype=torch.bfloat16, ops=cpu, max_positions=64, kept=cache)
-    cache.writer.go()
-    cache.writer.close(LONG)
+    cache.writer.resume()
+    cache.writer.close(WRITE_TIMEOUT_S)
     assert not (tmp_path / "kept").exists()

@@ -1,4 +1,4 @@
-"""What is packed natively, against the same in torch, bit for bit."""
+"""Native weight packing against the same in torch; results are bitwise identical."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swiftspec import _C
-from swiftspec.backends.cpu.packing import Packed, pack
+from swiftspec.backends.cpu.packing import PackedLinear, pack
 from swiftspec.model.formats.int4 import AWQ_ORDER, Int4Weight, pack_int4, unpack_int4
 from swiftspec.model.formats.int8 import Int8Weight, Unrounded
 from swiftspec.model.weights import DenseWeight, fuse
@@ -22,7 +22,7 @@ KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def blocks_of_codes(codes: Tensor) -> Tensor:
-    """Codes [K, N] -> [N / 16, K / 8, 16]: input 2i of a word's eight is nibble i, input 2i + 1 nibble 4 + i."""
+    """Codes [K, N] -> [N / 16, K / 8, 16]: input 2i of a word is nibble i, input 2i + 1 nibble 4 + i."""
     padded = F.pad(codes, (0, -codes.shape[1] % 16)).int().unflatten(0, (-1, 4, 2))
     shifts = torch.tensor([[0, 16], [4, 20], [8, 24], [12, 28]], dtype=torch.int32)
     words = (padded << shifts.unsqueeze(-1)).sum((1, 2), dtype=torch.int32)
@@ -41,14 +41,14 @@ def blocks_of_dense(dense: Tensor) -> Tensor:
     return blocks.transpose(1, 2).contiguous()
 
 
-def same(packed: Packed, data: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> None:
+def same(packed: PackedLinear, data: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> None:
     for ours, theirs in ((packed.data, data), (packed.scales, scales), (packed.zeros, zeros)):
         assert (ours is None) == (theirs is None)
         assert ours is None or theirs is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs))
 
 
 def int4(order: str, n: int, k: int, group: int, kind: torch.dtype, noise: torch.Generator) -> Int4Weight:
-    """A weight of random codes in the words of a file."""
+    """A weight of random codes in the layout of a checkpoint."""
     codes, zeros = (torch.randint(0, 16, (rows, n), dtype=torch.uint8, generator=noise) for rows in (k, k // group))
     scales = torch.randn(k // group, n, generator=noise).to(kind)
     if order == "inputs":
@@ -72,7 +72,7 @@ def expected(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
 def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torch.dtype, seed: int) -> None:
-    """In every order of a file's words, of several matrices as one."""
+    """Every code order of checkpoints, and several matrices packed as one."""
     noise = torch.Generator().manual_seed(seed)
     weight = fuse([int4(order, 8 * n, groups * group, group, kind, noise) for n in eights])
     assert isinstance(weight, Int4Weight)
@@ -82,7 +82,7 @@ def test_int4(order: str, eights: list[int], groups: int, group: int, kind: torc
 @given(st.sampled_from(ORDERS), st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
 def test_a_share_of_int4(order: str, run: bool, seed: int) -> None:
-    """Outputs and inputs of a rank: a run, which is a view, or some of them and zeros."""
+    """Shards of outputs and inputs: a slice, which is a view, or selected rows padded with zeros."""
     noise = torch.Generator().manual_seed(seed)
     weight = fuse([int4(order, n, 256, 64, torch.float16, noise) for n in (64, 24)])
     rows = torch.arange(16, 56) if run else torch.cat((torch.arange(8, 24), torch.full((8,), -1), torch.arange(64, 88)))
@@ -108,7 +108,7 @@ def test_dense(n: int, k: int, kind: torch.dtype, wide: bool, seed: int) -> None
 @given(st.integers(1, 70), st.sampled_from([32, 64, 96, 256, 384]), st.sampled_from(KINDS), st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
 def test_rounded_to_int8(n: int, k: int, kind: torch.dtype, seed: int) -> None:
-    """As Int8Weight rounds, which the reference computes with; among them ties, zeros, and what is large and small."""
+    """Quantises like Int8Weight, which the reference uses; with ties, zeros, large and small values."""
     noise = torch.Generator().manual_seed(seed)
     dense = torch.randn(n, k, generator=noise) * 10.0 ** torch.randint(-30, 30, (n, 1), generator=noise)
     dense[n // 2, : k // 2] = torch.arange(k // 2) - 63.5
@@ -123,7 +123,7 @@ def test_rounded_to_int8(n: int, k: int, kind: torch.dtype, seed: int) -> None:
 
 
 def test_strips_are_the_whole() -> None:
-    """What must be converted is so a part at a time."""
+    """A matrix that must be converted is converted in strips."""
     dense = torch.randn(4096 + 40, 32, generator=torch.Generator().manual_seed(1)).half()
     same(pack(DenseWeight(dense), torch.bfloat16, "cpu"), blocks_of_dense(dense.bfloat16()))
     ours, theirs = Unrounded.of(dense), Int8Weight.of(dense)
@@ -163,7 +163,8 @@ def test_what_does_not_fit_is_refused() -> None:
     zeros = torch.zeros(1, 2, dtype=torch.int32)
     _C.pack_int4(words, scales, zeros, "outputs", 0, data, to_scales, to_zeros)
     for order, first, codes, error in (
-        ("sideways", 0, words, "order"), ("outputs", 8, words, "more outputs"), ("outputs", 4, words, "eights"),
+        ("sideways", 0, words, "order"), ("outputs", 8, words, "do not fit the blocks"),
+        ("outputs", 4, words, "outputs must be a multiple of 8"),
         ("outputs", 0, words[:12], "multiple of 8"), ("outputs", 0, words.T.contiguous().T, "not contiguous"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=error):
@@ -176,12 +177,12 @@ def test_what_does_not_fit_is_refused() -> None:
 @settings(max_examples=25, deadline=None)
 def test_sums_see_every_bit(length: int, data: st.DataObject) -> None:
     some = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
-    before = _C.sums_of(some)
+    before = _C.checksums(some)
     assert len(before) == 8 * -(-length // (1 << 20))
     for at in data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=4)):
         some[at] ^= 1 << data.draw(st.integers(0, 7))
-        after = _C.sums_of(some)
+        after = _C.checksums(some)
         piece = slice(8 * (at >> 20), 8 * (at >> 20) + 8)
         assert after[piece] != before[piece] and after[: piece.start] == before[: piece.start]
         before = after
-    assert _C.sums_of(some[:-1]) != before
+    assert _C.checksums(some[:-1]) != before

@@ -1,4 +1,4 @@
-"""Every operator of backends/reference against the obvious computation in float64."""
+"""Every operator of backends/reference against a straightforward computation in float64."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
 
 
 def naive(qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles: Tensor) -> tuple[Tensor, Cache]:
-    """Attention row by row, head by head; returns the output and the cache as it should be."""
+    """Attention row by row, head by head; returns the expected output and cache."""
     kv_heads, width = old.k.shape[2], old.k.shape[4]
     new, out = Cache(old.k.double(), old.v.double()), torch.zeros(len(batch), heads * width, dtype=torch.float64)
     split = qkv.double().view(len(batch), -1, width)
@@ -115,7 +115,7 @@ def naive(qkv: Tensor, batch: Batch, old: Cache, layer: int, heads: int, angles:
     for row in range(len(batch)):
         sequence, window = int(batch.sequence[row]), batch.mask.shape[1]
         length = int(batch.kv_len[sequence])
-        # slot s is column s - (length - W) of the window; older ones are seen
+        # slot s is column s - (length - W) of the window; earlier slots are visible
         seen = [s for s in range(length) if s < length - window or batch.mask[row, s - length + window]]
         for head in range(heads):
             q = turn(split[row, head], angles[int(batch.positions[row])])
@@ -167,7 +167,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, rows: int, len
 
 
 def test_a_long_stretch_of_hidden_keys() -> None:
-    """Whole blocks of keys that a row does not see, and poison among them."""
+    """Whole blocks of keys that a row does not see contain poison."""
     cache = new_cache(2, 1, 2, 1500, 8, torch.float64)
     batch = tree_batch(4, 1400, 1400, seed=0)
     batch.mask[:] = torch.arange(1400) == batch.slots[:, None]
@@ -181,7 +181,7 @@ def test_a_long_stretch_of_hidden_keys() -> None:
 @given(seed=st.integers(0, 2**31), sequences=st.integers(1, 3), rows=st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
 def test_rows_of_several_sequences_anywhere(seed: int, sequences: int, rows: int) -> None:
-    """Any number of rows each, in any order, at slots with gaps between them."""
+    """Several sequences with any number of rows each, in any order, at slots with gaps."""
     noise = torch.Generator().manual_seed(seed)
     cache = new_cache(2, sequences, 2, 30, 8, torch.float64)
     sequence = torch.randint(0, sequences, (rows,), generator=noise)

@@ -1,4 +1,4 @@
-"""Resampling as an operator: the host's equals the reference's, and both follow the law by enumeration."""
+"""Resampling: the CPU operator equals the reference, and the distribution of both is checked by enumeration."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_the_host_does_what_the_reference_does(count: int, threshold: float) -> 
     uniform = torch.rand(40, dtype=torch.float64, generator=dice)
     for slots, width in ((24, 24), (30, 13)):
         found = checked(cpu.resample, groups_of(weights, slots, 11, slots), uniform, threshold, width, "cpu")
-        assert bool(found.ess[2].isnan()), "a weight that is no number spoils its group, and no other"
+        assert bool(found.ess[2].isnan()), "a NaN weight affects its own group only"
 
 
 def test_what_does_not_fit_is_refused() -> None:
     groups, uniform = groups_of(torch.zeros(2, 3), 8, 9, 1), torch.full((2,), 0.5, dtype=torch.float64)
     named: dict[str, Any] = {**groups.fields(), "uniform": uniform, "threshold": 0.5, "width": 8}
-    for name, value, said in (
+    for name, value, message in (
         ("width", 9, "the window is wider"),
         ("uniform", uniform[:1], "uniform: expected"),
         ("mask", groups.mask[:, :2], "mask: expected"),
         ("ends", groups.ends.byte(), "ends: expected"),
-        ("path", groups.path[..., :3].contiguous(), "paths are too short"),
-        ("path", torch.full_like(groups.path, 3), "more tokens than there is room for"),
+        ("path", groups.path[..., :3].contiguous(), "a path its header"),
+        ("path", torch.full_like(groups.path, 3), "more tokens than its capacity"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             _C.resample(**{**named, name: value})

@@ -25,13 +25,13 @@ def gumbel_of(bits: np.ndarray) -> np.ndarray:
 
 
 def exact_gumbel(bits: np.ndarray) -> np.ndarray:
-    """Of the float32 uniform that noise.h defines, in float64."""
+    """Gumbel noise of the float32 uniform of noise.h, in float64."""
     v = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), np.float32(1 - 2.0**-24))
     return -np.log(-np.log1p(-v.astype(np.float64)))
 
 
 def check_gumbel(bits: np.ndarray) -> None:
-    """Within 4e-7 of the size of the noise, or of 1 where it is smaller: an error of a few units in the last place."""
+    """Within 4e-7 relative to max(1, |noise|): an error of a few ulp."""
     want = exact_gumbel(bits)
     assert (np.abs(gumbel_of(bits) - want) <= 4e-7 * np.maximum(np.abs(want), 1)).all()
 
@@ -47,13 +47,12 @@ def test_noise_is_accurate_everywhere(level: str) -> None:
 
 @pytest.mark.slow
 def test_noise_is_accurate_and_falls_over_all_bits() -> None:
-    """An eighth of all bits, in runs, walked in order: the noise never rises by more than the rounding of one of its
-    values."""
+    """Over ascending runs of an eighth of all bits, the noise never rises by more than a rounding error."""
     last = math.inf
     for start in range(0, 2**32, 2**24):
         bits = np.arange(start, start + 2**21, dtype=np.int64).astype(np.uint32)
         if start == 2**32 - 2**24:
-            bits += np.uint32(2**24 - 2**21)  # to the very end
+            bits += np.uint32(2**24 - 2**21)  # the last values
         ours = gumbel_of(bits)
         check_gumbel(bits[:: 7 if start else 1])
         steps = np.diff(ours, prepend=np.float32(min(last, 3e38)))
@@ -165,7 +164,7 @@ def test_nonsense_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             _C.draw(**(good | bad))
     for k in (0, 7):
-        with pytest.raises(ValueError, match="as many children"):
+        with pytest.raises(ValueError, match="number of children must be between 1"):
             tokens, values = torch.zeros(2, k, dtype=torch.int64), torch.zeros(2, k)
             _C.children(**(good | {"tau": 1.0, "tokens": tokens, "values": values}))
 
@@ -173,7 +172,7 @@ def test_nonsense_is_refused() -> None:
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 def test_keyed_draws_are_draws_under_the_noise_of_their_rows(level: str, vocab: int, spread: float) -> None:
-    """To the bit, though most of the noise is not made: flat logits, where any token may win, and peaked ones."""
+    """Bitwise identical although most noise is skipped: for flat logits, where any token may win, and peaked ones."""
     positions = torch.arange(64)
     keys = torch.tensor([noise.row_key(9, 40, p) for p in positions.tolist()], dtype=torch.uint32).view(torch.int32)
     logits = spread * torch.randn(64, vocab + 3, generator=torch.Generator().manual_seed(vocab))
@@ -204,7 +203,7 @@ def test_keyed_draws_without_a_token(level: str) -> None:
 
 @pytest.mark.parametrize("vocab", [1, 15, 16, 33, 4097])
 def test_log_probs(level: str, vocab: int) -> None:
-    """Against float64, with and without bias; the noise that the same scores hold for a draw plays no part."""
+    """Against float64, with and without bias. The noise of the scores is ignored."""
     for biased in (False, True):
         logits, scores = random_scores(5, vocab, vocab, noisy=True, biased=biased)
         tokens = torch.randint(vocab, (5,), generator=torch.Generator().manual_seed(3))

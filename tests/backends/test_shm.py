@@ -1,4 +1,4 @@
-"""Groups and mailboxes over shared memory: four processes of which one is killed, and what two threads can show."""
+"""Shared-memory groups and mailboxes: four processes of which one is killed, and tests with two threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from swiftspec.backends.cpu.shm import Mailbox, SharedGroup, new_name
 from tests.support.shm_rank import ROUNDS, bits, values
 
 ROOT = Path(__file__).resolve().parents[2]
-Facts = list[dict[str, Any]]
+Report = list[dict[str, Any]]
 
 
 def left_behind() -> list[Path]:
@@ -30,8 +30,8 @@ def left_behind() -> list[Path]:
 
 
 @pytest.fixture(scope="module", params=["spin", "yield"])
-def told(request: pytest.FixtureRequest) -> Iterator[tuple[list[Facts], float, list[Path]]]:
-    """What each of four ranks said, when rank 1 was killed, and what of shared memory had a name while they ran."""
+def job(request: pytest.FixtureRequest) -> Iterator[tuple[list[Report], float, list[Path]]]:
+    """The reports of four ranks, when rank 1 was killed, and the named shared memory while they ran."""
     names, pipes = [new_name() for _ in range(4)], [os.pipe() for _ in range(4)]
     ends = [end for _, end in pipes]
     command = [sys.executable, "-m", "tests.support.shm_rank", request.param, *names, *map(str, ends)]
@@ -40,18 +40,18 @@ def told(request: pytest.FixtureRequest) -> Iterator[tuple[list[Facts], float, l
         for end in ends:
             os.close(end)
         ranks = [stack.enter_context(os.fdopen(near)) for near, _ in pipes]
-        said = [read_until_ready(rank) for rank in ranks]
+        reports = [read_until_ready(rank) for rank in ranks]
         named = [path for path in left_behind() if f"/{path.name}" in names]
-        time.sleep(0.2)  # the others wait by now
-        os.kill(said[1][0]["process"], signal.SIGKILL)  # and it stays a zombie until the fixture ends
+        time.sleep(0.2)  # the others are waiting by then
+        os.kill(reports[1][0]["process"], signal.SIGKILL)  # and it stays a zombie until the fixture ends
         killed = time.monotonic()
         for r in (0, 2, 3):
-            said[r] += [json.loads(line) for line in ranks[r]]
-        yield said, killed, named
+            reports[r] += [json.loads(line) for line in ranks[r]]
+        yield reports, killed, named
 
 
-def read_until_ready(rank: Iterable[str]) -> Facts:
-    facts: Facts = []
+def read_until_ready(rank: Iterable[str]) -> Report:
+    facts: Report = []
     for line in rank:
         facts.append(json.loads(line))
         if "ready" in facts[-1]:
@@ -67,8 +67,8 @@ def in_rank_order(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torc
     return total.to(dtype)
 
 
-def test_sums_are_those_in_rank_order(told: tuple[list[Facts], float, list[Path]]) -> None:
-    for rank, facts in enumerate(told[0]):
+def test_sums_are_those_in_rank_order(job: tuple[list[Report], float, list[Path]]) -> None:
+    for rank, facts in enumerate(job[0]):
         sums = [fact for fact in facts if "sum" in fact]
         sizes = [size for size in (2, 3, 4) if rank < size for _ in range(6)]
         assert len(sums) == len(sizes)
@@ -78,22 +78,22 @@ def test_sums_are_those_in_rank_order(told: tuple[list[Facts], float, list[Path]
 
 
 def test_the_order_of_a_sum_shows() -> None:
-    """So the test above can fail."""
+    """The order of summation matters for these values, so the previous test can fail."""
     a, b, c = (values(rank, (8, 384), torch.float32) for rank in range(3))
     assert not torch.equal((a + b) + c, a + (b + c))
 
 
-def test_gathers_and_many_rounds(told: tuple[list[Facts], float, list[Path]]) -> None:
-    for rank, facts in enumerate(told[0]):
+def test_gathers_and_many_rounds(job: tuple[list[Report], float, list[Path]]) -> None:
+    for rank, facts in enumerate(job[0]):
         gathers = [fact["gather"] for fact in facts if "gather" in fact]
         assert gathers == [[[[r, 7, r]] for r in range(size)] for size in (2, 3, 4) if rank < size]
         assert not [fact for fact in facts if "wrong" in fact]
-    assert [fact["ping_pong"] for facts in told[0] for fact in facts if "ping_pong" in fact] == [ROUNDS, ROUNDS]
+    assert [fact["ping_pong"] for facts in job[0] for fact in facts if "ping_pong" in fact] == [ROUNDS, ROUNDS]
 
 
-def test_a_killed_rank_is_found(told: tuple[list[Facts], float, list[Path]]) -> None:
-    said, killed, _ = told
-    losses = {rank: [fact for fact in said[rank] if "lost" in fact] for rank in (0, 2, 3)}
+def test_a_killed_rank_is_found(job: tuple[list[Report], float, list[Path]]) -> None:
+    reports, killed, _ = job
+    losses = {rank: [fact for fact in reports[rank] if "lost" in fact] for rank in (0, 2, 3)}
     assert [len(losses[rank]) for rank in (0, 2, 3)] == [2, 1, 1]
     for found in losses.values():
         for loss in found:
@@ -103,12 +103,12 @@ def test_a_killed_rank_is_found(told: tuple[list[Facts], float, list[Path]]) -> 
         assert "slot" in found[0]["message"] and "epoch" in found[0]["message"]
 
 
-def test_nothing_has_a_name(told: tuple[list[Facts], float, list[Path]]) -> None:
-    assert told[2] == []
+def test_nothing_has_a_name(job: tuple[list[Report], float, list[Path]]) -> None:
+    assert job[2] == []
 
 
 def together(*calls: Callable[[], object]) -> list[object]:
-    """Runs the calls in a thread each; their results or what they raised."""
+    """Runs the calls in a thread each and returns their results or exceptions."""
     results: list[object] = [None] * len(calls)
 
     def run(i: int) -> None:
@@ -160,10 +160,10 @@ def test_in_place_and_not() -> None:
 
 
 def test_a_rank_that_does_not_come_to_a_sum() -> None:
-    ours, other = groups(2, timeout=0.05)
+    ours, other = groups(2, timeout_s=0.05)
     with pytest.raises(TimeoutError, match=r"rank 0 waited too long for rank 1 \(slot 0, epoch 0\): 0.05 s"):
         ours.all_reduce(torch.ones(2))
-    for group, call in ((other, "all_reduce"), (ours, "all_gather")):  # later calls say why
+    for group, call in ((other, "all_reduce"), (ours, "all_gather")):  # later calls repeat the reason
         with pytest.raises(ConnectionError, match="rank 0 waited too long for rank 1"):
             [getattr(group, call)(torch.ones(2)) for _ in range(2)]
 
@@ -200,21 +200,21 @@ def test_a_deadline_may_be_tried_again() -> None:
 
 
 def test_a_full_mailbox() -> None:
-    """Eight lines hold two messages of six words; the third waits, and a long one passes through."""
-    ours, theirs = mailboxes(words=16, timeout=0.05)
+    """Eight lines hold two messages of six words; a third one waits, and a longer one is streamed."""
+    ours, theirs = mailboxes(words=16, timeout_s=0.05)
     message = list(range(6))
     ours.send(message)
     ours.send(message)
     with pytest.raises(TimeoutError, match=r"stayed full for 0\.05 s"):
         ours.send(message)
     assert theirs.recv(1) == theirs.recv(1) == message
-    ours.timeout = theirs.timeout = 10
+    ours.timeout_s = theirs.timeout_s = 10
     long = list(range(1001))
     _, got = together(lambda: ours.send(long), lambda: theirs.recv(10))
     assert got == long
-    ours.timeout = 0.05
+    ours.timeout_s = 0.05
     with pytest.raises(TimeoutError):
-        ours.send(long)  # nobody takes it, so it is cut short and ends the mailbox
+        ours.send(long)  # not received, so it is truncated and breaks the mailbox
     with pytest.raises(ConnectionError, match="cut short"):
         ours.send(message)
     with pytest.raises(ConnectionError, match="closed"):
@@ -225,13 +225,13 @@ def test_a_full_mailbox() -> None:
 
 def test_a_group_that_does_not_come_together() -> None:
     with pytest.raises(TimeoutError, match="only 1 of 2 ranks"):
-        SharedGroup(new_name(), 0, 2, spin=False, attach_timeout=0.05)
+        SharedGroup(new_name(), 0, 2, spin=False, attach_timeout_s=0.05)
     with pytest.raises(TimeoutError, match="rank 0 has not made"):
-        SharedGroup(new_name(), 1, 2, spin=False, attach_timeout=0.05)
+        SharedGroup(new_name(), 1, 2, spin=False, attach_timeout_s=0.05)
     name = new_name()
     found = together(
-        lambda: SharedGroup(name, 0, 3, spin=False, attach_timeout=0.3),
-        lambda: SharedGroup(name, 1, 3, spin=False, attach_timeout=0.3, capacity=64),
+        lambda: SharedGroup(name, 0, 3, spin=False, attach_timeout_s=0.3),
+        lambda: SharedGroup(name, 1, 3, spin=False, attach_timeout_s=0.3, capacity=64),
     )
     assert isinstance(found[0], TimeoutError) and isinstance(found[1], ValueError)
     assert "other sizes" in str(found[1])
@@ -248,7 +248,7 @@ def test_a_group_that_does_not_come_together() -> None:
 def test_a_rank_killed_before_all_have_come() -> None:
     name = new_name()
     path = Path("/dev/shm") / name[1:]
-    code = f"from swiftspec import _C; _C.Group({name!r}, 0, 3, 4096, 60.0, False)"
+    code = f"from swiftspec import _C; _C.ShmGroup({name!r}, 0, 3, 4096, 60.0, False)"
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) as first:
         while not path.exists():
             assert first.poll() is None

@@ -1,6 +1,6 @@
-// Runs the attention kernel's code on a CPU, block by block and lane by lane, on buffers of exactly the sizes it names
-// (test_cuda_code.py builds this with sanitizers), for the GPUs that SWIFTSPEC_ARCH names. Shared memory and scratch start as NaN. Leaves with 0, or
-// says what differs.
+// Runs the CUDA attention kernel's code on a CPU, block by block and lane by lane, on buffers of exactly the documented
+// sizes (test_cuda_code.py builds this with sanitizers), for the architecture SWIFTSPEC_ARCH. Shared memory and scratch
+// start as NaN. Exits with 0, or prints what differs.
 #include "cuda/attention/attention.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ std::vector<uint16_t> numbers(int64_t count) {
   return out;
 }
 
-// One layer's forward: the inputs, and what the kernels make of them.
+// One layer's attention: inputs and outputs.
 struct Case {
   int64_t rows, width, sequences, heads, kv_heads, capacity, dim;
   std::vector<int64_t> positions, slots, sequence, kv_len;
@@ -47,76 +47,76 @@ struct Case {
     keys = numbers(sequences * kv_heads * capacity * dim), values = numbers(sequences * kv_heads * capacity * dim);
   }
 
-  void run() { dim == 64 ? run_as<Here<64>>() : run_as<Here<128>>(); }
+  void run() { dim == 64 ? run_as<DeviceShape<64>>() : run_as<DeviceShape<128>>(); }
 
   template <class F>
   void run_as() {
     out.assign(static_cast<size_t>(rows * heads * dim), 0x7fc0);
     std::vector<int32_t> owner(static_cast<size_t>(sequences * capacity)), count(static_cast<size_t>(rows));
-    for (int32_t& row : owner) row = pick(-3, 40);  // whatever was there
+    for (int32_t& row : owner) row = pick(-3, 40);  // arbitrary old contents
     std::vector<int32_t> tail(static_cast<size_t>(rows * width), 1 << 30);
     AttentionSetup p{cos.data(), sin.data(), positions.data(), slots.data(), sequences > 1 ? sequence.data() : nullptr,
                     kv_len.data(), mask.data(), owner.data(), tail.data(), count.data(), nullptr, nullptr, nullptr,
                     nullptr, rows, width, sequences, heads, kv_heads, capacity, dim, 1,
                     1.44269504f / std::sqrt(static_cast<float>(dim)), false};
-    const int64_t entries = groups_of(p), lines = rows * heads * parts(capacity, part_keys<F>(capacity));
+    const int64_t entries = group_table_size(p), lines = rows * heads * ceil_div(capacity, part_keys<F>(capacity));
     std::vector<RowGroup> groups(static_cast<size_t>(entries));
     std::vector<float> values_of(static_cast<size_t>(lines * dim), NAN), sums_of(static_cast<size_t>(lines * 2), NAN);
     p.groups = groups.data(), p.part_values = values_of.data(), p.part_sums = sums_of.data();
-    for (int64_t row = 0; row < rows; ++row) claim(p, row);
+    for (int64_t row = 0; row < rows; ++row) set_slot_owner(p, row);
     int64_t grouped = 0;
     for (int64_t i = 0; i < entries; ++i) {
-      RowGroup& g = groups[static_cast<size_t>(i)] = rows_at(p, i);
+      RowGroup& g = groups[static_cast<size_t>(i)] = group_rows_at(p, i);
       if (g.count == 0) continue;
       require(g.first == grouped, "groups must follow each other");
       grouped += g.count;
       g.base = INT32_MAX;
       for (int row = g.first; row < g.first + g.count; ++row) {
-        g.base = std::min(g.base, static_cast<int32_t>(list_row(p, row)));
+        g.base = std::min(g.base, static_cast<int32_t>(list_keys(p, row)));
         g.keys = std::max(g.keys, count[static_cast<size_t>(row)]);
       }
     }
     require(grouped == rows, "every row is in a group");
-    const auto shared = std::make_unique<Shared<F>[]>(F::kCluster);
-    std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(Shared<F>) * F::kCluster);
+    const auto shared = std::make_unique<SharedMemory<F>[]>(F::kCluster);
+    std::memset(static_cast<void*>(shared.get()), 0xff, sizeof(SharedMemory<F>) * F::kCluster);
     for (int64_t head = 0; head < kv_heads; ++head) {
-      Staged staged[F::kCluster];
-      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), staged);
+      StageState stage_state[F::kCluster];
+      for (int64_t i = 0; i < entries; ++i) run_group<F>(p, i, head, shared.get(), stage_state);
     }
   }
 
   template <class F>
-  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, Shared<F>* shared, Staged* staged) {
-    Job<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
+  void run_group(const AttentionSetup& p, int64_t entry, int64_t head, SharedMemory<F>* shared, StageState* stage_state) {
+    TileTask<F> j{p, qkv.data(), keys.data(), values.data(), out.data(), head, p.groups[entry], entry, 0, 0};
     if (j.group.count == 0) return;
-    const int64_t count = parts(j.group.keys, j.part_keys());
+    const int64_t count = ceil_div(j.group.keys, j.part_keys());
     const auto each = [](auto work) {
       for (int rank = 0; rank < F::kCluster; ++rank) {
         for (int thread = 0; thread < kThreads; ++thread) work(rank, thread);
       }
     };
-    each([&](int rank, int thread) { append(j, rank, thread); });
+    each([&](int rank, int thread) { append_kv(j, rank, thread); });
     for (j.part = 0; j.part < count; ++j.part) {
-      const int64_t first = j.part * j.part_keys(), here = least(j.group.keys - first, j.part_keys());
-      const int64_t turns = F::kInTurn ? parts(here, F::kTile) : 1;
-      each([&](int rank, int thread) { note_seen(j, shared[rank], thread); });
+      const int64_t first = j.part * j.part_keys(), here = min64(j.group.keys - first, j.part_keys());
+      const int64_t turns = F::kSequential ? ceil_div(here, F::kTile) : 1;
+      each([&](int rank, int thread) { load_key_counts(j, shared[rank], thread); });
       for (int64_t turn = 0; turn < turns; ++turn) {
         for (int rank = 0; rank < F::kCluster; ++rank) {
-          Shared<F>& s = shared[rank];
+          SharedMemory<F>& s = shared[rank];
           j.tile = first / F::kTile + turn + rank;
           std::fill(s.top, s.top + kColumns, -INFINITY);
-          const auto meanwhile = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
+          const auto overlapped_work = [&](int thread) { if (turn == 0) load_queries(j, s, thread); };
           const int64_t next = j.part + 1 < count ? (j.part + 1) * F::kCluster + rank : -1;
-          if (j.first_key() < j.group.keys) attend(j, s, staged[rank], next, meanwhile);
+          if (j.first_key() < j.group.keys) attend(j, s, stage_state[rank], next, overlapped_work);
         }
         const bool done = count == 1 && turn + 1 == turns;
         each([&](int rank, int thread) {
-          join_tiles(j, shared[rank], rank, thread, turn, done, [&](int i) { return shared + i; });
+          combine_tiles(j, shared[rank], rank, thread, turn, done, [&](int i) { return shared + i; });
         });
-        each([&](int rank, int thread) { note_sums(j, shared[rank], thread, turn); });
+        each([&](int rank, int thread) { store_running_sums(j, shared[rank], thread, turn); });
       }
     }
-    if (count > 1) each([&](int rank, int thread) { join_parts(j, rank, thread, count); });
+    if (count > 1) each([&](int rank, int thread) { combine_parts(j, rank, thread, count); });
   }
 
   std::vector<float> turned(const uint16_t* x, int64_t row) const {
@@ -130,7 +130,7 @@ struct Case {
     return all;
   }
 
-  // Straight from the definition, in float64, on the cache as it is after `run`; also that the new keys are there.
+  // Compares with the definition in float64 on the cache after `run`, and checks the appended keys and values.
   void check() const {
     double wrong = 0, size = 0;
     for (int64_t row = 0; row < rows; ++row) {
@@ -171,7 +171,7 @@ struct Case {
   }
 };
 
-// Rows at the end of each sequence, in its last slots, each of which sees a random part of the window and itself.
+// Rows in the last slots of each sequence; each sees itself and a random part of the window.
 Case random_case(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, std::vector<int64_t> lengths,
                  int64_t width, bool causal) {
   Case c{rows, width, static_cast<int64_t>(lengths.size()), heads, kv_heads,
@@ -208,22 +208,22 @@ void check_cases() {
     Case chunk = random_case(70, 4, 1, dim, {300}, 128, true), long_one = random_case(3, 2, 1, dim, {2500}, 64, false);
     Case lone = random_case(70, 1, 1, dim, {200}, 150, false), two = random_case(9, 4, 2, dim, {60, 300}, 32, false);
     for (Case* c : {&chunk, &long_one, &lone, &two}) c->run(), c->check();
-    if (!ptx::kClusters) {  // a block takes several tiles of a part in turn, and there are several parts
+    if (!ptx::kClusters) {  // a block processes several tiles of a part, and there are several parts
       Case longer = random_case(5, 4, 2, dim, {9300}, 48, false);
       longer.run(), longer.check();
     }
   }
 }
 
-// Against trying everything: no more clusters than twice what runs, or one for each row, and none without a part.
-void check_sharers() {
-  require(sharers(15, 8, 32) == 3 && sharers(16, 8, 32) == 2 && sharers(15, 8, 1) == 1 && sharers(15, 30, 32) == 1,
+// Compares with exhaustive search: at most twice as many clusters as run, or one per row, and none without a part.
+void check_clusters_per_row() {
+  require(clusters_per_row(15, 8, 32) == 3 && clusters_per_row(16, 8, 32) == 2 && clusters_per_row(15, 8, 1) == 1 && clusters_per_row(15, 30, 32) == 1,
           "how many clusters share a row");
   for (int i = 0; i < 2000; ++i) {
     const int64_t clusters = pick(1, 150), rows = pick(1, 40), count = pick(1, 64);
     const int64_t most_each = std::min(count, std::max<int64_t>(2 * clusters / rows, 1));
-    const auto longest = [&](int64_t each) { return parts(rows * each, clusters) * parts(count, each); };
-    const int64_t chosen = sharers(clusters, rows, count);
+    const auto longest = [&](int64_t each) { return ceil_div(rows * each, clusters) * ceil_div(count, each); };
+    const int64_t chosen = clusters_per_row(clusters, rows, count);
     require(chosen >= 1 && chosen <= most_each, "too many clusters share a row");
     for (int64_t each = 1; each <= most_each; ++each) {
       require(longest(chosen) <= longest(each) && (each >= chosen || longest(each) > longest(chosen)), "not the best");
@@ -231,7 +231,7 @@ void check_sharers() {
   }
 }
 
-// One path's keys in a row, or scattered over a tree among strangers, behind any prefix: the same bits.
+// Results are bitwise identical whether a path's keys are consecutive or scattered over a tree, after any prefix.
 void check_independence(int64_t dim) {
   const int64_t heads = 6, kv_heads = 2, capacity = 1500, line = (heads + 2 * kv_heads) * dim;
   const int count = dim == 64 ? pick(1, 1300) : pick(1, 300);
@@ -292,7 +292,7 @@ void check_independence(int64_t dim) {
 }  // namespace
 
 int main() {
-  check_sharers();
+  check_clusters_per_row();
   check_cases();
   for (int i = 0; i < 6; ++i) check_independence(i % 2 == 0 ? 64 : 128);
   return 0;

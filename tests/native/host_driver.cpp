@@ -1,6 +1,6 @@
-// Runs every native operator at some levels on buffers of exactly the sizes they say, for a build with
-// sanitizers (test_sanitized.py). With threads the results must be those without. Leaves with 0, or
-// says what differs.
+// Runs every native CPU operator at the given ISA levels on buffers of exactly the documented sizes, for a build with
+// sanitizers (test_sanitized.py). Results must not depend on the number of threads. Exits with 0, or prints the
+// difference.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -28,7 +28,7 @@ void require(bool ok, const char* what) {
   std::exit(1);
 }
 
-// Numbers of a model's type, in bytes: float32, or the upper halves of float32.
+// Random values of the model's type as bytes: float32, or bfloat16 (the upper halves of float32).
 std::vector<uint8_t> numbers(int64_t count, bool is_f32) {
   std::normal_distribution<float> normal;
   std::vector<uint8_t> out(static_cast<size_t>(count * (is_f32 ? 4 : 2)));
@@ -50,12 +50,13 @@ struct Linear {
   std::vector<uint8_t> x, norm, data, scales, zeros, bias, residual;
   Weights weights;
 
-  Linear(Format format, bool is_f32_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group, bool rounds = false)
+  Linear(Format format, bool is_f32_, bool swiglu_, int64_t rows_, int64_t k_, int64_t n_, int64_t group,
+         bool int8_activations = false)
       : is_f32(is_f32_), swiglu(swiglu_), normed(rows_ % 2 == 0), rows(rows_), k(k_), n(n_) {
     const int64_t padded = (k + 7) / 8 * 8, blocks = (n + 15) / 16;
     x = numbers(rows * k, is_f32), norm = numbers(k, is_f32), residual = numbers(rows * n, is_f32),
     bias = numbers(n, true);
-    const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // in 32 bits
+    const int64_t codes = format == Format::int4 ? 8 : format == Format::int8 ? 4 : 1;  // codes per 32 bits
     data = numbers(blocks * 16 * padded / codes, format != Format::bf16);
     if (codes > 1) scales = numbers(blocks * 16 * (k / group), true);
     if (codes == 8) {
@@ -63,7 +64,7 @@ struct Linear {
       for (uint8_t& zero : zeros) zero = dice() % 16;
     }
     weights = {format, data.data(), codes > 1 ? scales.data() : nullptr, swiftspec::host::ScaleType::f32,
-               codes == 8 ? zeros.data() : nullptr, floats(bias), k, n, codes > 1 ? group : 0, rounds};
+               codes == 8 ? zeros.data() : nullptr, floats(bias), k, n, codes > 1 ? group : 0, int8_activations};
   }
 
   std::vector<uint8_t> run() const {
@@ -110,7 +111,7 @@ struct Attention {
   }
 };
 
-// A model of two layers with numbers for weights, its cache and its tree.
+// A model of two layers with random weights, and its KV cache.
 struct Model {
   static constexpr int64_t kHidden = 48, kHeads = 4, kKvHeads = 2, kDim = 16, kWidth = 40, kVocab = 50, kSlots = 120;
   bool is_f32;
@@ -141,23 +142,23 @@ struct Model {
             layers};
   }
 
-  // Grows a tree with pending tokens before its root, verifies a part of it on the same model, re-roots; a few times.
+  // Several rounds: expands a tree with pending tokens, verifies a proposal on the same model, re-roots the tree.
   std::vector<int64_t> run() {
     constexpr int64_t kNodes = 1 + 24 * 5, kTree = 24;
-    std::vector<int64_t> token(kNodes), parent(kNodes), slot(kNodes), sizes(2), told;
+    std::vector<int64_t> token(kNodes), parent(kNodes), slot(kNodes), sizes(2), trace;
     std::vector<double> logprob(kNodes);
     std::vector<uint8_t> visible((kTree + 1) * kTree);
     Tree tree{token.data(), parent.data(), slot.data(), logprob.data(), visible.data(), sizes.data(), kNodes, kTree};
-    Decoder decoder_here = decoder();
-    std::vector<uint8_t> k = keys, v = values;  // every run begins with the same ones
-    Rounds rounds(decoder_here, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2)});
+    Decoder own_decoder = decoder();
+    std::vector<uint8_t> k = keys, v = values;  // every run starts with the same cache
+    Rounds rounds(own_decoder, {k.data(), v.data(), kSlots, kKvHeads * kSlots * kDim * (is_f32 ? 4 : 2)});
     Scoring scoring(rounds.columns(kVocab), 0.9f, nullptr, true, 7, 0);
     constexpr int64_t kBytes = (kVocab + 7) / 8;
-    const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // every other round some tokens may not follow
+    const std::vector<uint8_t> bits(6 * kBytes, 0xb5);  // token masks of every other round
     const TokenMaskFn after = [&](const Nodes&) { return TokenMask{bits.data(), kBytes}; };
     int64_t prefix = 30;
     tree.reset(5);
-    Nodes pending = {3, 4}, path, kept, sampled;
+    Nodes pending = {3, 4}, path, surviving, sampled;
     for (int round = 0; round < 4; ++round) {
       for (int step = 0; step < 3; ++step) {
         rounds.expand(tree, prefix, pending, 4, 5, scoring, round % 2 == 0, 0.7, round % 2 == 0 ? nullptr : after);
@@ -166,22 +167,22 @@ struct Model {
       }
       const auto [nodes, tokens, parents] = tree.best_subtree(6, 0);
       const TokenMask allowed = round % 2 == 0 ? TokenMask{} : after(nodes);
-      rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // the draft's slots stay
-      told.insert(told.end(), sampled.begin(), sampled.end());
+      rounds.verify(tokens, parents, prefix + kTree, scoring, allowed, path, sampled);  // after the draft's slots
+      trace.insert(trace.end(), sampled.begin(), sampled.end());
       Words result{1, round, 30, static_cast<int32_t>(path.size())};
       result.insert(result.end(), path.begin(), path.end());
       result.insert(result.end(), sampled.begin(), sampled.end());
       const Words replied = fast_reply({tree, 1, 30, 6, 4, 3, 0.1}, result);
-      told.insert(told.end(), replied.begin(), replied.end());
+      trace.insert(trace.end(), replied.begin(), replied.end());
       const Nodes walked = tree.walk(sampled);
       if (walked.empty()) {
         pending = {token[0]};
         tree.reset(sampled.back());
       } else {
-        tree.reroot(walked.back(), path, kept);
+        tree.reroot(walked.back(), path, surviving);
       }
     }
-    return told;
+    return trace;
   }
 };
 
@@ -234,7 +235,7 @@ void check_level() {
   }
 }
 
-// Jobs from two callers at once, with pauses in which the workers fall asleep.
+// Concurrent jobs of two callers, with pauses in which the workers fall asleep.
 void check_callers() {
   set_threads(3);
   const auto call = [](int seed) {
@@ -253,7 +254,7 @@ void check_callers() {
 
 }  // namespace
 
-// Takes the names of the levels.
+// Arguments: names of ISA levels.
 int main(int count, char** names) {
   for (int i = 1; i < count; ++i) {
     if (use_level(names[i])) check_level();

@@ -1,4 +1,4 @@
-// What a driver is linked with in place of levels that it does not run: they take long to compile.
+// Stubs of ISA levels that a driver does not run, since these take long to compile.
 #include "host/isa/level.h"
 
 namespace swiftspec::host {

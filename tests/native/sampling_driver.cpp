@@ -1,5 +1,5 @@
-// The device's sampling and moves on a CPU against their definitions, for a build with sanitizers
-// (test_cuda_code.py). Leaves with 0, or says what differs. With an argument it makes noise.
+// The CUDA code of sampling and KV moves, run on a CPU and compared with definitions, for a build with sanitizers
+// (test_cuda_code.py). Exits with 0, or prints what differs. With an argument it converts noise bits instead.
 #include "cuda/sampling/sampling.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void require(bool ok, const char* what) {
   std::exit(1);
 }
 
-// Bits come in by stdin, the noise of each goes out by stdout.
+// Reads noise bits from stdin and writes their Gumbel noise to stdout.
 int make_noise() {
   uint32_t bits;
   while (std::fread(&bits, sizeof bits, 1, stdin) == 1) {
@@ -48,7 +48,7 @@ struct Scores {
   Scores(int64_t rows_, int64_t vocab_, bool biased, bool noisy) : rows(rows_), vocab(vocab_) {
     std::normal_distribution<float> normal(0, 4);
     const auto fill = [&](std::vector<float>& x, int64_t n) {
-      for (int64_t i = 0; i < n; ++i) x.push_back(std::round(normal(dice) * 64) / 64);  // so that some are equal
+      for (int64_t i = 0; i < n; ++i) x.push_back(std::round(normal(dice) * 64) / 64);  // coarse, so that there are ties
     };
     fill(logits, rows * (vocab + 3)), fill(bias, vocab), fill(noise, 2 * vocab);
     for (int64_t row = 0; row < rows; ++row) {
@@ -60,16 +60,16 @@ struct Scores {
             noisy ? which.data() : nullptr, biased ? 0.7f : 1.0f, noisy ? 0.6f : 1.0f, rows, vocab, vocab + 3};
   }
 
-  // What the kernel does with one row.
+  // Executes the kernel for one row.
   void run(int64_t row, int k, int64_t* tokens, float* values) const {
-    const auto found = std::make_unique<sampling::Found[]>(sampling::kBlocks);
+    const auto found = std::make_unique<sampling::BlockResult[]>(sampling::kBlocks);
     for (int block = 0; block < sampling::kBlocks; ++block) {
       for (int index = 0; index < sampling::kWarps; ++index) {
-        sampling::scan(args, row, k, block, index, values != nullptr, found[static_cast<size_t>(block)]);
+        sampling::scan_columns(args, row, k, block, index, values != nullptr, found[static_cast<size_t>(block)]);
       }
-      sampling::join_warps(k, found[static_cast<size_t>(block)]);
+      sampling::reduce_warps(k, found[static_cast<size_t>(block)]);
     }
-    sampling::join_blocks(k, [&](int i) { return &found[static_cast<size_t>(i)]; }, tokens, values);
+    sampling::reduce_blocks(k, [&](int i) { return &found[static_cast<size_t>(i)]; }, tokens, values);
   }
 
   void check(int k) const {
@@ -127,7 +127,7 @@ void check_scores() {
   }
 }
 
-// The kernel's steps: all of a step's pieces are read before one is written.
+// Executes the kernel's steps: all chunks of a step are read before one is written.
 void check_moves() {
   for (int round = 0; round < 60; ++round) {
     const int64_t capacity = 200, slot_bytes = 16 << (dice() % 5), layers = 2, heads = 2;
@@ -142,17 +142,17 @@ void check_moves() {
     MoveArgs a{want.data(), heads * capacity * slot_bytes, layers, heads, capacity, slot_bytes, source.data(),
                      static_cast<int64_t>(source.size()), start};
     host::move_kv(a);
-    constexpr int64_t kStep = cache_ops::kThreads * cache_ops::kEach;
+    constexpr int64_t kStep = cache_ops::kThreads * cache_ops::kPiecesPerThread;
     for (int64_t slice = 0; slice < layers * heads; ++slice) {
       uint8_t* slots = cache.data() + cache_ops::slots_of(a, slice / heads, slice % heads);
       for (int64_t base = 0; base < cache_ops::pieces(a); base += kStep) {
-        std::vector<bf16::Chunk> held;
+        std::vector<bf16::Vec8> held;
         const int64_t end = std::min(base + kStep, cache_ops::pieces(a));
         for (int64_t piece = base; piece < end; ++piece) {
-          held.push_back(*reinterpret_cast<const bf16::Chunk*>(slots + cache_ops::from(a, piece)));
+          held.push_back(*reinterpret_cast<const bf16::Vec8*>(slots + cache_ops::from(a, piece)));
         }
         for (int64_t piece = end - 1; piece >= base; --piece) {
-          *reinterpret_cast<bf16::Chunk*>(slots + cache_ops::to(a, piece)) = held[static_cast<size_t>(piece - base)];
+          *reinterpret_cast<bf16::Vec8*>(slots + cache_ops::to(a, piece)) = held[static_cast<size_t>(piece - base)];
         }
       }
     }

@@ -1,4 +1,4 @@
-"""The native extension: it imports alone, says what was built, and its noise is the documented hash."""
+"""The native extension: it imports without torch, reports its build, and its noise is the documented hash."""
 
 import math
 import subprocess
@@ -69,7 +69,7 @@ def test_noise_is_the_hash(seed: int, stream: int, positions: list[int], vocab: 
 
 
 def test_known_values() -> None:
-    """Written down once: the noise of a seed must never change, or texts would."""
+    """Golden values: the noise of a seed must never change, since outputs would change."""
     got = native(1234567890123456789, 3, as_int32([0, 4095]), 3)
     assert got.tolist() == [[3968807090, 3383403090, 2012174407], [1556007263, 859701007, 918547090]]
 

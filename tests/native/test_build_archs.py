@@ -1,4 +1,4 @@
-"""For which GPUs a build compiles the kernels (setup.py), and what it says where it cannot."""
+"""Architectures that a build compiles kernels for (setup.py), and its messages if it cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ALL = [80, 86, 89, 90, 100, 120]
 
 
 def find_cuobjdump() -> str | None:
-    """In PATH, beside nvcc or in the package nvidia-cuda-cuobjdump."""
+    """cuobjdump in PATH, next to nvcc or in the package nvidia-cuda-cuobjdump."""
     places = [Path(sysconfig.get_path("purelib")) / "nvidia/cu13/bin", Path("/usr/local/cuda/bin")]
     return shutil.which("cuobjdump") or shutil.which("cuobjdump", path=":".join(map(str, places)))
 
@@ -32,13 +32,13 @@ CUOBJDUMP = find_cuobjdump()
 
 @pytest.fixture
 def build() -> dict[str, Any]:
-    """What setup.py defines."""
+    """The definitions of setup.py."""
     return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
 
 
 @pytest.fixture
 def choose(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """The line of a build: with such GPUs, a toolkit that knows such architectures, and an environment."""
+    """Returns a function that gives the build info line for GPUs, supported architectures and an environment."""
 
     def line(gpus: list[int], known: list[int] = ALL, nvcc: str | None = "/bin/nvcc", **environment: str) -> str:
         for name in ("SWIFTSPEC_CUDA", "SWIFTSPEC_CUDA_ARCHS"):
@@ -50,9 +50,9 @@ def choose(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[.
         functions["run_quietly"] = lambda *_: " ".join(f"compute_{arch}" for arch in known)
         done = SimpleNamespace(returncode=0)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-        found, archs, said = build["choose_cuda"]()
-        assert (found is None) == (archs == []) and "\n" not in said
-        return said
+        found, archs, message = build["choose_cuda"]()
+        assert (found is None) == (archs == []) and "\n" not in message
+        return message
 
     return line
 
@@ -73,20 +73,20 @@ def choose(build: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[.
 def test_a_build_is_for_the_gpus_here_or_those_named(
     choose: Callable[..., str], gpus: list[int], named: str | None, archs: list[int]
 ) -> None:
-    said = choose(gpus, **({} if named is None else {"SWIFTSPEC_CUDA_ARCHS": named}))
-    assert said == "CUDA kernels built for " + ", ".join(f"sm_{arch}" for arch in archs)
+    message = choose(gpus, **({} if named is None else {"SWIFTSPEC_CUDA_ARCHS": named}))
+    assert message == "CUDA kernels built for " + ", ".join(f"sm_{arch}" for arch in archs)
 
 
 def test_a_machine_for_which_there_are_no_kernels_is_told_why(choose: Callable[..., str]) -> None:
     left_out = "CUDA kernels left out: "
     assert choose([75]) == left_out + "no kernels for compute capability 7.5; they are for 8.x, 9.0, 10.x and 12.x"
     assert choose([90], nvcc=None) == left_out + "nvcc not found"
-    told = choose([120], [80, 86, 89, 90])
-    assert told.startswith(left_out + "/bin/nvcc does not support sm_120; install a newer CUDA toolkit")
+    message = choose([120], [80, 86, 89, 90])
+    assert message.startswith(left_out + "/bin/nvcc does not support sm_120; install a newer CUDA toolkit")
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"SWIFTSPEC_CUDA_ARCHS": "75"}, "SWIFTSPEC_CUDA_ARCHS names 75; it takes all, or some of 80, 86, 89,"),
         ({"SWIFTSPEC_CUDA_ARCHS": "sm_90"}, "SWIFTSPEC_CUDA_ARCHS names sm_90; it takes all"),
@@ -98,9 +98,9 @@ def test_a_machine_for_which_there_are_no_kernels_is_told_why(choose: Callable[.
     ],
 )
 def test_what_was_asked_for_and_cannot_be_built_ends_the_build(
-    choose: Callable[..., str], environment: dict[str, str], said: str
+    choose: Callable[..., str], environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=re.escape(said)):
+    with pytest.raises(SystemExit, match=re.escape(message)):
         choose([100], [80, 86, 89, 90], **environment)
 
 

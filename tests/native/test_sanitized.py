@@ -1,4 +1,4 @@
-"""The native operators under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, without Python."""
+"""The native CPU operators under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, without Python."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 
 
 def build(folder: Path, sanitizer: str, levels: Sequence[str]) -> Path:
-    """The driver with all of csrc/host but the other levels; skips where the compiler has no such sanitizer."""
+    """Builds the driver with csrc/host and the given ISA levels; skips if the compiler lacks the sanitizer."""
     probe, out = folder / "probe.cpp", folder / "driver"
     probe.write_text("int main() { return 0; }\n")
     flags = [str(COMPILER), "-std=c++20", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
     linked = subprocess.run([*flags, str(probe), "-o", str(out)], capture_output=True, check=False)
     if linked.returncode != 0 or subprocess.run([out], capture_output=True, check=False).returncode != 0:
         pytest.skip(f"no working -fsanitize={sanitizer} here")
-    here, host = ROOT / "tests/native", sorted((ROOT / "csrc/host").rglob("*.cpp"))
-    slow = [ROOT / f"csrc/host/isa/level_{name}.cpp" for name in levels]
-    quick = [source for source in host if not source.stem.startswith("level_")]
-    sources = [*slow, here / "host_driver.cpp", here / "no_levels.cpp", *quick]
+    drivers, host = ROOT / "tests/native", sorted((ROOT / "csrc/host").rglob("*.cpp"))
+    level_sources = [ROOT / f"csrc/host/isa/level_{name}.cpp" for name in levels]
+    other_sources = [source for source in host if not source.stem.startswith("level_")]
+    sources = [*level_sources, drivers / "host_driver.cpp", drivers / "no_levels.cpp", *other_sources]
 
-    # with addresses checked, optimising takes three times as long as all the rest
+    # with AddressSanitizer, optimising would take three times as long as everything else
     level = "-O1" if sanitizer == "thread" else "-O0"
 
     def compiled(source: Path) -> str:
@@ -43,9 +43,9 @@ def build(folder: Path, sanitizer: str, levels: Sequence[str]) -> Path:
     return out
 
 
-# the first has float32 of the vnni level; what this CPU does not run is compiled by every build
-EVERY = ("avx512_bf16", "avx512", "avx512_vnni", "avx2") if _C.level().startswith("avx512") else ("avx2",)
-RUN = ("avx512_bf16", "avx512", "avx2")
+# avx512_bf16 refers to avx512_vnni; levels that this CPU does not support are only compiled, in every build
+LEVELS = ("avx512_bf16", "avx512", "avx512_vnni", "avx2") if _C.level().startswith("avx512") else ("avx2",)
+RUN_LEVELS = ("avx512_bf16", "avx512", "avx2")
 
 
 @pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -53,14 +53,14 @@ RUN = ("avx512_bf16", "avx512", "avx2")
 @pytest.mark.parametrize(
     ("sanitizer", "levels"),
     [
-        pytest.param("address,undefined", EVERY, marks=pytest.mark.slow),
-        # how threads share the work is the same code at every level
+        pytest.param("address,undefined", LEVELS, marks=pytest.mark.slow),
+        # the thread pool is the same code at every level
         pytest.param("thread", ("avx2",), marks=pytest.mark.slow),
-        pytest.param("thread", EVERY, marks=pytest.mark.long),
+        pytest.param("thread", LEVELS, marks=pytest.mark.long),
     ],
 )
 def test_native_operators(tmp_path: Path, sanitizer: str, levels: Sequence[str]) -> None:
     driver = build(tmp_path, sanitizer, levels)
-    run = subprocess.run([driver, *(x for x in RUN if x in levels)], capture_output=True, text=True, check=False)
+    run = subprocess.run([driver, *(x for x in RUN_LEVELS if x in levels)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "Sanitizer" not in run.stderr

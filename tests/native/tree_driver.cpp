@@ -1,4 +1,4 @@
-// Grows a draft tree with the device's code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
+// Expands a draft tree with the CUDA code on a CPU (test_cuda_code.py builds this with sanitizers). Arguments:
 // expansions, w, k, slots, prefix, spread. A child's token is a hash of its parent's and its number, its
 // log-probability a hash of that, one of `spread` values. Prints for each row of each expansion "row", node, token,
 // position, slot and the slots it sees; then for each node "node", token, parent, weight.
@@ -32,7 +32,7 @@ int main(int, char** arguments) {
   const auto spread = static_cast<uint32_t>(std::atoi(arguments[6]));
   const auto nodes = static_cast<size_t>(1 + slots * k), rows = static_cast<size_t>(w);
   std::vector<int64_t> token(nodes), tokens(rows), positions(rows), row_slots(rows);
-  std::vector<int32_t> parent(nodes), slot(nodes, tree::kLeaf), used = {1, 0}, node(rows);
+  std::vector<int32_t> parent(nodes), slot(nodes, tree::kNoSlot), used = {1, 0}, node(rows);
   std::vector<double> weight(nodes);
   std::vector<uint8_t> visible(static_cast<size_t>(slots * slots), 7), mask(rows * static_cast<size_t>(slots));
   token[0] = 5;
@@ -40,8 +40,8 @@ int main(int, char** arguments) {
                           static_cast<int32_t>(nodes), slots};
   const cuda::Expansion out{node.data(), tokens.data(), positions.data(), row_slots.data(), mask.data()};
   for (int i = 0; i < expansions; ++i) {
-    tree::choose(t, w, &prefix, out);
-    for (int row = 0; row < w; ++row) tree::see(t, row, &prefix, out);
+    tree::select_leaves(t, w, &prefix, out);
+    for (int row = 0; row < w; ++row) tree::write_mask_row(t, row, &prefix, out);
     std::vector<int64_t> children;
     std::vector<float> values;
     for (size_t row = 0; row < rows; ++row) {

@@ -1,8 +1,8 @@
-"""The fused operators on an x86-64 CPU with AVX2 or more, through the native extension.
+"""CPU backend: fused operators for x86-64 CPUs with AVX2 or more, in the native extension.
 
-The same functions as reference/, for bfloat16 and float32 models whose heads fit the registers (`fits`), with
-bfloat16, float32 or int4 weights. Sums are float32. A row's result does not depend, to the bit, on the other rows of
-its batch, on their number, or on the slots in which its keys lie.
+It implements the functions of reference/ for bfloat16 and float32 models (`fits`) with bfloat16, float32, int4 or int8
+weights. Sums are float32. A row's result does not depend (bitwise) on the other rows of its batch, on their number, or
+on the slots of its keys.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor
 from swiftspec import _C
 from swiftspec.backends import reference
 from swiftspec.backends.cpu.decoder import fuse
-from swiftspec.backends.cpu.packing import Packed, pack
-from swiftspec.backends.reference import CAPTURES, PLAIN, Scores, device_tree, embed, rope_tables
-from swiftspec.backends.reference.resampling import Weighed
+from swiftspec.backends.cpu.packing import PackedLinear, pack
+from swiftspec.backends.reference import DEFAULT_SCORES, MAX_CAPTURED_SEQUENCES, Scores, device_tree, embed, rope_tables
+from swiftspec.backends.reference.resampling import ResamplingState
 from swiftspec.model.packed_model import Cache
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from swiftspec.model.config import ModelConfig
 
 __all__ = [
-    "CAPTURES",
+    "MAX_CAPTURED_SEQUENCES",
     "Scores",
     "children",
     "device_tree",
@@ -57,40 +57,40 @@ __all__ = [
     "use_level",
 ]
 
-level = _C.level  # the instructions in use: "avx512_bf16", "avx512", "avx2", or "none" where these operators cannot run
+level = _C.level  # the ISA level in use, such as "avx512_bf16" or "avx2"; "none" if the CPU lacks AVX2
 
-set_threads = _C.set_threads  # how many share large products and prompt chunks, for the process; 1 at first
+set_threads = _C.set_threads  # threads of the process that share large products and prompt chunks; 1 by default
 threads = _C.threads
-use_level = _C.use_level  # lower ones, for tests and benchmarks; False where this CPU lacks it
-peak = _C.peak  # (rounds, wide) a loop of products alone: how many floating-point operations it was
+use_level = _C.use_level  # selects an ISA level for tests and benchmarks; returns False if it is not supported
+peak = _C.peak  # (rounds, float32): runs a loop of products only, returns its floating-point operations
 
 
 def fits(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> bool:
-    """Whether these operators can run the model here."""
+    """Whether this backend supports a model and device."""
     if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float32) or level() == "none":
         return False
     return config.head_dim % 16 == 0 and config.head_dim <= 256
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMSNorm made ready at load."""
+class CpuNorm:
+    """A packed RMSNorm."""
 
     weight: Tensor  # [D] in the model's dtype
     eps: float
 
 
-def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
-    """An RMSNorm's weight [D] and epsilon. It is copied: a view would keep a mapped file's pages in memory."""
-    return Norm(weight.to(device, dtype, copy=True).contiguous(), eps)
+def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> CpuNorm:
+    """Packs an RMSNorm: weight [D] and epsilon. Copies, since a view would keep a mapped file's pages in memory."""
+    return CpuNorm(weight.to(device, dtype, copy=True).contiguous(), eps)
 
 
 def _linear(
     x: Tensor,
-    packed: Packed,
+    packed: PackedLinear,
     out: Tensor,
     *,
-    norm: Norm | None = None,
+    norm: CpuNorm | None = None,
     residual: Tensor | None = None,
     swiglu: bool = False,
 ) -> Tensor:
@@ -99,34 +99,34 @@ def _linear(
     return out
 
 
-def norm_linear(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+def norm_linear(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
     """RMSNorm, then the projection (QKV): [n, D] -> [n, N]."""
     return _linear(x, packed, x.new_empty(x.shape[0], packed.outputs), norm=norm)
 
 
-def norm_swiglu(x: Tensor, norm: Norm, gate_up: Packed) -> Tensor:
+def norm_swiglu(x: Tensor, norm: CpuNorm, gate_up: PackedLinear) -> Tensor:
     """RMSNorm, gate and up projections, SiLU(gate) * up: [n, D] -> [n, N / 2]."""
     return _linear(x, gate_up, x.new_empty(x.shape[0], gate_up.outputs // 2), norm=norm, swiglu=True)
 
 
 def linear_residual(
-    x: Tensor, packed: Packed, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
+    x: Tensor, packed: PackedLinear, residual: Tensor, reduce: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Projection, all-reduce over the ranks of a group, residual added (O, down): [n, K] and [n, D] -> [n, D]."""
+    """Projection, all-reduce over the ranks of a group, plus residual (O, down): [n, K] and [n, D] -> [n, D]."""
     if reduce is None:
         return _linear(x, packed, torch.empty_like(residual), residual=residual)
     return reduce(_linear(x, packed, torch.empty_like(residual))).add_(residual)
 
 
-def norm_head(x: Tensor, norm: Norm, packed: Packed) -> Tensor:
+def norm_head(x: Tensor, norm: CpuNorm, packed: PackedLinear) -> Tensor:
     """Final RMSNorm and vocabulary projection: [n, D] -> logits [n, vocab], float32, not rounded to bfloat16."""
     out = torch.empty(x.shape[0], packed.outputs, dtype=torch.float32)
     return _linear(x, packed, out, norm=norm)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rows of one sequence, contiguous where the kernel reads them."""
+class CpuSequenceRows:
+    """The rows of one sequence in a batch."""
 
     rows: Tensor | None  # [m] int64; None: all rows of the batch
     cos: Tensor  # [m, hd]
@@ -138,20 +138,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What attention needs and is the same in every layer."""
+class CpuAttentionPlan:
+    """Inputs of attention that are the same in every layer."""
 
-    parts: list[Part]
+    parts: list[CpuSequenceRows]
     cache: _C.Cache
     out_width: int
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
-    """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`."""
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> CpuAttentionPlan:
+    """Prepares attention, once per forward. `cos` and `sin` are the tables of `rope_tables`."""
     sequences, head_dim = cache.k.shape[1], cache.k.shape[4]
     present = [0] if sequences == 1 else sorted(set(batch.sequence.tolist()))
     lengths = batch.kv_len.tolist()
-    parts: list[Part] = []
+    parts: list[CpuSequenceRows] = []
     for sequence in present:
         rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
         positions, slots, mask = batch.positions, batch.slots, batch.mask
@@ -159,7 +159,7 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
             positions, slots, mask = positions[rows], slots[rows], mask[rows]
         length = lengths[sequence]
         parts.append(
-            Part(
+            CpuSequenceRows(
                 rows,
                 cos.index_select(0, positions),
                 sin.index_select(0, positions),
@@ -169,10 +169,10 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
                 sequence,
             )
         )
-    return AttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
+    return CpuAttentionPlan(parts, _C.Cache(cache.k, cache.v), num_heads * head_dim)
 
 
-def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+def tree_attention(qkv: Tensor, plan: CpuAttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
     out = qkv.new_empty(qkv.shape[0], plan.out_width)
     for part in plan.parts:
@@ -187,22 +187,22 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
 
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
-    source [m] ascends and source[i] >= start + i."""
+    """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
+    cache. `source` [m] must ascend, with source[i] >= start + i."""
     return _C.Cache(k, v).move
 
 
 def gumbel_rows(seed: int, stream: int, positions: Tensor, tokens: range) -> Tensor:
-    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of the reference's."""
+    """Standard Gumbel noise of absolute positions [n] (int64): [n, tokens] float32, within 1e-6 of reference/."""
     out = torch.empty(positions.shape[0], len(tokens))
     _C.gumbel_rows(seed, stream, positions.to(torch.int32), tokens.start, out)
     return out
 
 
-def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
-    """The token [n] of each row's highest score, of equal ones the first; logits [n, >= vocab]. tau plays no part.
+def draw(logits: Tensor, vocab: int, scores: Scores = DEFAULT_SCORES) -> Tensor:
+    """The token [n] of each row's highest score (the first of equal ones); logits [n, >= vocab]. tau is ignored.
 
-    -1 where a score is NaN, or the highest is infinite.
+    -1 if a score is NaN or the highest is infinite.
     """
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw(logits, vocab, scores)
@@ -211,7 +211,7 @@ def draw(logits: Tensor, vocab: int, scores: Scores = PLAIN) -> Tensor:
     return tokens
 
 
-def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
+def children(logits: Tensor, vocab: int, k: int, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
     """`log_top_k` of the scores of logits [n, >= vocab]: tokens [n, k] and log-probabilities [n, k]."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.children(logits, vocab, k, scores)
@@ -221,8 +221,8 @@ def children(logits: Tensor, vocab: int, k: int, scores: Scores = PLAIN) -> tupl
     return tokens, values
 
 
-def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN) -> Tensor:
-    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau play no part."""
+def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = DEFAULT_SCORES) -> Tensor:
+    """log_softmax of the scores of logits [n, >= vocab] at tokens [n]: [n]. Noise and tau are ignored."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.log_probs(logits, vocab, tokens, scores)
     out = torch.empty(logits.shape[0])
@@ -230,9 +230,9 @@ def log_probs(logits: Tensor, vocab: int, tokens: Tensor, scores: Scores = PLAIN
     return out
 
 
-def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN) -> tuple[Tensor, Tensor]:
-    """The token [n] that `draw` gives under the noise of `keys` [n] (int32, `noise.row_keys`), and `log_probs` [n]
-    there, NaN where it is -1: in one pass, and without noise that cannot win."""
+def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = DEFAULT_SCORES) -> tuple[Tensor, Tensor]:
+    """Fused `draw` and `log_probs`: the token [n] drawn with the noise of `keys` [n] (int32, `noise.row_keys`), and its
+    log-probability [n], NaN if the token is -1. Skips the noise of tokens that cannot win."""
     if logits.dtype != torch.float32 or logits.stride(1) != 1:
         return reference.draw_keyed(logits, vocab, keys, scores)
     tokens, out = torch.empty(logits.shape[0], dtype=torch.int64), torch.empty(logits.shape[0])
@@ -240,17 +240,17 @@ def draw_keyed(logits: Tensor, vocab: int, keys: Tensor, scores: Scores = PLAIN)
     return tokens, out
 
 
-def resample(groups: Weighed, uniform: Tensor, threshold: float, width: int) -> None:
-    """`reference.resampling.resample`, as a native round has it."""
+def resample(groups: ResamplingState, uniform: Tensor, threshold: float, width: int) -> None:
+    """`reference.resampling.resample` as a native operator."""
     _C.resample(**groups.fields(), uniform=uniform, threshold=threshold, width=width)
 
 
 def _noise(scores: Scores) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """The noise and which of its rows is whose, where there are both."""
+    """Noise and the noise row of each row of logits, or (None, None)."""
     return (None, None) if scores.noise is None or scores.rows is None else (scores.noise, scores.rows)
 
 
 def log_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
-    above 0 and never NaN."""
+    """The k largest of log_softmax(scores [n, V]): tokens [n, k] and log-probabilities [n, k], likeliest first, never
+    above 0 or NaN."""
     return children(scores, scores.shape[1], k)

@@ -1,4 +1,4 @@
-"""A model's whole stack as one native call: what this room's operators do one by one, without Python in between."""
+"""Decoder forward as one native call instead of one call per operator."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.backends.cpu.shm import SharedGroup
-from swiftspec.model.packed_model import Cache, Stack
+from swiftspec.model.packed_model import Cache, PackedModel
 
 if TYPE_CHECKING:
     from swiftspec.config import PopulationConfig
     from swiftspec.model.batch import Batch
 
 
-def fuse(stack: Stack) -> HostDecoder | None:
-    """The stack as one call; None where its ranks share no memory."""
+def fuse(stack: PackedModel) -> HostDecoder | None:
+    """Returns the model as one native call, or None if its ranks have no shared memory."""
     return HostDecoder(stack) if stack.group is None or stack.group.memory is not None else None
 
 
 class HostDecoder:
-    """Runs a stack that this room has packed. Its buffers grow to the largest batch; one thread at a time uses it."""
+    """A packed model as one native call. Buffers grow to the largest batch. Not thread-safe."""
 
-    def __init__(self, stack: Stack) -> None:
+    def __init__(self, stack: PackedModel) -> None:
         self._group, self._outputs = stack.group, stack.head.outputs
         shared: SharedGroup | None = None if stack.group is None else stack.group.memory
         layers = [
@@ -40,22 +40,22 @@ class HostDecoder:
         self._native = _C.Decoder(
             stack.embedding, stack.cos, stack.sin, stack.norm.weight, stack.norm.eps, stack.head.native, layers,
             stack.num_heads, stack.kv_heads, None if shared is None else shared.native,
-            0.0 if shared is None else shared.timeout,
+            0.0 if shared is None else shared.timeout_s,
         )  # fmt: skip
 
     def rounds(self, cache: Cache) -> _C.Rounds:
-        """The inner part of a round over the only sequence of a cache."""
+        """The native phases of a round on a cache with one sequence."""
         return _C.Rounds(self._native, _C.Cache(cache.k, cache.v))
 
     @staticmethod
     def tree(arrays: Sequence[NDArray]) -> _C.Tree:
-        """The native side of a draft tree on its arrays: token, parent, slot, logprob, visible and sizes."""
+        """A native draft tree on the arrays token, parent, slot, logprob, visible and sizes."""
         return _C.Tree(*arrays)
 
     def population(
         self, cache: Cache, draft: HostDecoder, draft_cache: Cache, tensors: Sequence[Tensor], config: PopulationConfig
     ) -> _C.Population:
-        """Rounds of a population on this model, the target, and a draft. `tensors`: those of SMCRound.tensors."""
+        """Native rounds of a population on this model (the target) and a draft. `tensors`: SMCRound.tensors."""
         caches = _C.Cache(draft_cache.k, draft_cache.v), _C.Cache(cache.k, cache.v)
         return _C.Population(
             draft._native, caches[0], self._native, caches[1], [*tensors], config.smc_draft_tokens,
@@ -63,10 +63,10 @@ class HostDecoder:
         )  # fmt: skip
 
     def forward(self, batch: Batch, cache: Cache, head: bool) -> Tensor | None:
-        """Writes the rows' keys and values into the cache. Returns logits [n, V] (float32), or None without `head`."""
+        """Runs a forward and writes its KV to the cache. Returns float32 logits [n, V], or None without `head`."""
         order = None
         if cache.k.shape[1] > 1 and bool((batch.sequence.diff() < 0).any()):
-            order = batch.sequence.argsort(stable=True)  # a sequence's rows must follow each other
+            order = batch.sequence.argsort(stable=True)  # the rows of a sequence must be consecutive
             rows = ("tokens", "positions", "slots", "mask", "sequence")
             batch = replace(batch, **{name: getattr(batch, name)[order] for name in rows})
         logits = torch.empty(len(batch), self._outputs) if head else None

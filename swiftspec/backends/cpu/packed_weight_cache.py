@@ -1,7 +1,7 @@
-"""Packed weights kept on disk, so that the next start maps them in place of packing again.
+"""Disk cache of packed weights, which later starts map into memory instead of packing again.
 
-An entry is a folder of units (units.py), one a layer and one for the head: a start takes those that are there and whole
-and packs the others. What was packed is written behind the answers, a piece at a time.
+An entry is a folder of units (packed_weight_file.py): one per layer, one for the head. A start reads the valid units
+and packs the others. Newly packed units are written in the background, in chunks, while no request runs.
 """
 
 from __future__ import annotations
@@ -23,71 +23,75 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.cpu import packed_weight_file
-from swiftspec.backends.cpu.packed_weight_file import Unit
-from swiftspec.backends.cpu.packing import Packed
-from swiftspec.model.packed_model import Layer, Stack
+from swiftspec.backends.cpu.packed_weight_file import PackedUnit
+from swiftspec.backends.cpu.packing import PackedLinear
+from swiftspec.model.packed_model import PackedLayer, PackedModel
 from swiftspec.model.weights import LayerWeights, ModelWeights, Weight
 
-VERSION = "v1-"  # of the layouts: what entries begin with
-LEAST = 64 << 20  # bytes of a model that is worth a file
-MOST = 32 << 30  # bytes of all entries; beyond them the oldest go
-SPARE = 1 << 30  # bytes that are left free on the disk
-STALE = 3600.0  # seconds after which a file that is not whole has been left behind
+LAYOUT_VERSION = "v1-"  # name prefix of entries; changes with the layout
+MIN_MODEL_BYTES = 64 << 20  # smaller models are not cached
+MAX_CACHE_BYTES = 32 << 30  # of all entries; beyond, the least recently used are evicted
+MIN_FREE_BYTES = 1 << 30  # left free on the disk
+STALE_TEMP_FILE_S = 3600.0  # after this age an incomplete file counts as abandoned
 MATRICES, NORMS = ("qkv", "o", "gate_up", "down"), ("input_norm", "post_norm")
 T = TypeVar("T")
 
 
-class Stopped(Exception):
-    """The process ends, and nothing more is written."""
+class WriterStopped(Exception):
+    """Raised in the writer thread when the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class PackedCache:
-    """The folder of all entries, and what this process has still to write.
+class PackedWeightCache:
+    """Disk cache of packed weights.
 
-    `most`, `least`: bytes of all entries together, and of a model that is worth one.
+    `folder`: contains all entries. `max_bytes`: size limit of all entries. `min_model_bytes`: smaller models are not
+    cached. `writer`: writes new units in the background.
     """
 
     folder: Path
-    most: int = MOST
-    least: int = LEAST
-    writer: Writer = field(default_factory=lambda: Writer())
+    max_bytes: int = MAX_CACHE_BYTES
+    min_model_bytes: int = MIN_MODEL_BYTES
+    writer: BackgroundWriter = field(default_factory=lambda: BackgroundWriter())
 
-    def entry(self, facts: Mapping[str, object]) -> Entry:
-        """Where a model's weights are, or will be. `facts`: all that their bytes follow from, as JSON takes it."""
+    def entry(self, facts: Mapping[str, object]) -> CacheEntry:
+        """The entry of a model. `facts`: everything that determines its packed bytes, serialisable as JSON."""
         words = json.dumps(facts, sort_keys=True, default=str).encode()
-        return Entry(self, self.folder / f"{VERSION}{hashlib.sha256(words).hexdigest()[:40]}")
+        return CacheEntry(self, self.folder / f"{LAYOUT_VERSION}{hashlib.sha256(words).hexdigest()[:40]}")
 
     def make_room(self, size: int, own: Path) -> bool:
-        """Whether so many bytes may be written for an entry, after others were evicted: those of other layouts first,
-        then those that were not used for longest."""
+        """Evicts entries until `size` more bytes fit: other layouts first, then the least recently used. `own`: the
+        entry to be written. Returns whether they fit."""
         sizes = {found: _size(found) for found in self.folder.iterdir() if found.name[:1] == "v"}
-        if sizes.get(own, 0) + size > self.most:
+        if sizes.get(own, 0) + size > self.max_bytes:
             return False
-        for found in sorted(sizes, key=lambda found: (found.name.startswith(VERSION), _used(found))):
-            if sum(sizes.values()) + size <= self.most:
+        for found in sorted(sizes, key=lambda found: (found.name.startswith(LAYOUT_VERSION), _used(found))):
+            if sum(sizes.values()) + size <= self.max_bytes:
                 break
             if found not in self.writer.used:
                 shutil.rmtree(found, ignore_errors=True)
                 del sizes[found]
-        return sum(sizes.values()) + size <= self.most and shutil.disk_usage(self.folder).free >= size + SPARE
+        return (
+            sum(sizes.values()) + size <= self.max_bytes
+            and shutil.disk_usage(self.folder).free >= size + MIN_FREE_BYTES
+        )
 
 
 def _used(entry: Path) -> float:
-    """When an entry was last used."""
+    """When an entry was last used, as a POSIX timestamp."""
     try:
         return entry.stat().st_mtime
-    except OSError:  # somebody else has just evicted it
+    except OSError:  # another process has just evicted it
         return 0.0
 
 
 def _size(entry: Path) -> int:
-    """Bytes of an entry, without what somebody began to write long ago, which goes."""
+    """Bytes of an entry. Deletes its abandoned temporary files."""
     total = 0
     with contextlib.suppress(OSError):
         for file in [*entry.iterdir()]:
             state = file.stat()
-            if file.suffix == ".tmp" and time.time() - state.st_mtime > STALE:
+            if file.suffix == ".tmp" and time.time() - state.st_mtime > STALE_TEMP_FILE_S:
                 file.unlink()
             else:
                 total += state.st_size
@@ -95,152 +99,154 @@ def _size(entry: Path) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One model's weights, or one rank's share of them."""
+class CacheEntry:
+    """The packed weights of one model, or of one rank's shard."""
 
-    cache: PackedCache
+    cache: PackedWeightCache
     folder: Path
-    missing: set[str] = field(default_factory=set)  # units that were packed anew
+    missing: set[str] = field(default_factory=set)  # units that had to be packed
 
-    def over(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object]) -> ModelWeights:
-        """The weights, in `dtype`, without reading those that are kept. `skip` hears the prefix of the tensors that
-        nobody will take."""
+    def load(self, weights: ModelWeights, dtype: torch.dtype, skip: Callable[[str], object]) -> ModelWeights:
+        """Replaces weights by their cached packed units, converted to `dtype`, so that they are not read. Calls `skip`
+        with the name prefix of tensors that are not needed."""
         with contextlib.suppress(OSError):
-            os.utime(self.folder)  # it is in use
+            os.utime(self.folder)  # marks the entry as used
         self.cache.writer.used.add(self.folder)
         embedding = weights.embedding
         if embedding.dtype != dtype:
-            kept = self._taken("embedding", lambda unit: unit.tensors["embedding"])
-            embedding = embedding.to(dtype) if kept is None else kept
+            cached = self._read_unit("embedding", lambda unit: unit.tensors["embedding"])
+            embedding = embedding.to(dtype) if cached is None else cached
         layers = [partial(self._layer, index, read, skip) for index, read in enumerate(weights.layers)]
         return replace(weights, embedding=embedding, layers=layers, head=partial(self._head, weights.head, skip))
 
-    def keep(self, stack: Stack) -> None:
-        """Has what was packed anew written when there is time."""
-        names: dict[str, Callable[[], Unit]] = {}
+    def store(self, stack: PackedModel) -> None:
+        """Queues the units that had to be packed for writing in the background."""
+        names: dict[str, Callable[[], PackedUnit]] = {}
         for index, layer in enumerate(stack.layers):
             names[_name(index)] = partial(_unit_of, layer)
         names["head"] = partial(_unit, head=stack.head)
-        names["embedding"] = lambda: Unit({"embedding": stack.embedding}, {})
+        names["embedding"] = lambda: PackedUnit({"embedding": stack.embedding}, {})
         total = sum(make().nbytes for name, make in names.items() if name != "embedding")
-        if total >= self.cache.least:
+        if total >= self.cache.min_model_bytes:
             for name in names.keys() & self.missing:
                 size, work = names[name]().nbytes, partial(self._write, name, names[name])
                 self.cache.writer.add(self.folder / name, size, work)
 
     def _layer(self, index: int, read: Callable[[], LayerWeights], skip: Callable[[str], object]) -> LayerWeights:
-        found = self._taken(_name(index), _layer_of)
+        found = self._read_unit(_name(index), _layer_of)
         if found is None:
             return read()
         skip(f"model.layers.{index}.")
         return found
 
     def _head(self, read: Callable[[], Weight], skip: Callable[[str], object]) -> Weight:
-        found = self._taken("head", lambda unit: _packed(unit, "head"))
+        found = self._read_unit("head", lambda unit: _packed(unit, "head"))
         if found is None:
             return read()
         skip("lm_head.")
         return found
 
-    def _taken(self, name: str, make: Callable[[Unit], T]) -> T | None:
-        """What `make` makes of a unit; None where that is to be packed anew."""
+    def _read_unit(self, name: str, make: Callable[[PackedUnit], T]) -> T | None:
+        """Reads a unit and converts it with `make`. Returns None if it must be packed."""
         unit = packed_weight_file.read(self.folder / name)
-        with contextlib.suppress(LookupError, TypeError, ValueError):  # whole, but not what belongs here
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # intact, but not the expected contents
             if unit is not None:
                 return make(unit)
         self.missing.add(name)
         return None
 
-    def _write(self, name: str, make: Callable[[], Unit], go: Callable[[], None]) -> None:
+    def _write(self, name: str, make: Callable[[], PackedUnit], check_stop: Callable[[], None]) -> None:
         unit = make()
         self.folder.mkdir(parents=True, exist_ok=True)
         if self.cache.make_room(unit.nbytes, self.folder):
-            packed_weight_file.write(self.folder / name, unit, go)
+            packed_weight_file.write(self.folder / name, unit, check_stop)
 
 
 def _name(index: int) -> str:
     return f"layer-{index:05}"
 
 
-def _layer_of(unit: Unit) -> LayerWeights:
+def _layer_of(unit: PackedUnit) -> LayerWeights:
     fields: dict[str, Any] = {name: unit.tensors[name] for name in NORMS}
     fields |= {name: _packed(unit, name) for name in MATRICES}
     return LayerWeights(**fields)
 
 
-def _unit_of(layer: Layer) -> Unit:
+def _unit_of(layer: PackedLayer) -> PackedUnit:
     norms = {name: getattr(layer, name).weight for name in NORMS}
     unit = _unit(**{name: getattr(layer, name) for name in MATRICES})
     return replace(unit, tensors={**unit.tensors, **norms})
 
 
-def _unit(**matrices: Packed) -> Unit:
+def _unit(**matrices: PackedLinear) -> PackedUnit:
     tensors: dict[str, Tensor] = {}
-    told: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name, matrix in matrices.items():
         parts = {"data": matrix.data, "scales": matrix.scales, "zeros": matrix.zeros, "bias": matrix.bias}
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items() if tensor is not None}
-        told[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.rounds}
-    return Unit(tensors, told)
+        metadata[name] = {"inputs": matrix.inputs, "outputs": matrix.outputs, "rounds": matrix.int8_activations}
+    return PackedUnit(tensors, metadata)
 
 
-def _packed(unit: Unit, name: str) -> Weight:
-    """A matrix of a unit. `pack` takes it as it is, and nobody else meets it."""
+def _packed(unit: PackedUnit, name: str) -> Weight:
+    """A matrix of a unit. It is already packed, so `pack` returns it unchanged."""
     tensors = (unit.tensors.get(f"{name}.{part}") for part in ("scales", "zeros", "bias"))
-    told = unit.told[name]
-    packed = Packed.of(told["inputs"], told["outputs"], told["rounds"], unit.tensors[f"{name}.data"], *tensors)
+    shape = unit.metadata[name]
+    packed = PackedLinear.create(
+        shape["inputs"], shape["outputs"], shape["rounds"], unit.tensors[f"{name}.data"], *tensors
+    )
     return cast(Weight, packed)
 
 
-Work = Callable[[Callable[[], None]], None]  # is handed what it must call every now and then
+WriteJob = Callable[[Callable[[], None]], None]  # its argument blocks while a request runs, and raises to stop
 
 
-class Writer:
-    """A thread that writes what is to be kept. It begins after the first request, rests while one runs, and gives up
-    for good on the first error."""
+class BackgroundWriter:
+    """Background thread that writes packed units. It starts after the first request, pauses while one runs, and stops
+    for good after the first error."""
 
     def __init__(self) -> None:
-        self.used: set[Path] = set()  # entries that this process maps, or writes
-        self.trouble: str | None = None  # why nothing more is written
-        self._work: dict[Path, tuple[int, Work]] = {}
-        self._free = threading.Event()  # no request runs
+        self.used: set[Path] = set()  # entries that this process maps or writes
+        self.error: str | None = None  # why the writer has stopped
+        self._work: dict[Path, tuple[int, WriteJob]] = {}
+        self._free = threading.Event()  # set while no request runs
         self._end = float("inf")
         self._thread: threading.Thread | None = None
 
-    def add(self, file: Path, size: int, work: Work) -> None:
-        """What is to be written there."""
+    def add(self, file: Path, size: int, work: WriteJob) -> None:
+        """Queues a file of `size` bytes, which `work` writes."""
         self._work[file] = size, work
 
-    def rest(self) -> None:
-        """A request begins."""
+    def pause(self) -> None:
+        """Pauses writing; called when a request begins."""
         self._free.clear()
 
-    def go(self) -> None:
-        """A request has ended."""
+    def resume(self) -> None:
+        """Resumes writing; called when a request has ended. Starts the thread if needed."""
         self._free.set()
         if self._thread is None and self._work:
             self._thread = threading.Thread(target=self._run, name="packed cache", daemon=True)
             self._thread.start()
 
-    def close(self, patience: float = 0.8) -> None:
-        """Writes on for at most so many seconds, then takes back what is not whole."""
-        self._end = time.monotonic() + patience
+    def close(self, timeout_s: float = 0.8) -> None:
+        """Continues writing for at most `timeout_s`, then stops and deletes the incomplete file."""
+        self._end = time.monotonic() + timeout_s
         self._free.set()
         if self._thread is not None:
-            self._thread.join(patience + 0.2)
+            self._thread.join(timeout_s + 0.2)
 
     def _run(self) -> None:
         try:
-            # last what is largest: a short run may not come to its end
+            # smallest first, since a short run may end before all is written
             for _, (_, work) in sorted(self._work.items(), key=lambda item: (item[1][0], item[0])):
                 self._pause()
                 work(self._pause)
-        except Stopped:
+        except WriterStopped:
             pass
-        except OSError as error:  # a full disk, a folder that is closed to us: the next start packs again
-            self.trouble = error.strerror or type(error).__name__
+        except OSError as error:  # a full disk or a read-only folder: the next start packs again
+            self.error = error.strerror or type(error).__name__
 
     def _pause(self) -> None:
         self._free.wait()
         if time.monotonic() > self._end:
-            raise Stopped
+            raise WriterStopped

@@ -1,7 +1,8 @@
-"""A file of packed weights: a layer, or the head. Written whole or not at all, and checked before it is used.
+"""File of packed weights (a layer or the head): written atomically, and verified by checksums when it is read.
 
 Bytes: `MAGIC`; the length of the JSON after it, 8 bytes; the BLAKE2b of that JSON, 32 bytes; the JSON; then the
-tensors, each at a multiple of 64. The JSON holds `told`, and each tensor's name, dtype, shape, place and check sum.
+tensors, each at a multiple of 64. The JSON contains the metadata (key `told`) and the name, dtype, shape, start and
+checksum of each tensor.
 """
 
 from __future__ import annotations
@@ -21,108 +22,111 @@ from torch import Tensor
 
 from swiftspec import _C
 from swiftspec.errors import UserError
-from swiftspec.file_io import Fields, decoded, parse_json
+from swiftspec.file_io import Fields, decode_utf8, parse_json
 
 MAGIC = b"SWPACK01"
-HEAD = len(MAGIC) + 8 + 32
-MOST_HEADER, LINE = 1 << 20, 64
-PIECE = 1 << 20  # bytes that are summed, or written, before somebody may say stop
-KINDS = {
+PREAMBLE_BYTES = len(MAGIC) + 8 + 32
+MAX_HEADER_BYTES, ALIGNMENT_BYTES = 1 << 20, 64
+CHUNK_BYTES = 1 << 20  # written between two checks whether to stop
+DTYPES = {
     "int32": torch.int32, "uint8": torch.uint8, "bfloat16": torch.bfloat16, "float16": torch.float16,
     "float32": torch.float32,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
-    """Tensors that belong together, and what else is to be known of them."""
+class PackedUnit:
+    """Packed tensors of a layer or of the head, with JSON metadata."""
 
     tensors: Mapping[str, Tensor]
-    told: Mapping[str, Any]
+    metadata: Mapping[str, Any]
 
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
-def read(file: Path) -> Unit | None:
-    """The unit in a file, whose pages are mapped; None where there is none, or it is not as it was written."""
+def read(file: Path) -> PackedUnit | None:
+    """Maps the unit in a file. Returns None if the file is missing, damaged or not a unit."""
     try:
         size = file.stat().st_size
-        if size < HEAD or not file.is_file():
+        if size < PREAMBLE_BYTES or not file.is_file():
             return None
         whole = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)
         return _parsed(whole)
-    except (OSError, RuntimeError, LookupError, ValueError, UserError):  # whatever it is: it is no unit
+    except (OSError, RuntimeError, LookupError, ValueError, UserError):  # not a valid unit
         return None
 
 
-def _parsed(whole: Tensor) -> Unit:
-    """Raises ValueError or UserError on what no unit has."""
-    head = whole[:HEAD].numpy().tobytes()
+def _parsed(whole: Tensor) -> PackedUnit:
+    """Parses a mapped file. Raises ValueError, LookupError or UserError if it is not a valid unit."""
+    head = whole[:PREAMBLE_BYTES].numpy().tobytes()
     length = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
-    if not head.startswith(MAGIC) or length > min(MOST_HEADER, len(whole) - HEAD):
-        raise ValueError("no unit")
-    words = whole[HEAD : HEAD + length].numpy().tobytes()
+    if not head.startswith(MAGIC) or length > min(MAX_HEADER_BYTES, len(whole) - PREAMBLE_BYTES):
+        raise ValueError("not a unit")
+    words = whole[PREAMBLE_BYTES : PREAMBLE_BYTES + length].numpy().tobytes()
     if hashlib.blake2b(words, digest_size=32).digest() != head[-32:]:
         raise ValueError("a damaged header")
-    fields = Fields(parse_json(decoded(words, "it"), "it"))
+    fields = Fields(parse_json(decode_utf8(words, "it"), "it"))
     tensors: dict[str, Tensor] = {}
     for entry in fields.objects("tensors"):
-        kind, shape = KINDS[entry.text("dtype")], entry.wholes("shape", least=0, most=len(whole))
-        start, count = entry.whole("start", least=0, most=len(whole)), math.prod(shape) * kind.itemsize
-        if start % LINE or start + count > len(whole):
+        kind, shape = DTYPES[entry.string("dtype")], entry.integers("shape", ge=0, le=len(whole))
+        start, count = entry.integer("start", ge=0, le=len(whole)), math.prod(shape) * kind.itemsize
+        if start % ALIGNMENT_BYTES or start + count > len(whole):
             raise ValueError("a tensor outside the file")
         part = whole[start : start + count]
-        if _digest(_C.sums_of(part)) != entry.text("sum"):
-            raise ValueError("damaged numbers")
-        tensors[entry.text("name")] = part.view(kind).view(shape)
-    return Unit(tensors, fields.object("told").data)
+        if _digest(_C.checksums(part)) != entry.string("sum"):
+            raise ValueError("damaged tensor")
+        tensors[entry.string("name")] = part.view(kind).view(shape)
+    return PackedUnit(tensors, fields.object("told").data)
 
 
-def write(file: Path, unit: Unit, go: Callable[[], None]) -> None:
-    """Writes a unit under another name, then renames it. `go` is called before each piece, and may raise to stop.
-    Raises OSError where it cannot be written. In neither case anything is left."""
+def write(file: Path, unit: PackedUnit, check_stop: Callable[[], None]) -> None:
+    """Writes a unit to a temporary file and renames it.
+
+    `check_stop` is called before each chunk and may raise to stop. Raises OSError if the file cannot be written. The
+    temporary file is deleted in both cases.
+    """
     entries, start = list[dict[str, object]](), 0
     for name, tensor in unit.tensors.items():
         kind = str(tensor.dtype).removeprefix("torch.")
         entries.append({"name": name, "dtype": kind, "shape": [*tensor.shape], "start": start, "sum": _digest(b"")})
-        start += -(-tensor.nbytes // LINE) * LINE
+        start += -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with part.open("wb") as stream:
-            stream.write(bytes(len(_header(entries, unit.told))))
+            stream.write(bytes(len(_header(entries, unit.metadata))))
             for entry, tensor in zip(entries, unit.tensors.values()):
                 sums = list[bytes]()
-                for piece in _pieces(tensor, go):
-                    sums.append(_C.sums_of(piece))
+                for piece in _chunks(tensor, check_stop):
+                    sums.append(_C.checksums(piece))
                     stream.write(piece.numpy().data)
-                stream.write(bytes(-tensor.nbytes % LINE))
+                stream.write(bytes(-tensor.nbytes % ALIGNMENT_BYTES))
                 entry["sum"] = _digest(b"".join(sums))
             stream.seek(0)
-            stream.write(_header(entries, unit.told))
+            stream.write(_header(entries, unit.metadata))
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
 
 
-def _header(entries: list[dict[str, object]], told: Mapping[str, Any]) -> bytes:
-    """All before the tensors, whose places are counted from its end at first, and then from the file's beginning."""
+def _header(entries: list[dict[str, object]], metadata: Mapping[str, Any]) -> bytes:
+    """The bytes before the tensors. Converts `start` of `entries` from offsets after the header to file offsets."""
     length = 0
-    while True:  # a longer number may make the header longer
+    while True:  # larger offsets can lengthen the header itself
         moved = [entry | {"start": int(str(entry["start"])) + length} for entry in entries]
-        words = json.dumps({"told": dict(told), "tensors": moved}).encode()
-        if -(-(HEAD + len(words)) // LINE) * LINE == length:
+        words = json.dumps({"told": dict(metadata), "tensors": moved}).encode()
+        if -(-(PREAMBLE_BYTES + len(words)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES == length:
             break
-        length = -(-(HEAD + len(words)) // LINE) * LINE
-    words += b" " * (length - HEAD - len(words))
+        length = -(-(PREAMBLE_BYTES + len(words)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    words += b" " * (length - PREAMBLE_BYTES - len(words))
     return MAGIC + len(words).to_bytes(8, "little") + hashlib.blake2b(words, digest_size=32).digest() + words
 
 
-def _pieces(tensor: Tensor, go: Callable[[], None]) -> Iterator[Tensor]:
-    """The bytes of a contiguous tensor."""
-    for piece in tensor.flatten().view(torch.uint8).split(PIECE):
-        go()
+def _chunks(tensor: Tensor, check_stop: Callable[[], None]) -> Iterator[Tensor]:
+    """The bytes of a contiguous tensor in chunks."""
+    for piece in tensor.flatten().view(torch.uint8).split(CHUNK_BYTES):
+        check_stop()
         yield piece
 
 

@@ -1,9 +1,8 @@
-"""The same functions through libraries, one kernel after the other: the baseline of the benches, and for debugging.
+"""Library backend: the operators as unfused torch kernels, a baseline for benchmarks and debugging.
 
-reference/ is that already on any device: a norm, a matrix product, an activation each for itself, SDPA under a mask.
-Two things differ. Int4 weights of bfloat16 models stay int4 and go through torch's own int4 product, whose scales are
-bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured
-(runtime/executors/graph.py); for that, every row is scored against the whole region of the cache, masked.
+It differs from reference/ in two points. Int4 weights of bfloat16 models stay int4 and use torch's int4 product, whose
+scales are bfloat16. And `prepare` reads nothing on the host, so that a forward can be captured as a CUDA graph
+(runtime/executors/graph.py); therefore every row is scored against the whole region of the cache, masked.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swiftspec.backends import reference
-from swiftspec.backends.cpu.packing import Int4
+from swiftspec.backends.cpu.packing import Int4Source
 from swiftspec.backends.reference import (
     Scores,
     children,
@@ -36,14 +35,14 @@ from swiftspec.backends.reference import (
     rope_tables,
     tree_attention,
 )
-from swiftspec.backends.reference.attention import AttentionPlan, Part
-from swiftspec.backends.reference.packing import Packed
+from swiftspec.backends.reference.attention import ReferenceAttentionPlan, ReferenceSequenceRows
+from swiftspec.backends.reference.packing import LinearFn
 from swiftspec.model.batch import Batch
 from swiftspec.model.packed_model import Cache
 from swiftspec.model.weights import Weight
 
 __all__ = [
-    "CAPTURES",
+    "MAX_CAPTURED_SEQUENCES",
     "Scores",
     "children",
     "device_tree",
@@ -66,13 +65,13 @@ __all__ = [
     "tree_attention",
 ]
 
-CAPTURES = 1  # a forward over one sequence touches the host nowhere
-INNER_TILES = 8  # of 16 inputs each: how torch's CUDA kernel lays weights out
+MAX_CAPTURED_SEQUENCES = 1  # forwards of one sequence do not synchronise with the host
+INNER_TILES = 8  # of 16 inputs each, in the layout of torch's CUDA kernel
 
 
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K]: int4 as it is if torch multiplies it so, else as reference/ does."""
-    if dtype != torch.bfloat16 or not isinstance(weight, Int4) or weight.shape[1] % (16 * INNER_TILES):
+def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
+    """Packs a checkpoint's matrix [N, K]: as int4 if torch's product supports it, else as reference/ does."""
+    if dtype != torch.bfloat16 or not isinstance(weight, Int4Source) or weight.shape[1] % (16 * INNER_TILES):
         return reference.pack(weight, dtype, device)
     weight = weight.to(device).in_order()
     codes, scales = _unpack(weight.packed).t(), weight.scales.float()
@@ -101,16 +100,16 @@ def _unpack(words: Tensor) -> Tensor:
     return (words.unsqueeze(-1) >> shifts).bitwise_and_(15).flatten(1)
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
-    """Once per forward, before the layers; several sequences go the way of reference/, which reads their rows."""
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+    """Prepares attention, once per forward. Caches of several sequences use reference/, which reads on the host."""
     if cache.k.shape[1] > 1:
         return reference.prepare(batch, cache, cos, sin, num_heads)
     group, capacity, width = num_heads // cache.k.shape[2], cache.k.shape[3], batch.mask.shape[1]
     column = torch.arange(capacity, device=batch.mask.device) - (batch.kv_len - width)
-    window = F.pad(batch.mask, (0, 1)).index_select(1, column.clamp(0, width))  # beyond the window nothing is in use
+    window = F.pad(batch.mask, (0, 1)).index_select(1, column.clamp(0, width))  # slots after the window are unused
     hidden = ~(window | (column < 0))
     mask = torch.zeros(hidden.shape, dtype=cos.dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
-    part = Part(
+    part = ReferenceSequenceRows(
         rows=None,
         slots=batch.slots,
         key_targets=list(cache.k[:, 0].transpose(1, 2).unbind(0)),
@@ -120,4 +119,4 @@ def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int
         mask=mask.repeat(group, 1)[None, None],
     )
     cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
-    return AttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, [part])
+    return ReferenceAttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, [part])

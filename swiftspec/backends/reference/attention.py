@@ -1,4 +1,4 @@
-"""Rotary positions and masked attention over a cache. Letters as in this room's __init__."""
+"""RoPE and masked attention over a KV cache. Symbols as in reference/__init__.py."""
 
 from __future__ import annotations
 
@@ -18,78 +18,78 @@ from swiftspec.model.packed_model import Cache
 def rope_tables(
     rope: RopeConfig, head_dim: int, length: int, dtype: torch.dtype, device: torch.device | str
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [length, hd]; sin has the half rotation's sign, so that x' = x cos + roll(x, hd/2) sin.
+    """RoPE tables cos and sin [length, hd]; sin includes the sign of the rotation: x' = x cos + roll(x, hd/2) sin.
 
     Angles are float32 whatever the model's dtype, as in transformers' modeling_rope_utils.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = _stretch(1.0 / (rope.theta**exponents), rope)
+    frequencies = _scale_frequencies(1.0 / (rope.theta**exponents), rope)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     cos, sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
     return torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
 
 
-def _stretch(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Context extension. "llama3" leaves short waves, divides long ones by the factor, blends in between."""
+def _scale_frequencies(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """RoPE scaling. "llama3" keeps high frequencies, divides low ones by the factor, and interpolates in between."""
     if rope.kind == "default":
         return frequencies
     if rope.kind == "linear":
         return frequencies / rope.factor
-    turns = rope.original_max_position / (2 * math.pi / frequencies)  # within the length the model was trained at
-    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    wavelengths = rope.original_max_position / (2 * math.pi / frequencies)  # in the original context
+    share = (wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = (1 - share) * frequencies / rope.factor + share * frequencies
-    stretched = torch.where(turns < rope.low_freq_factor, frequencies / rope.factor, blend)
-    return torch.where(turns > rope.high_freq_factor, frequencies, stretched)
+    stretched = torch.where(wavelengths < rope.low_freq_factor, frequencies / rope.factor, blend)
+    return torch.where(wavelengths > rope.high_freq_factor, frequencies, stretched)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The rows of one sequence. The lists hold one view of the cache for each layer."""
+class ReferenceSequenceRows:
+    """The rows of one sequence in a batch. The lists contain one view of the cache per layer."""
 
     rows: Tensor | None  # [m] int64; None: all rows of the batch
-    slots: Tensor | None  # [m] int64; None: they follow each other, and the targets below are just them
+    slots: Tensor | None  # [m] int64; None: consecutive slots, and the targets are views of exactly these
     key_targets: list[Tensor]  # [m, G, hd], or with slots [capacity, G, hd]
     value_targets: list[Tensor]
     keys: list[Tensor]  # [1, G, L, hd]
     values: list[Tensor]
-    mask: Tensor | None  # [1, 1, g * m, L], added to the scores; None: nothing is hidden
+    mask: Tensor | None  # [1, 1, g * m, L], added to the scores; None: all slots are visible
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """What attention needs and is the same in every layer."""
+class ReferenceAttentionPlan:
+    """Inputs of attention that are the same in every layer."""
 
     cos: Tensor  # [n, 1, hd]
     sin: Tensor  # [n, 1, hd]
     num_heads: int
-    parts: list[Part]
+    parts: list[ReferenceSequenceRows]
 
 
-def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> AttentionPlan:
-    """Once per forward, before the layers. `cos` and `sin` are the tables of `rope_tables`."""
-    here, lengths = batch.sequence.tolist(), batch.kv_len.tolist()
-    present = sorted(set(here))
-    parts: list[Part] = []
+def prepare(batch: Batch, cache: Cache, cos: Tensor, sin: Tensor, num_heads: int) -> ReferenceAttentionPlan:
+    """Prepares attention, once per forward. `cos` and `sin` are the tables of `rope_tables`."""
+    lengths = batch.kv_len.tolist()
+    present = sorted(set(batch.sequence.tolist()))
+    parts: list[ReferenceSequenceRows] = []
     for sequence in present:
         rows = None if len(present) == 1 else (batch.sequence == sequence).nonzero().squeeze(1)
-        parts.append(_part(batch, cache, sequence, rows, lengths[sequence], num_heads, cos.dtype))
+        parts.append(_sequence_rows(batch, cache, sequence, rows, lengths[sequence], num_heads, cos.dtype))
     cos, sin = cos.index_select(0, batch.positions), sin.index_select(0, batch.positions)
-    return AttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, parts)
+    return ReferenceAttentionPlan(cos.unsqueeze(1), sin.unsqueeze(1), num_heads, parts)
 
 
-def _part(
+def _sequence_rows(
     batch: Batch, cache: Cache, sequence: int, rows: Tensor | None, length: int, num_heads: int, dtype: torch.dtype
-) -> Part:
+) -> ReferenceSequenceRows:
     slots, window = (each if rows is None else each[rows] for each in (batch.slots, batch.mask))
-    places = slots.tolist()
-    first, count = places[0], len(places)
-    run = places == list(range(first, first + count))
+    indices = slots.tolist()
+    first, count = indices[0], len(indices)
+    run = indices == list(range(first, first + count))
     target = slice(first, first + count) if run else slice(None)
     k, v = cache.k[:, sequence : sequence + 1], cache.v[:, sequence : sequence + 1]
     to_k, to_v = (list(part[:, 0, :, target].transpose(1, 2).unbind(0)) for part in (k, v))
     keys, values = (list(part[:, :, :, :length].unbind(0)) for part in (k, v))
     mask = _mask(window, length, num_heads // cache.k.shape[2], dtype)
-    return Part(rows, None if run else slots, to_k, to_v, keys, values, mask)
+    return ReferenceSequenceRows(rows, None if run else slots, to_k, to_v, keys, values, mask)
 
 
 def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -102,15 +102,15 @@ def _mask(window: Tensor, length: int, group: int, dtype: torch.dtype) -> Tensor
     return mask.expand(group, -1, -1).reshape(1, 1, -1, length)
 
 
-def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
+def tree_attention(qkv: Tensor, plan: ReferenceAttentionPlan, layer: int) -> Tensor:
     """RoPE, KV append, masked attention: qkv [n, (H + 2G) hd] -> [n, H hd]."""
     rows, head_dim = qkv.shape[0], plan.cos.shape[-1]
     heads = qkv.view(rows, -1, head_dim)
     kv_heads = (heads.shape[1] - plan.num_heads) // 2
-    turned, v = heads.split((plan.num_heads + kv_heads, kv_heads), 1)
-    # roll and the signed sine are half rotation in three operations
-    turned = torch.addcmul(turned * plan.cos, turned.roll(head_dim // 2, -1), plan.sin)
-    q, k = turned.split((plan.num_heads, kv_heads), 1)
+    rotated, v = heads.split((plan.num_heads + kv_heads, kv_heads), 1)
+    # three operations: roll by half a head, and multiply by the signed sine
+    rotated = torch.addcmul(rotated * plan.cos, rotated.roll(head_dim // 2, -1), plan.sin)
+    q, k = rotated.split((plan.num_heads, kv_heads), 1)
     if len(plan.parts) == 1:
         return _attend(q, k, v, plan.parts[0], layer)
     out = qkv.new_empty(rows, plan.num_heads * head_dim)
@@ -120,10 +120,10 @@ def tree_attention(qkv: Tensor, plan: AttentionPlan, layer: int) -> Tensor:
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: ReferenceSequenceRows, layer: int) -> Tensor:
     """One sequence: q [m, H, hd], k and v [m, G, hd] -> [m, H hd].
 
-    The g heads that share keys become rows of one attention head, so keys and values are never expanded.
+    The g query heads that share keys become rows of one head, so keys and values are not expanded.
     """
     rows, kv_heads, head_dim = k.shape
     for target, new in ((part.key_targets[layer], k), (part.value_targets[layer], v)):
@@ -132,14 +132,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, layer: int) -> Tensor:
         else:
             target[part.slots] = new.to(target.dtype)
     folded = q.view(rows, kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, -1, head_dim)
-    keys, values = part.keys[layer].to(q.dtype), part.values[layer].to(q.dtype)  # new ones, too, as the cache has them
+    keys, values = (
+        part.keys[layer].to(q.dtype),
+        part.values[layer].to(q.dtype),
+    )  # the new keys too are read in the precision of the cache
     out = F.scaled_dot_product_attention(folded, keys, values, part.mask)
     return out.view(kv_heads, -1, rows, head_dim).permute(2, 0, 1, 3).reshape(rows, -1)
 
 
 def mover(k: Tensor, v: Tensor) -> Callable[[int, Sequence[int], int], None]:
-    """`move(sequence, source, start)` for a cache: in place, in all layers, slots source[i] -> start + i, where
-    source [m] ascends and source[i] >= start + i."""
+    """Returns `move(sequence, source, start)`, which moves slots source[i] to start + i in place, in all layers of a
+    cache. `source` [m] must ascend, with source[i] >= start + i."""
 
     def move(sequence: int, source: Sequence[int], start: int) -> None:
         slots = torch.tensor(source, dtype=torch.int64, device=k.device)

@@ -1,4 +1,4 @@
-"""What is made of weights when they are loaded. Letters as in this room's __init__."""
+"""Packing of weights at load. Symbols as in reference/__init__.py."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from swiftspec.model.weights import Weight
 
-Packed = Callable[[Tensor], Tensor]  # a projection made ready at load: [n, K] -> [n, N]
+LinearFn = Callable[[Tensor], Tensor]  # a packed projection: [n, K] -> [n, N]
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMSNorm made ready at load."""
+class ReferenceNorm:
+    """A packed RMSNorm."""
 
     weight: Tensor  # [D]
     eps: Tensor  # [] in the dtype that the variance is computed in
 
 
-def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Packed:
-    """A checkpoint's matrix [N, K] as a projection: a dense one, unless it has an arithmetic of its own."""
+def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> LinearFn:
+    """Packs a checkpoint's matrix [N, K]: its own product if it defines one, else a dense projection."""
     own = weight.product(device)
     if own is not None:
         return own
@@ -32,7 +32,7 @@ def pack(weight: Weight, dtype: torch.dtype, device: torch.device | str) -> Pack
     return lambda x: F.linear(x, dense, bias)
 
 
-def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> Norm:
-    """An RMSNorm's weight [D] and epsilon. The variance is float32, and float64 in a float64 model."""
+def pack_norm(weight: Tensor, eps: float, dtype: torch.dtype, device: torch.device | str) -> ReferenceNorm:
+    """Packs an RMSNorm: weight [D] and epsilon. The variance is float32, or float64 in a float64 model."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return Norm(weight.to(device, dtype), torch.tensor(eps, dtype=wide, device=device))
+    return ReferenceNorm(weight.to(device, dtype), torch.tensor(eps, dtype=wide, device=device))
