@@ -2,7 +2,7 @@
 
     python -m bench.simulated_network [--delays 0.2,2,20] [--leaves 16,32] [--expansion 3.4] [--host 1]
 
-The worker's `TreeFeed` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the target's text
+The worker's `TreeDeltaSender` and the orchestrator's `ReplicaDrafter` of the embedded draft run as they are; the target's text
 is known beforehand (greedy, the prompts of bench/network_delay.py), and every step, message and hop takes the time
 that it is
 said to take: so a minute shows what another rule of growing or proposing would be worth. Milliseconds; delays one way;
@@ -20,18 +20,18 @@ import torch
 
 from bench.data.heldout import texts
 from bench.workers import NODES, PACES
-from swiftspec.builder.model_pair import Models, draft_slots, drafter_on
+from swiftspec.builder.model_pair import ModelPair, build_drafter, draft_tree_slots
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
-from swiftspec.runtime.tree_delta_sender import TreeFeed
-from swiftspec.serve.model_resolution import embedded_model
+from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
+from swiftspec.serve.model_resolution import demo_model_path
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.tree.replica import Replica, TreeDelta
+from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
 
 PROMPTS, TOKENS, MORE = 12, 128, 40  # the last round may overshoot by fewer than MORE
@@ -39,21 +39,23 @@ Text = tuple[list[int], list[int]]  # a prompt, and what follows
 
 
 class CountedLink:
-    """A `FeedLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has its
+    """A `TreeDeltaLink` to a worker on the same clock. `now`: the orchestrator's moment; `_free`: when the draft has its
     next one."""
 
-    busy, patience = 0.0, 1.0
+    busy, answer_timeout_s = 0.0, 1.0
 
     def __init__(self, config: EngineConfig, delay: float, expansion: float) -> None:
-        path = Path(embedded_model("draft"))
+        path = Path(demo_model_path("draft"))
         shape = EngineConfig(verify_batch=NODES, draft_leaves=config.draft_leaves, adapt_steps=True)
-        models = Models.check(path, path, shape, None, {"only": "draft"})
-        drafter = drafter_on(*models.loaded("draft", config, None, None).runner(draft_slots(config), Pause()), config)
+        models = ModelPair.check(path, path, shape, None, {"only": "draft"})
+        drafter = build_drafter(
+            *models.load_side("draft", config, None, None).runner(draft_tree_slots(config), CancelCheck()), config
+        )
         assert isinstance(drafter, AheadDrafter)
-        self._feed = TreeFeed(drafter, self._say, config)
+        self._feed = TreeDeltaSender(drafter, self._say, config)
         self._delay, self._expansion, self.now = delay, expansion, 0.0
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._said, self._told = deque[tuple[float, TreeDelta]](), deque[tuple[float, VerifyResult]]()
         self._free, self._grows = self.now + self._delay, True
         self._feed.open(opening)
@@ -61,13 +63,13 @@ class CountedLink:
     def send(self, result: VerifyResult) -> None:
         self._told.append((self.now + self._delay, result))
 
-    def take(self, until: float | None) -> TreeDelta | None:
+    def receive(self, deadline: float | None) -> TreeDelta | None:
         """What is there by now; where that is waited for the clock goes on."""
         while self._free + self._expansion <= self.now + self._delay and self._step():
             pass
-        while not self._said and until is not None:
+        while not self._said and deadline is not None:
             assert self._step(), "nothing more will come"
-        if not self._said or (until is None and self._said[0][0] > self.now):
+        if not self._said or (deadline is None and self._said[0][0] > self.now):
             return None
         came, delta = self._said.popleft()
         self.now = max(self.now, came)
@@ -105,11 +107,13 @@ def verified(proposal: Proposal, text: Sequence[int]) -> VerifyResult:
 def run(known: Sequence[Text], leaves: int, delay: float, expansion: float, host: float) -> tuple[float, float, float]:
     """Tokens a second, tokens a round, and the share of rounds that waited."""
     config = EngineConfig("async", verify_batch=NODES, draft_leaves=leaves, target_remote=True, draft_remote=True)
-    link, slots = CountedLink(config, delay, expansion), draft_slots(config)
+    link, slots = CountedLink(config, delay, expansion), draft_tree_slots(config)
     seconds, made, rounds, waited = 0.0, 0, 0, 0
     for prompt, text in known:
-        drafter = ReplicaDrafter(link, Replica(DraftTree(1 + slots * config.children, slots), 1 << 30), config)
-        drafter.open(Opening(1, tuple(prompt), SamplingParams(temperature=0), len(prompt)))
+        drafter = ReplicaDrafter(
+            link, TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), 1 << 30), config
+        )
+        drafter.open(RequestStart(1, tuple(prompt), SamplingParams(temperature=0), len(prompt)))
         at, proposal, began = 0, drafter.propose(), link.now
         while True:
             result = verified(proposal, text[at:])
@@ -141,7 +145,7 @@ def main() -> None:
     parser.add_argument("--host", type=float, default=1.0)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    target = Path(embedded_model("target"))
+    target = Path(demo_model_path("target"))
     codec, llm = TextCodec(target), LLM(target, None, EngineConfig("ar"))
     known: list[Text] = []
     for prompt in texts()[:PROMPTS]:

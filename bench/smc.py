@@ -33,11 +33,11 @@ from swiftspec.backends import reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Completion
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.runner import Runner
-from swiftspec.smc.population import SMC
+from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask
 
 CONTEXT = 1536
@@ -158,14 +158,14 @@ def memory(args: argparse.Namespace) -> None:
     """Cache bytes that 64 particles over a prompt of 1,000 tokens use, beside what copies would."""
     llm = build(64, 4, args)
     smc = llm.roles.parts
-    assert isinstance(smc, SMC)
+    assert isinstance(smc, LocalPopulation)
     each = sum(2 * r.cache.k[:, 0, :, 0].numel() * r.cache.k.element_size() for r in (smc.target, smc.draft))
     prompt = tuple((7 * i) % 4000 + 5 for i in range(1000))
-    group = smc.admit(Opening(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
+    group = smc.admit(RequestStart(1, prompt, SamplingParams(temperature=args.temperature), len(prompt)), (), 64)
     counts = [len(prompt)]
     while smc.launch():
         smc.collect()
-        counts.append(smc.target.cache.prefix_len[group.sequence] + group.used)
+        counts.append(smc.target.cache.prefix_len[group.sequence] + group.used_slots)
     answer = smc.finish(group)
     print(f"\n64 particles, prompt of 1,000 tokens, {each} cache bytes a token (both models)")
     print(f"  after the fan-out: {counts[0]} slots, {counts[0] * each / 2**20:.1f} MiB")

@@ -31,8 +31,8 @@ from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.smc.decoding import Request
-from swiftspec.smc.population import SMC
+from swiftspec.smc.decoding import BatchRequest
+from swiftspec.smc.population import LocalPopulation
 
 KINDS = ("smc", "match", "reject")
 ABLATED = ("deferred bonus", "late host", "round in one call")
@@ -74,10 +74,10 @@ def build(kind: str, particles: int, steps: int, without: str, args: argparse.Na
         config = EngineConfig("serial", draft_steps=steps, verify=kind, max_num_seqs=most)
     llm = LLM(args.target, args.draft, config, **options)
     population = llm.roles.parts
-    assert isinstance(population, SMC)
+    assert isinstance(population, LocalPopulation)
     rounds = "eager" if without == "round in one call" else args.rounds
     if rounds is not None:
-        population.steps_known = [known for known in population.steps_known if known.name in (rounds, "eager")]
+        population.executors = [known for known in population.executors if known.name in (rounds, "eager")]
     lag = int(without != "late host") if args.ablate else args.lag
     if lag is not None:
         population.lag = lag
@@ -94,7 +94,7 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
     waiting, here, decoding = iter(requests), 0, llm.roles.decoding
     came: list[float] = []  # seconds in forwards until each request came
 
-    def arriving() -> Request | None:
+    def arriving() -> BatchRequest | None:
         nonlocal here
         request = None if here == at_once else next(waiting, None)
         if request is not None:
@@ -103,9 +103,9 @@ def run(llm: LLM, prompts: Sequence[Sequence[int]], args: argparse.Namespace, at
         return request
 
     began, busy = time.perf_counter(), sum(decoding.busy)
-    for _, chunk in llm.engine.together(arriving, lambda request: False):
+    for _, chunk in llm.engine.run_batch(arriving, lambda request: False):
         here -= chunk.finish_reason is not None
-    prompts_read = sum(sum(request.spent) for request in requests) - sum(came)
+    prompts_read = sum(sum(request.busy_before) for request in requests) - sum(came)
     reading = sum(request.stats.prompt_time for request in requests)
     seconds = time.perf_counter() - began - reading
     tokens = sum(request.stats.tokens for request in requests)
@@ -120,7 +120,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
     """Tokens a second of the target's forwards over a row of each of so many requests, behind prompts that others have
     left in the cache. Median of a few."""
     population = llm.roles.parts
-    assert isinstance(population, SMC)
+    assert isinstance(population, LocalPopulation)
     target = population.target
     device, cache = target.model.device, target.cache
     mask = torch.zeros(at_once, WINDOW, dtype=torch.bool, device=device)
@@ -136,7 +136,7 @@ def plain(llm: LLM, at_once: int, forwards: int = 8) -> float:
         return logits
 
     work: Callable[[], object] = forward
-    if population.steps_known[0].name == "graph":
+    if population.executors[0].name == "graph":
         _, work = CudaCapture(Lock())(forward)
     for _ in range(forwards):
         began = time.perf_counter()

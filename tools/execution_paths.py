@@ -14,19 +14,19 @@ import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Kind, Steps, choose, features, selection
-from swiftspec.runtime.executors.population_rounds import Rounds
+from swiftspec.runtime.executors import Executor, TreeExecutor, features_of, select_executor, selection
+from swiftspec.runtime.executors.population_rounds import PopulationExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.rejection_verifier import FullVerifier
-from swiftspec.sampling.vocab import HEAD
+from swiftspec.runtime.rejection_verifier import RejectionVerifier
+from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.smc.limits import check_sampling
-from swiftspec.tree.rejection import Rejection
+from swiftspec.tree.rejection import RejectionSampling
 
 REFUSED = "refused"
 RANKS = 2  # of a group, where a machine has one
-DEEP = HEAD * RANKS  # a top-k that the ranks of that group do not exchange
+DEEP = TOP_CANDIDATES * RANKS  # a top-k that the ranks of that group do not exchange
 SERIAL, DRAWN = EngineConfig(), EngineConfig(proposal="sample")
 REJECTED = EngineConfig(verify="reject")
 
@@ -50,22 +50,26 @@ class Machine:
         shard = SimpleNamespace(exchanged=DEEP) if self.group else None
         return SimpleNamespace(model=model, shard=shard, vocab=1, tree_slots=16)
 
-    def tools(self) -> selection.Tools:
+    def tools(self) -> selection.ExecutorDeps:
         """Of either model."""
         tree = SimpleNamespace(rows=SimpleNamespace(tokens=()))
-        ops: Any = SimpleNamespace(device_tree=lambda *shape: tree if self.tree else None, CAPTURES=self.graphs)
+        ops: Any = SimpleNamespace(
+            device_tree=lambda *shape: tree if self.tree else None, MAX_CAPTURED_SEQUENCES=self.graphs
+        )
         fused: Any = SimpleNamespace(tree=lambda *shape: None) if self.fused else None
         capture: Any = (lambda work: None) if self.graphs else None
-        return selection.Tools(ops, fused, capture)
+        return selection.ExecutorDeps(ops, fused, capture)
 
-    def to_expand(self) -> list[Steps]:
-        return selection.for_draft(self.runner(), self.tools(), SERIAL)[0]
+    def to_expand(self) -> list[TreeExecutor]:
+        return selection.draft_executors(self.runner(), self.tools(), SERIAL)[0]
 
-    def to_verify(self) -> list[Steps]:
-        return selection.for_target(self.runner(), self.tools())
+    def to_verify(self) -> list[TreeExecutor]:
+        return selection.target_executors(self.runner(), self.tools())
 
-    def for_rounds(self) -> list[Rounds]:
-        return selection.for_population(self.runner(), self.runner(), self.tools(), self.tools(), PopulationConfig())
+    def for_rounds(self) -> list[PopulationExecutor]:
+        return selection.population_executors(
+            self.runner(), self.runner(), self.tools(), self.tools(), PopulationConfig()
+        )
 
 
 MACHINES = (
@@ -87,15 +91,15 @@ class Asked:
     config: EngineConfig = SERIAL
 
     @property
-    def opening(self) -> Opening:
-        return Opening(0, (0,), self.sampling, 1)
+    def opening(self) -> RequestStart:
+        return RequestStart(0, (0,), self.sampling, 1)
 
 
 TEMPERATURE = Asked("temperature above 0", SamplingParams())
 GREEDY = Asked("temperature 0", SamplingParams(temperature=0.0))
 BIAS = Asked("logit bias", SamplingParams(logit_bias={0: 1.0}))
 FILTERS = Asked("top-k, top-p or min-p", SamplingParams(top_p=0.9))
-DEEP_FILTERS = Asked(f"top-k of {HEAD} or more for each rank of a group", SamplingParams(top_k=DEEP))
+DEEP_FILTERS = Asked(f"top-k of {TOP_CANDIDATES} or more for each rank of a group", SamplingParams(top_k=DEEP))
 PENALTIES = Asked("repetition, presence or frequency penalty", SamplingParams(presence_penalty=1.0))
 GUIDANCE = Asked("guidance", SamplingParams(guidance_scale=2.0))
 GRAMMAR = Asked("a grammar", SamplingParams(grammar="start: /a/"))
@@ -106,28 +110,30 @@ REJECT = Asked("`--verify reject`", SamplingParams(), REJECTED)
 COLD = Asked("`--proposal sample` at temperature 0", SamplingParams(temperature=0.0), DRAWN)
 
 
-def expands(machine: Machine, asked: Asked) -> Steps:
+def expands(machine: Machine, asked: Asked) -> TreeExecutor:
     """What grows the draft tree for a request."""
     asked.config.check_request(asked.sampling)
     nothing: Any = None
-    children: Any = SimpleNamespace(drawn=asked.config.proposal == "sample")
-    return LocalDrafter(machine.runner(), machine.to_expand(), nothing, children, asked.config).choose(asked.opening)
+    children: Any = SimpleNamespace(sampled=asked.config.proposal == "sample")
+    return LocalDrafter(machine.runner(), machine.to_expand(), nothing, children, asked.config).select_executor(
+        asked.opening
+    )
 
 
-def verifies(machine: Machine, asked: Asked) -> Steps:
+def verifies(machine: Machine, asked: Asked) -> TreeExecutor:
     """What runs the target over a proposal."""
     asked.config.check_request(asked.sampling)
-    rejection = Rejection if asked.config.verify == "reject" else None
-    return FullVerifier(machine.runner(), machine.to_verify(), rejection).choose(asked.opening)
+    rejection = RejectionSampling if asked.config.verify == "reject" else None
+    return RejectionVerifier(machine.runner(), machine.to_verify(), rejection).select_executor(asked.opening)
 
 
-def rounds(machine: Machine, asked: Asked) -> Kind:
+def rounds(machine: Machine, asked: Asked) -> Executor:
     """What runs a round of particles."""
     check_sampling(asked.sampling)
-    return choose(machine.for_rounds(), features(asked.sampling, "population"))
+    return select_executor(machine.for_rounds(), features_of(asked.sampling, "population"))
 
 
-Step = Callable[[Machine, Asked], Kind]
+Step = Callable[[Machine, Asked], Executor]
 STEPS: tuple[tuple[str, Step, tuple[Asked, ...]], ...] = (
     ("Expansions of the draft tree", expands, (*SHAPED, SAMPLE, REJECT, COLD)),
     ("Verifications", verifies, (*SHAPED, SAMPLE, REJECT, COLD)),

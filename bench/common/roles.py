@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from swiftspec.builder.roles import Tree, decoding_on
+from swiftspec.builder.roles import TreeRoles, make_fallback_decoding
 from swiftspec.config import EngineConfig
 from swiftspec.llm import LLM
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier, Verifier
-from swiftspec.tree.children import BestChildren, Children
-from swiftspec.tree.sampled_children import DrawnChildren
+from swiftspec.tree.children import ChildSelector, TopChildren
+from swiftspec.tree.sampled_children import SampledChildren
 
 Ahead = TypeVar("Ahead", bound=AheadDrafter)
 
@@ -20,21 +20,23 @@ Ahead = TypeVar("Ahead", bound=AheadDrafter)
 def local_roles(llm: LLM) -> tuple[LocalDrafter, LocalVerifier]:
     """Drafter and verifier of an engine in mode serial."""
     parts = llm.roles.parts
-    assert isinstance(parts, Tree)
+    assert isinstance(parts, TreeRoles)
     assert isinstance(parts.drafter, LocalDrafter) and isinstance(parts.verifier, LocalVerifier)
     return parts.drafter, parts.verifier
 
 
 def decode_on(llm: LLM, drafter: Drafter, verifier: Verifier) -> None:
     """Has an engine decode on these from now on."""
-    llm.engine.decoding = decoding_on(drafter, verifier)
+    llm.engine.decoding = make_fallback_decoding(drafter, verifier)
 
 
 def growing_ahead(drafter: LocalDrafter, config: EngineConfig, kind: type[Ahead]) -> Ahead:
     """A drafter that grows the same tree ahead of the target, by the same steps. Only one of the two may be used at a
     time. `config`: as the drafter's, but for d."""
     runner = drafter.runner
-    children: Children = BestChildren(config.children, config.proposal == "coupled")
+    children: ChildSelector = TopChildren(config.children_per_leaf, config.proposal == "coupled")
     if config.proposal == "sample":
-        children = DrawnChildren(config.children, runner.tree_slots, runner.vocab, carry=config.verify == "reject")
-    return kind(runner, drafter.steps_known, drafter.tree, children, config)
+        children = SampledChildren(
+            config.children_per_leaf, runner.tree_slots, runner.vocab, carry=config.verify == "reject"
+        )
+    return kind(runner, drafter.executors, drafter.tree, children, config)

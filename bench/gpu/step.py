@@ -31,7 +31,7 @@ import torch
 from bench.common.roles import decode_on, growing_ahead, local_roles
 from bench.data.heldout import DEMO, ROOT, read_token_ids
 from swiftspec.backends import cuda
-from swiftspec.builder.load_options import CacheName, HeadName, Load, Options
+from swiftspec.builder.load_options import CacheName, HeadName, LoadModel, LoadOptions
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
@@ -40,13 +40,13 @@ from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import NoDrafter
-from swiftspec.runtime.executors import Request
-from swiftspec.runtime.executors.eager import EagerSteps
-from swiftspec.runtime.executors.graph import FORWARDS, GraphForwards
+from swiftspec.runtime.executors import ExecutorRequest
+from swiftspec.runtime.executors.eager import EagerExecutor
+from swiftspec.runtime.executors.graph import FORWARD_FAMILY, GraphForwardExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.overlapped import ThreadedVerifier
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.smc.population import SMC
+from swiftspec.smc.population import LocalPopulation
 from swiftspec.tree import mask as tree_mask
 from tools.width_expand.checkpoint import write_config
 from tools.width_expand.model import load as load_grown
@@ -59,7 +59,7 @@ Role = LocalDrafter | LocalVerifier
 
 
 @contextmanager
-def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], Load]]:
+def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], LoadModel]]:
     """Directories with the two grown configurations, and what makes the models that they describe."""
     with tempfile.TemporaryDirectory() as folder:
         smalls: dict[Path, Path] = {}
@@ -77,11 +77,11 @@ def grown_pair(shapes: list[str], seed: int = 0) -> Iterator[tuple[list[Path], L
         yield list(smalls), load
 
 
-def forwards(role: Role) -> EagerSteps:
+def forwards(role: Role) -> EagerExecutor:
     """The steps of a role that give logits, which are graphs where the model can be captured."""
-    steps = next(kind for kind in role.steps_known if type(kind) in (GraphForwards, EagerSteps))
-    assert isinstance(steps, EagerSteps)
-    steps.open(Request(role.runner.sampler(SamplingParams(temperature=0), ())))
+    steps = next(kind for kind in role.executors if type(kind) in (GraphForwardExecutor, EagerExecutor))
+    assert isinstance(steps, EagerExecutor)
+    steps.open(ExecutorRequest(role.runner.sampler(SamplingParams(temperature=0), ())))
     return steps
 
 
@@ -106,10 +106,10 @@ def asking_ahead(role: Role, on: bool) -> Role:
     """Has projections ask for nothing of the next one's tiles, or for them again."""
     model = role.runner.model
     assert isinstance(model, Transformer)
-    cuda.ask_ahead(model.stack, on)
-    for steps in role.steps_known:
-        if isinstance(steps, GraphForwards):
-            steps.graphs.forget(FORWARDS)  # they hold what they were captured with
+    cuda.enable_weight_prefetch(model.stack, on)
+    for steps in role.executors:
+        if isinstance(steps, GraphForwardExecutor):
+            steps.graphs.evict(FORWARD_FAMILY)  # they hold what they were captured with
     return role
 
 
@@ -157,7 +157,7 @@ def measure(pair: str, args: argparse.Namespace, note: Callable[[dict[str, Any]]
     """One pair: how fast it decodes with a tree and without, whether it says what it should, and its steps. `note` gets
     what there is after every part, so that what fails later takes nothing with it."""
     prompts = read_token_ids(args.prompts)
-    options: Options = {"device": args.device, "max_model_len": args.context + 256}
+    options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256}
     said = truth(prompts, args.tokens)
     shapes = pair.split(",")
     with grown_pair(shapes) if pair != "demo" else _demo() as (paths, load):
@@ -221,20 +221,20 @@ def measure_particles(pair: str, args: argparse.Namespace, note: Callable[[dict[
 
         for count in sorted(args.particles, reverse=True):
             config = EngineConfig("smc", population=PopulationConfig(particles=count))
-            options: Options = {"device": args.device, "max_model_len": args.context + 256, "load": once}
+            options: LoadOptions = {"device": args.device, "max_model_len": args.context + 256, "load": once}
             options = {**options, "dtype": torch.bfloat16, "ops": args.ops}
             llm = LLM(paths[0], paths[1], config, **options)
             result[f"smc {count}"] = decode(llm, prompts, args.tokens, WARM)[1]
             population = llm.roles.parts
-            assert isinstance(population, SMC)
-            result["rounds"] = population.steps_known[0].name
+            assert isinstance(population, LocalPopulation)
+            result["rounds"] = population.executors[0].name
             note(result)
             llm.close()
     return result
 
 
 @contextmanager
-def _demo() -> Iterator[tuple[list[Path], Load]]:
+def _demo() -> Iterator[tuple[list[Path], LoadModel]]:
     yield [DEMO / "target", DEMO / "draft"], load_model
 
 

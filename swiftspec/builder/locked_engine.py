@@ -10,26 +10,26 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from swiftspec.engine import Chunk, Decoding, Engine, Limits, Stats
-from swiftspec.errors import NotFinite, UserError, shown
-from swiftspec.messages import Opening
+from swiftspec.engine import Decoding, Engine, RequestLimits, Stats, TokenChunk
+from swiftspec.errors import NonFiniteLogits, UserError, truncated_repr
+from swiftspec.messages import RequestStart
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.cancellation import Cancelled, Pause
-from swiftspec.settings_schema import meant, require
-from swiftspec.smc.decoding import Arriving, IsCancelled, ParticleDecoding, Request
+from swiftspec.runtime.cancellation import CancelCheck, Cancelled
+from swiftspec.settings_schema import coerce, require
+from swiftspec.smc.decoding import BatchRequest, IsCancelled, NextRequest, ParticleDecoding
 
 Piece = TypeVar("Piece")
-SHORT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_len, or no guidance"
+OUT_OF_MEMORY = "not enough memory for this request: take a smaller max_model_len, or no guidance"
 
 
-class Beside(Protocol):
+class BackgroundWork(Protocol):
     """Work that needs the machine, too, but has time."""
 
-    def rest(self) -> None: ...
-    def go(self) -> None: ...
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
 
 
-class OneAtATime(Engine):
+class LockedEngine(Engine):
     """An engine that any thread may call, one at a time: another is told so.
 
     A stream that is open belongs to the thread that last asked it for a chunk; that thread may begin another request,
@@ -37,11 +37,15 @@ class OneAtATime(Engine):
     """
 
     def __init__(
-        self, decoding: Decoding, limits: Limits, beside: Beside | None = None, pause: Pause | None = None
+        self,
+        decoding: Decoding,
+        limits: RequestLimits,
+        background: BackgroundWork | None = None,
+        cancel_check: CancelCheck | None = None,
     ) -> None:
-        """`beside`: work that rests while a request runs. `pause`: what its runners call while they read a prompt."""
+        """`background`: work that rests while a request runs. `cancel_check`: what its runners call while they read a prompt."""
         super().__init__(decoding, limits)
-        self._beside, self._pause = beside, pause if pause is not None else Pause()
+        self._background, self._cancel_check = background, cancel_check if cancel_check is not None else CancelCheck()
         self._lock = threading.RLock()  # held while a round is decoded
         self._open: tuple[Generator[Any], int] | None = None  # a request that has begun and not ended, and its thread
         self._closed = False
@@ -51,58 +55,60 @@ class OneAtATime(Engine):
         prompt: Sequence[int],
         sampling: SamplingParams | None = None,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Generator[Chunk]:
+    ) -> Generator[TokenChunk]:
         """As `Engine.stream`. Token ids may be numpy's or torch's. `cancelled` is asked now and then while the prompt
         is read, from this thread: once it is true the stream ends, without a chunk."""
         sampling = sampling if sampling is not None else SamplingParams()
-        require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {shown(sampling)}")
-        with self._turn():
+        require(isinstance(sampling, SamplingParams), f"sampling takes SamplingParams, not {truncated_repr(sampling)}")
+        with self._engine_lock():
             return self._rounds(super().stream(token_ids(prompt), sampling), cancelled)
 
-    def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> Request:
-        """What `together` takes, under a number of its caller's. Raises UserError where it cannot be served."""
+    def request(self, number: int, prompt: Sequence[int], sampling: SamplingParams) -> BatchRequest:
+        """What `run_batch` takes, under a number of its caller's. Raises UserError where it cannot be served."""
         prompt = token_ids(prompt)
         self.limits.check(prompt, sampling)
-        opening = Opening(number, prompt, sampling, len(prompt))
-        return Request(opening, self._ends(prompt, sampling), Stats(prompt_tokens=len(prompt)))
+        opening = RequestStart(number, prompt, sampling, len(prompt))
+        return BatchRequest(opening, self._stop_criteria(prompt, sampling), Stats(prompt_tokens=len(prompt)))
 
     def batch(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
         cancelled: Callable[[int], bool] = lambda index: False,
-    ) -> tuple[list[Request], Generator[tuple[Request, Chunk]]]:
-        """Several requests, and their chunks as `together` has them. Raises UserError, before anything is computed,
+    ) -> tuple[list[BatchRequest], Generator[tuple[BatchRequest, TokenChunk]]]:
+        """Several requests, and their chunks as `run_batch` has them. Raises UserError, before anything is computed,
         where one of them cannot be served."""
-        requests: list[Request] = []
-        for index, asked in enumerate(each_with(prompts, sampling)):
+        requests: list[BatchRequest] = []
+        for index, asked in enumerate(pair_with_sampling(prompts, sampling)):
             try:
                 requests.append(self.request(index, *asked))
             except UserError as error:
                 raise UserError(f"request {index} of the batch: {error}") from None
         waiting = iter(requests)
-        return requests, self.together(lambda: next(waiting, None), lambda request: cancelled(request.number))
+        return requests, self.run_batch(lambda: next(waiting, None), lambda request: cancelled(request.number))
 
-    def together(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+    def run_batch(
+        self, next_request: NextRequest, cancelled: IsCancelled
+    ) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """Decodes requests that come while others are under way, side by side where the decoding has room for several,
         else in their order. As `ParticleDecoding.batch`, of any decoding; `cancelled` is also asked now and then while
         a prompt is read."""
-        coming: Request | None = None  # whose prompt is read
+        coming: BatchRequest | None = None  # whose prompt is read
 
-        def come() -> Request | None:
+        def come() -> BatchRequest | None:
             nonlocal coming
-            coming = arriving()
+            coming = next_request()
             return coming
 
         decoding = self.decoding
-        with self._turn():
-            if isinstance(decoding, ParticleDecoding) and decoding.population.places > 1:
+        with self._engine_lock():
+            if isinstance(decoding, ParticleDecoding) and decoding.population.max_requests > 1:
                 chunks = self._batch(decoding.batch(come, cancelled))
             else:
-                chunks = self._in_turn(come, cancelled)
+                chunks = self._run_one_by_one(come, cancelled)
             return self._rounds(chunks, lambda: coming is not None and cancelled(coming))
 
-    def _batch(self, chunks: Generator[tuple[Request, Chunk]]) -> Generator[tuple[Request, Chunk]]:
+    def _batch(self, chunks: Generator[tuple[BatchRequest, TokenChunk]]) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """The chunks of all, until a later request ends them."""
         self._requests += 1
         mine = self._requests
@@ -112,19 +118,21 @@ class OneAtATime(Engine):
                 yield request, chunk
                 require(self._requests == mine, "this batch was ended by a later request: read it to its end first")
 
-    def _in_turn(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
+    def _run_one_by_one(
+        self, next_request: NextRequest, cancelled: IsCancelled
+    ) -> Generator[tuple[BatchRequest, TokenChunk]]:
         """One request after the other."""
-        while (request := arriving()) is not None:
+        while (request := next_request()) is not None:
             reason = "abort"
             with suppress(Cancelled), closing(self._stream(request.opening.tokens, request.opening.sampling)) as chunks:
                 try:
                     while not cancelled(request) and (chunk := next(chunks, None)) is not None:
                         request.stats, reason = self.stats, chunk.finish_reason or "abort"
                         yield request, chunk
-                except NotFinite as error:
+                except NonFiniteLogits as error:
                     request.stats, request.error, reason = self.stats, error, "error"
             if reason in ("abort", "error"):
-                yield request, request.cut(reason)
+                yield request, request.ended_chunk(reason)
 
     def close(self) -> None:
         """Waits for the round under way, if any, and ends its request."""
@@ -135,13 +143,13 @@ class OneAtATime(Engine):
 
     def _rounds(self, chunks: Generator[Piece], cancelled: Callable[[], bool]) -> Generator[Piece]:
         """The chunks, each decoded in this stream's turn."""
-        if self._beside is not None:
-            self._beside.rest()
+        if self._background is not None:
+            self._background.pause()
         try:
             while True:
-                with self._turn(chunks):
+                with self._engine_lock(chunks):
                     self._open = chunks, threading.get_ident()
-                    self._pause.cancelled = cancelled
+                    self._cancel_check.cancelled = cancelled
                     try:
                         chunk = next(chunks, None)
                     except Cancelled:
@@ -149,7 +157,7 @@ class OneAtATime(Engine):
                     except (MemoryError, RuntimeError) as error:
                         if isinstance(error, RuntimeError) and "memory" not in str(error):
                             raise
-                        raise UserError(SHORT_OF_MEMORY) from None
+                        raise UserError(OUT_OF_MEMORY) from None
                 if chunk is None:
                     return
                 yield chunk
@@ -158,11 +166,11 @@ class OneAtATime(Engine):
                 chunks.close()
                 if self._open is not None and self._open[0] is chunks:
                     self._open = None
-                if self._beside is not None and self._open is None:
-                    self._beside.go()
+                if self._background is not None and self._open is None:
+                    self._background.resume()
 
     @contextmanager
-    def _turn(self, mine: Generator[Any] | None = None) -> Iterator[None]:
+    def _engine_lock(self, mine: Generator[Any] | None = None) -> Iterator[None]:
         """Keeps other threads out. Raises UserError where one of them is being served, or the engine is closed."""
         taken = self._lock.acquire(blocking=False)
         try:
@@ -179,17 +187,17 @@ class OneAtATime(Engine):
 def token_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     """A prompt's, which may be numpy's or torch's. Raises UserError on what is none."""
     tokens = prompt.tolist() if isinstance(prompt, np.ndarray | torch.Tensor) else prompt
-    return meant("the prompt", tuple[int, ...], tokens)
+    return coerce("the prompt", tuple[int, ...], tokens)
 
 
-def each_with(
+def pair_with_sampling(
     prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Sequence[int], SamplingParams]]:
     """Each prompt and its sampling parameters. Raises UserError where there is not one for each, or one for all."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [(prompt, sampling or SamplingParams()) for prompt in prompts]
     several = isinstance(sampling, Sequence) and all(isinstance(each, SamplingParams) for each in sampling)
-    require(several, f"sampling takes SamplingParams, or one for each prompt, not {shown(sampling)}")
+    require(several, f"sampling takes SamplingParams, or one for each prompt, not {truncated_repr(sampling)}")
     same = len(sampling) == len(prompts)
     require(
         same, f"there are {len(sampling)} sampling parameters for {len(prompts)} prompts: give one, or one for each"

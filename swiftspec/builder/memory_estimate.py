@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftspec.backends.cuda import PROMPT_ROWS
-from swiftspec.backends.cuda.large_m import ROWS, SCRATCH
+from swiftspec.backends.cuda import PREFILL_CHUNK_ROWS
+from swiftspec.backends.cuda.large_m import MAX_KERNEL_ROWS, SCRATCH_BYTES
 from swiftspec.errors import UserError
 from swiftspec.model.config import ModelConfig
 
-INT4_BITS = 4.25  # a weight's, with scales and zero points in groups of 128
-GB = 1e9
+INT4_BITS_PER_WEIGHT = 4.25  # a weight's, with scales and zero points in groups of 128
+BYTES_PER_GB = 1e9
 
 
-def token_bytes(config: ModelConfig, cache_dtype: torch.dtype) -> int:
+def kv_bytes_per_token(config: ModelConfig, cache_dtype: torch.dtype) -> int:
     """Of one token's keys and values, in all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * cache_dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class MemoryEstimate:
     """Bytes of one rank of `ranks` that share a model: its weights, its keys and values for so many slots, and what a
     prompt's chunk takes while it is computed."""
 
@@ -37,24 +37,24 @@ class Need:
         config = self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim  # of queries, keys, values, O
         matrices = config.num_layers * config.hidden_size * (heads + 3 * config.intermediate_size)
-        bits = INT4_BITS if config.quantization else 8 * self.dtype.itemsize
+        bits = INT4_BITS_PER_WEIGHT if config.quantization else 8 * self.dtype.itemsize
         tables = 2 * config.vocab_size * config.hidden_size  # a head is packed for itself, also one that is tied
         return (matrices * bits / 8 + tables * self.dtype.itemsize) / self.ranks
 
     @property
     def cache(self) -> float:
-        return token_bytes(self.config, self.cache_dtype or self.dtype) * self.slots / self.ranks
+        return kv_bytes_per_token(self.config, self.cache_dtype or self.dtype) * self.slots / self.ranks
 
     @property
     def chunk(self) -> float:
         """Weights as rows of bfloat16 (backends/cuda/large_m.py), every row's hidden state, gates and products, and the
-        rows of a product that reads its weights once for many (csrc/cuda/linear/wide.h)."""
+        rows of a product that reads its weights once for many (csrc/cuda/linear/large_m.h)."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size // self.ranks
-        numbers = PROMPT_ROWS * 4 * (hidden + inner) + ROWS * max(hidden, inner)
-        return SCRATCH + numbers * self.dtype.itemsize
+        numbers = PREFILL_CHUNK_ROWS * 4 * (hidden + inner) + MAX_KERNEL_ROWS * max(hidden, inner)
+        return SCRATCH_BYTES + numbers * self.dtype.itemsize
 
 
-def check_memory(needs: Iterable[Need], device: torch.device) -> None:
+def check_memory(needs: Iterable[MemoryEstimate], device: torch.device) -> None:
     """Raises UserError where the models that a rank holds cannot fit the memory that is free on its GPU."""
     held = list(needs)
     weights, cache = sum(need.weights for need in held), sum(need.cache for need in held)
@@ -64,8 +64,8 @@ def check_memory(needs: Iterable[Need], device: torch.device) -> None:
     if weights + cache + chunk <= free:
         return
     raise UserError(
-        f"the models need {(weights + cache + chunk) / GB:.1f} GB of GPU memory, {weights / GB:.1f} for weights,"
-        f" {cache / GB:.1f} for {held[0].slots} tokens of context and {chunk / GB:.1f} to read prompts, and"
-        f" {torch.cuda.get_device_name(device)} has {free / GB:.1f} free: take a smaller max_model_len, int4 weights,"
+        f"the models need {(weights + cache + chunk) / BYTES_PER_GB:.1f} GB of GPU memory, {weights / BYTES_PER_GB:.1f} for weights,"
+        f" {cache / BYTES_PER_GB:.1f} for {held[0].slots} tokens of context and {chunk / BYTES_PER_GB:.1f} to read prompts, and"
+        f" {torch.cuda.get_device_name(device)} has {free / BYTES_PER_GB:.1f} free: take a smaller max_model_len, int4 weights,"
         f" {'' if held[0].cache_dtype else 'kv_cache_dtype fp8, '}or more GPUs"
     )

@@ -12,26 +12,26 @@ import torch
 
 from swiftspec import __version__
 from swiftspec.backends import cpu, cuda
-from swiftspec.backends.cpu.packed_weight_cache import PackedCache
+from swiftspec.backends.cpu.packed_weight_cache import PackedWeightCache
 from swiftspec.builder.load_options import (
     KEPT_MEMORY,
     HeadName,
-    Load,
+    LoadModel,
+    LoadOptions,
     OpsName,
-    Options,
-    Ranks,
+    RankLayout,
     RoundingName,
     Side,
-    cache_dtype_of,
     check_rounding,
-    operators,
-    own_device,
+    rank_device,
+    resolve_cache_dtype,
+    select_operators,
     why_not_cuda,
 )
-from swiftspec.builder.loaded_model import Loaded
-from swiftspec.builder.memory_estimate import Need, check_memory, token_bytes
+from swiftspec.builder.loaded_model import LoadedModel
+from swiftspec.builder.memory_estimate import MemoryEstimate, check_memory, kv_bytes_per_token
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.launch.config_check import Facts, settings_of
+from swiftspec.distributed.launch.config_check import RankConfig, settings_of
 from swiftspec.distributed.rank_startup import Progress
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
@@ -39,30 +39,30 @@ from swiftspec.model.config import ModelConfig
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.model.formats.int8 import Rounding
 from swiftspec.model.loader import load_model
-from swiftspec.model.tensor_parallel import Group
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.observe import step_time_emulation
-from swiftspec.observe.step_time_emulation import Emulation
+from swiftspec.observe.step_time_emulation import StepTimeEmulation
 from swiftspec.runtime.ahead_drafter import AheadDrafter
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.executors import selection
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.executors.selection import Tools
+from swiftspec.runtime.executors.selection import ExecutorDeps
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.overlapped import FIRST, BesideDrafter
-from swiftspec.runtime.rejection_verifier import FullVerifier
+from swiftspec.runtime.overlapped import DRAFT_STREAM_PRIORITY, OverlappedDrafter
+from swiftspec.runtime.rejection_verifier import RejectionVerifier
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.sampling.grammar import Grammars
+from swiftspec.sampling.grammar import GrammarCompiler
 from swiftspec.settings_schema import require
-from swiftspec.smc.limits import region
-from swiftspec.smc.population import SMC
-from swiftspec.tree.children import BestChildren, Children
-from swiftspec.tree.rejection import Rejection
-from swiftspec.tree.sampled_children import LIFETIME, DrawnChildren
+from swiftspec.smc.limits import region_slots
+from swiftspec.smc.population import LocalPopulation
+from swiftspec.tree.children import ChildSelector, TopChildren
+from swiftspec.tree.rejection import RejectionSampling
+from swiftspec.tree.sampled_children import MAX_REROOTS, SampledChildren
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class ModelPair:
     """The pair that a job runs, and how this rank computes."""
 
     target: Path
@@ -76,28 +76,28 @@ class Models:
     activations: RoundingName
     cache_dtype: torch.dtype | None  # of keys and values; None: as a model computes
     head: HeadName
-    load: Load
-    emulate: Emulation
+    load: LoadModel
+    emulate: StepTimeEmulation
     trace: Path | None
     kept_memory: int
-    cache: PackedCache | None
-    grammars: Grammars
+    cache: PackedWeightCache | None
+    grammars: GrammarCompiler
     only: Side | None = None  # what a worker runs of the pair, and for how many sessions
     sessions: int = 1
-    pause: Pause = field(default_factory=Pause)  # what the runners of this process call
-    capturing: Lock = field(default_factory=Lock)  # by one thread of this process at a time
+    cancel_check: CancelCheck = field(default_factory=CancelCheck)  # what the runners of this process call
+    capture_lock: Lock = field(default_factory=Lock)  # by one thread of this process at a time
 
     @staticmethod
     def check(
-        target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: Ranks | None, options: Options
-    ) -> Models:
+        target: str | Path, draft: str | Path | None, plan: EngineConfig, ranks: RankLayout | None, options: LoadOptions
+    ) -> ModelPair:
         """Raises UserError where pair, config, ranks and options do not fit each other; before anything is loaded."""
         if plan.mode != "ar" and draft is None and not plan.draft_remote:
             raise UserError(f"mode {plan.mode} needs a draft model: name one, or take mode ar")
         count = 1 if ranks is None else ranks.size
-        if plan.ranks != count:
+        if plan.num_ranks != count:
             split = f"mode {plan.mode} with target_tp {plan.target_tp} and draft_tp {plan.draft_tp}"
-            raise UserError(f"{split} is for {plan.ranks} ranks, not {count}: start as many with torchrun")
+            raise UserError(f"{split} is for {plan.num_ranks} ranks, not {count}: start as many with torchrun")
         config = read_config(target)
         longest = config.max_position_embeddings
         length = options.get("max_model_len")
@@ -109,22 +109,22 @@ class Models:
         if vocab > min(heads):
             raise UserError(f"the tokenizer has {vocab} tokens, but a model's head only {min(heads)}")
         share = options.get("share_device", False)
-        device = own_device(torch.device(options.get("device", "cpu")), ranks, share)
-        if plan.beside and device.type != "cuda":
+        device = rank_device(torch.device(options.get("device", "cpu")), ranks, share)
+        if plan.overlap_on_one_gpu and device.type != "cuda":
             raise UserError(f"mode async on one rank runs both models on a GPU, not on {device}: start two ranks")
         draft_path = None if draft is None else Path(draft)
         ops, load = options.get("ops", "auto"), options.get("load", load_model)
-        emulate, trace = options.get("emulate") or Emulation(), options.get("trace")
+        emulate, trace = options.get("emulate") or StepTimeEmulation(), options.get("trace")
         activations, head = options.get("activations", "auto"), options.get("head", "auto")
         check_rounding(activations, head, ops, device)
-        stored = cache_dtype_of(options.get("kv_cache_dtype", "auto"), ops, device)
+        stored = resolve_cache_dtype(options.get("kv_cache_dtype", "auto"), ops, device)
         kept = options.get("kept_memory", KEPT_MEMORY)
         require(kept >= 0, f"kept_memory must be at least 0 MiB, not {kept}")
         packed = options.get("packed_cache")
-        models = Models(
+        models = ModelPair(
             Path(target), draft_path, options.get("dtype"), device, share, length, vocab, ops, activations, stored,
-            head, load, emulate, trace, kept, None if packed is None else PackedCache(packed),
-            Grammars(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
+            head, load, emulate, trace, kept, None if packed is None else PackedWeightCache(packed),
+            GrammarCompiler(Path(target), config.eos_token_ids, vocab), options.get("only"), options.get("sessions", 1),
         )  # fmt: skip
         if device.type == "cuda":
             models.check_gpu(plan, options.get("note") or (lambda line: None))
@@ -138,29 +138,29 @@ class Models:
             sides["draft"] = self.draft
         if self.only is not None:
             sides = {self.only: sides[self.only]}
-        needs: list[Need] = []
+        needs: list[MemoryEstimate] = []
         for side, path in sides.items():
             config = read_config(path)
-            dtype = self._kind(config)
-            operators(self.ops, config, dtype, self.device)
+            dtype = self._dtype_of(config)
+            select_operators(self.ops, config, dtype, self.device)
             why = why_not_cuda(config, dtype, self.device) if self.ops == "auto" else None
             if why is not None:
                 note(f"the {side} runs on torch's own operators: {why}")
             ranks = plan.draft_tp if side == "draft" and plan.mode == "async" else plan.target_tp
-            slots = self.sessions * plan.sequences * (self._context(plan) + self.slots(side, plan))
-            needs.append(Need(config, dtype, slots, max(ranks, 1), self.cache_dtype))
-        apart = plan.mode == "async" and plan.ranks > 1  # a rank holds one of the two
+            slots = self.sessions * plan.num_sequences * (self._context(plan) + self.tree_slots(side, plan))
+            needs.append(MemoryEstimate(config, dtype, slots, max(ranks, 1), self.cache_dtype))
+        apart = plan.mode == "async" and plan.num_ranks > 1  # a rank holds one of the two
         for held in [] if self.share_device else [[need] for need in needs] if apart else [needs]:
             check_memory(held, self.device)
 
-    def with_vocab(self, vocab_size: int) -> Models:
+    def with_vocab(self, vocab_size: int) -> ModelPair:
         """The same with the vocabulary of the whole job. Raises UserError where a model's head has no such many."""
         if not 1 <= vocab_size <= self.vocab_size:
             raise UserError(f"rank 0's vocabulary of {vocab_size} tokens is none for heads of {self.vocab_size}")
-        grammars = Grammars(self.target, read_config(self.target).eos_token_ids, vocab_size)
+        grammars = GrammarCompiler(self.target, read_config(self.target).eos_token_ids, vocab_size)
         return replace(self, vocab_size=vocab_size, grammars=grammars)
 
-    def facts(self, plan: EngineConfig, *, target: bool, draft: bool) -> Facts:
+    def rank_config(self, plan: EngineConfig, *, target: bool, draft: bool) -> RankConfig:
         """What all ranks of a job must agree on, and what those of the group with these models must. The vocabulary is
         not among it: rank 0 alone knows the tokenizer. Raises UserError where a file cannot be read."""
         paces = {"emulate target": self.emulate.target, "emulate draft": self.emulate.draft}
@@ -179,12 +179,16 @@ class Models:
             "trace": self.trace is not None,
             "version": __version__,
         }
-        files = {} if self.draft is None else {"draft": _told_apart(self.draft)}
-        return Facts(settings, files, {"target": _told_apart(self.target)} if target else {})
+        files = {} if self.draft is None else {"draft": _model_fingerprint(self.draft)}
+        return RankConfig(settings, files, {"target": _model_fingerprint(self.target)} if target else {})
 
-    def described(self, plan: EngineConfig) -> dict[str, object]:
+    def trace_metadata(self, plan: EngineConfig) -> dict[str, object]:
         """What the first line of a trace says of a run."""
-        shape = {"verify_batch": plan.verify_batch, "draft_leaves": plan.draft_leaves, "draft_steps": plan.steps}
+        shape = {
+            "verify_batch": plan.verify_batch,
+            "draft_leaves": plan.draft_leaves,
+            "draft_steps": plan.initial_draft_steps,
+        }
         split = {"target_tp": plan.target_tp, "draft_tp": plan.draft_tp}
         return {"mode": plan.mode, **shape, **split, "model": self.target.name, "emulate": asdict(self.emulate)}
 
@@ -193,67 +197,75 @@ class Models:
         width = 0
         for path in self._paths(target=target, draft=draft):
             config = read_config(path)
-            if self.share_device or operators(self.ops, config, self._kind(config), self.device) is not cuda:
+            if self.share_device or select_operators(self.ops, config, self._dtype_of(config), self.device) is not cuda:
                 return 0
             width = max(width, config.hidden_size)
         return width
 
     def verifier(
-        self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
     ) -> LocalVerifier:
         """The target."""
-        return verifier_on(*self._runner("target", plan, group, progress), plan)
+        return build_verifier(*self._runner("target", plan, group, progress), plan)
 
-    def drafter(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> LocalDrafter:
+    def drafter(
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
+    ) -> LocalDrafter:
         """The draft, of the kind that the mode wants."""
-        return drafter_on(*self._runner("draft", plan, group, progress), plan)
+        return build_drafter(*self._runner("draft", plan, group, progress), plan)
 
-    def population(self, plan: EngineConfig, group: Group | None = None, progress: Progress | None = None) -> SMC:
+    def population(
+        self, plan: EngineConfig, group: TensorParallelGroup | None = None, progress: Progress | None = None
+    ) -> LocalPopulation:
         """Both models and the groups of particles on them."""
-        target, tools = self._runner("target", plan, group, progress)
-        draft, draft_tools = self._runner("draft", plan, group, progress)
+        target, deps = self._runner("target", plan, group, progress)
+        draft, draft_deps = self._runner("draft", plan, group, progress)
         lag = 1 if self.device.type == "cuda" else 0  # a CPU does not run ahead of its host
-        config = plan.grouped
+        config = plan.effective_population
         assert config is not None
-        steps = selection.for_population(target, draft, tools, draft_tools, config)
-        keep = self.kept_memory > 0
-        return SMC(target, draft, steps, config, longest=self.max_model_len, lag=lag, keep=keep)
+        executors = selection.population_executors(target, draft, deps, draft_deps, config)
+        return LocalPopulation(
+            target, draft, executors, config,
+            max_tokens=self.max_model_len, lag=lag, reuse_prefixes=self.kept_memory > 0,
+        )  # fmt: skip
 
     def _runner(
-        self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None
-    ) -> tuple[Runner, Tools]:
+        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+    ) -> tuple[Runner, ExecutorDeps]:
         """One of the two models, or this rank's share of it, and the only runner on it."""
-        return self.loaded(side, plan, group, progress).runner(self.slots(side, plan), self.pause)
+        return self.load_side(side, plan, group, progress).runner(self.tree_slots(side, plan), self.cancel_check)
 
-    def loaded(self, side: Side, plan: EngineConfig, group: Group | None, progress: Progress | None) -> Loaded:
+    def load_side(
+        self, side: Side, plan: EngineConfig, group: TensorParallelGroup | None, progress: Progress | None
+    ) -> LoadedModel:
         """Loads one of the two models, or this rank's share of it."""
         path, times = (self.target, self.emulate.target) if side == "target" else (self.draft, self.emulate.draft)
         assert path is not None
         context, config = self._context(plan), read_config(path)
-        dtype = self._kind(config)
-        ops = operators(self.ops, config, dtype, self.device)
+        dtype = self._dtype_of(config)
+        ops = select_operators(self.ops, config, dtype, self.device)
         model = self.load(
-            path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.slots(side, plan),
+            path, dtype=dtype, device=self.device, ops=ops, max_positions=context + self.tree_slots(side, plan),
             progress=progress, group=group, rounding=self._rounding(side, ops, dtype),
             cache_dtype=self.cache_dtype, kept=self.cache if ops is cpu else None,
         )  # fmt: skip
-        hook = None if times is None else step_time_emulation.hook(times, 1 if group is None else group.size)
-        captures = self.device.type == "cuda" and ops.CAPTURES > 0
-        priority = FIRST if side == "draft" and plan.beside else 0
-        capture = partial(CudaCapture, self.capturing, priority) if captures else None
-        kept = self._kept_tokens(plan) // self.sessions if plan.sequences == 1 else 0
-        return Loaded(model, ops, self.vocab_size, context, kept, self.grammars.rules, hook, capture)
+        hook = None if times is None else step_time_emulation.make_hook(times, 1 if group is None else group.size)
+        captures = self.device.type == "cuda" and ops.MAX_CAPTURED_SEQUENCES > 0
+        priority = DRAFT_STREAM_PRIORITY if side == "draft" and plan.overlap_on_one_gpu else 0
+        capture = partial(CudaCapture, self.capture_lock, priority) if captures else None
+        kept = self._prefix_cache_tokens(plan) // self.sessions if plan.num_sequences == 1 else 0
+        return LoadedModel(model, ops, self.vocab_size, context, kept, self.grammars.compile, hook, capture)
 
     def _context(self, plan: EngineConfig) -> int:
         return self.max_model_len + plan.verify_batch  # the last round may overshoot
 
-    def slots(self, side: Side, plan: EngineConfig) -> int:
+    def tree_slots(self, side: Side, plan: EngineConfig) -> int:
         """Tree slots of a model's cache."""
-        if plan.grouped is not None:
-            return region(plan.grouped, self.max_model_len)
+        if plan.effective_population is not None:
+            return region_slots(plan.effective_population, self.max_model_len)
         if side == "target":
             return plan.verify_batch
-        return draft_slots(plan)
+        return draft_tree_slots(plan)
 
     def _rounding(self, side: Side, ops: object, dtype: torch.dtype) -> Rounding:
         """What of a model is rounded at load."""
@@ -265,12 +277,12 @@ class Models:
         head = None if side == "target" else "int4" if ops is cuda else "int8" if activations else None
         return Rounding(activations, head)
 
-    def _kept_tokens(self, plan: EngineConfig) -> int:
+    def _prefix_cache_tokens(self, plan: EngineConfig) -> int:
         """How many tokens of earlier texts have room, in both models and so on all ranks alike."""
         size = 0  # bytes of a token's keys and values
         for path in self._paths(target=True, draft=plan.mode != "ar"):
             config = read_config(path)
-            size += token_bytes(config, self.cache_dtype or self._kind(config))
+            size += kv_bytes_per_token(config, self.cache_dtype or self._dtype_of(config))
         return self.kept_memory * 2**20 // size
 
     def _paths(self, *, target: bool, draft: bool) -> list[Path]:
@@ -281,11 +293,11 @@ class Models:
         )
         return [path for path in paths if path is not None]
 
-    def _kind(self, config: ModelConfig) -> torch.dtype:
+    def _dtype_of(self, config: ModelConfig) -> torch.dtype:
         return self.dtype if self.dtype is not None else getattr(torch, config.dtype)
 
 
-def _told_apart(path: Path) -> str:
+def _model_fingerprint(path: Path) -> str:
     """What tells a model directory from another. Raises UserError where a file of it cannot be read."""
     try:
         return fingerprint(path)
@@ -293,23 +305,27 @@ def _told_apart(path: Path) -> str:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
-def verifier_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalVerifier:
+def build_verifier(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalVerifier:
     """A verifier on a model of this process."""
-    return FullVerifier(runner, selection.for_target(runner, tools), Rejection if plan.verify == "reject" else None)
+    return RejectionVerifier(
+        runner, selection.target_executors(runner, deps), RejectionSampling if plan.verify == "reject" else None
+    )
 
 
-def draft_slots(plan: EngineConfig) -> int:
+def draft_tree_slots(plan: EngineConfig) -> int:
     """Tree slots of a draft's cache, and of its tree."""
     if plan.proposal == "sample":
-        return plan.draft_leaves * (plan.most_steps + 1) * (LIFETIME + 1)  # all that a tree expands in its life
-    return 4 * plan.draft_leaves * plan.most_steps + plan.draft_leaves
+        return plan.draft_leaves * (plan.max_draft_steps + 1) * (MAX_REROOTS + 1)  # all that a tree expands in its life
+    return 4 * plan.draft_leaves * plan.max_draft_steps + plan.draft_leaves
 
 
-def drafter_on(runner: Runner, tools: Tools, plan: EngineConfig) -> LocalDrafter:
+def build_drafter(runner: Runner, deps: ExecutorDeps, plan: EngineConfig) -> LocalDrafter:
     """A drafter on a model of this process."""
-    steps, tree = selection.for_draft(runner, tools, plan)
-    children: Children = BestChildren(plan.children, plan.proposal == "coupled")
+    steps, tree = selection.draft_executors(runner, deps, plan)
+    children: ChildSelector = TopChildren(plan.children_per_leaf, plan.proposal == "coupled")
     if plan.proposal == "sample":
-        children = DrawnChildren(plan.children, runner.tree_slots, runner.vocab, carry=plan.verify == "reject")
-    kind = BesideDrafter if plan.beside else AheadDrafter if plan.mode == "async" else LocalDrafter
+        children = SampledChildren(
+            plan.children_per_leaf, runner.tree_slots, runner.vocab, carry=plan.verify == "reject"
+        )
+    kind = OverlappedDrafter if plan.overlap_on_one_gpu else AheadDrafter if plan.mode == "async" else LocalDrafter
     return kind(runner, steps, tree, children, plan)

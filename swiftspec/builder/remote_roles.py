@@ -8,42 +8,42 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
-from swiftspec.builder.load_options import Options, Worker
-from swiftspec.builder.model_pair import Models, draft_slots
+from swiftspec.builder.load_options import LoadOptions, WorkerAddress
+from swiftspec.builder.model_pair import ModelPair, draft_tree_slots
 from swiftspec.builder.request_limits import RequestLimits
-from swiftspec.builder.roles import Roles, Tree, check_request, tree_decoding
+from swiftspec.builder.roles import Roles, TreeRoles, check_request, make_tree_decoding
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.draft.failover import Away
-from swiftspec.distributed.group.request_state import Bounds
+from swiftspec.distributed.draft.failover import RemoteDraft
+from swiftspec.distributed.group.request_state import ModelLimits
 from swiftspec.distributed.rpc import swiftspec_pb2 as pb
-from swiftspec.distributed.rpc.connection import Link
+from swiftspec.distributed.rpc.connection import WorkerConnection
 from swiftspec.distributed.rpc.draft_stream import DraftStream
 from swiftspec.distributed.rpc.drafter import GrpcDrafter, GrpcFeed
-from swiftspec.distributed.rpc.protobuf_codec import Identity, is_fed
-from swiftspec.distributed.rpc.reconnect import ANSWER, Redial
-from swiftspec.distributed.rpc.service import DRAFT, TARGET
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, streams_tree_deltas
+from swiftspec.distributed.rpc.reconnect import PING_TIMEOUT_S, WorkerReconnector
+from swiftspec.distributed.rpc.service import DRAFT_SERVICE, TARGET_SERVICE
 from swiftspec.distributed.rpc.status import WorkerLost
 from swiftspec.distributed.rpc.verifier import GrpcVerifier
 from swiftspec.errors import UserError
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.rpc_latency import clocks
+from swiftspec.observe.rpc_latency import clock_reading
 from swiftspec.observe.trace_file import TraceFile
-from swiftspec.observe.trace_format import head_of
+from swiftspec.observe.trace_format import trace_header
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
-from swiftspec.sampling.grammar import Grammars
-from swiftspec.tree.replica import Replica
+from swiftspec.sampling.grammar import GrammarCompiler
+from swiftspec.tree.replica import TreeReplica
 from swiftspec.tree.tree import DraftTree
 
-Leave = Callable[[], None]
+Disconnect = Callable[[], None]
 
 
 class RemoteTarget:
     """A target's worker that has answered. Raises UserError where none does."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerAddress) -> None:
         self.worker = worker
-        self.link = Link(worker.url, worker.flag, TARGET, pb.VerifyAnswer, worker.security)
+        self.link = WorkerConnection(worker.url, worker.flag, TARGET_SERVICE, pb.VerifyAnswer, worker.security)
         try:
             self.about = self.link.ping(worker.timeout)
         except WorkerLost as error:
@@ -52,24 +52,24 @@ class RemoteTarget:
     def files(self) -> dict[str, bytes]:
         """What its tokenizer is made of, by the names of the files."""
         try:
-            return dict(self.link.files(10 * self.worker.timeout))
+            return dict(self.link.read_tokenizer(10 * self.worker.timeout))
         except WorkerLost as error:
             raise UserError(str(error)) from None
 
 
-def remote_drafter(
-    worker: Worker, note: Callable[[str], None], config: EngineConfig, bounds: Bounds
-) -> tuple[Away, Leave]:
+def build_remote_drafter(
+    worker: WorkerAddress, note: Callable[[str], None], config: EngineConfig, bounds: ModelLimits
+) -> tuple[RemoteDraft, Disconnect]:
     """The drafter whose model a worker runs, and what leaves that again. One that does not answer yet is looked for
     while the target decodes, and `note` hears of it. Raises UserError on a worker that is none for this target."""
-    link = Link(worker.url, worker.flag, DRAFT, pb.DraftAnswer, worker.security)
-    redial = Redial(link, partial(_check, worker, bounds))
-    stream = DraftStream(link, config, bounds, ANSWER)
+    link = WorkerConnection(worker.url, worker.flag, DRAFT_SERVICE, pb.DraftAnswer, worker.security)
+    redial = WorkerReconnector(link, partial(_check, worker, bounds))
+    stream = DraftStream(link, config, bounds, PING_TIMEOUT_S)
     try:
-        stream.attach(redial.look())
+        stream.attach(redial.probe())
     except WorkerLost as error:
         note(f"{error}; until it answers the target decodes alone")
-        redial.lost()
+        redial.on_lost()
     except UserError:
         redial.close()
         link.close()
@@ -77,29 +77,29 @@ def remote_drafter(
 
     def leave() -> None:
         redial.close()
-        stream.leave()
+        stream.end_session()
         link.close()
 
-    if not is_fed(config):
-        return Away(GrpcDrafter(stream), stream, redial, stream.hops), leave
-    slots = draft_slots(config)
-    replica = Replica(DraftTree(1 + slots * config.children, slots), bounds.vocab)
-    return Away(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.hops), leave
+    if not streams_tree_deltas(config):
+        return RemoteDraft(GrpcDrafter(stream), stream, redial, stream.hops), leave
+    slots = draft_tree_slots(config)
+    replica = TreeReplica(DraftTree(1 + slots * config.children_per_leaf, slots), bounds.vocab_size)
+    return RemoteDraft(ReplicaDrafter(GrpcFeed(stream), replica, config), stream, redial, stream.hops), leave
 
 
-def _check(worker: Worker, bounds: Bounds, about: pb.PingAnswer) -> None:
+def _check(worker: WorkerAddress, bounds: ModelLimits, about: pb.PingAnswer) -> None:
     """Raises UserError on a draft that is none for this target."""
     if worker.tokenizer is not None and about.tokenizer != worker.tokenizer:
         raise UserError(f"{worker.flag} {worker.url} makes no pair with this target: their tokenizers differ")
-    if about.max_model_len < bounds.context:
+    if about.max_model_len < bounds.max_model_len:
         raise UserError(
             f"{worker.flag} {worker.url} has a context of {about.max_model_len} tokens: take --max-model-len"
             f" {about.max_model_len}"
         )
 
 
-def assemble_elsewhere(
-    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[Options]
+def build_remote_roles(
+    target: RemoteTarget, draft: Path | None, config: EngineConfig, tokenizer: Path, **options: Unpack[LoadOptions]
 ) -> Roles:
     """Roles on a target's worker. `draft`: a draft for this process to load; None: there is none, or it is a worker's,
     too. `tokenizer`: where the files of the target's lie."""
@@ -108,35 +108,39 @@ def assemble_elsewhere(
     models = None
     if draft is not None:
         options |= {"only": "draft", "max_model_len": length, "vocab_size": about.vocab_size}
-        models = Models.check(draft, draft, config, None, options)
-    bounds = Bounds(about.vocab_size, length, config.verify_batch)
-    identity, worker = Identity(about.model, about.tokenizer), options.get("draft_worker")
+        models = ModelPair.check(draft, draft, config, None, options)
+    bounds = ModelLimits(about.vocab_size, length, config.verify_batch)
+    identity, worker = ModelIdentity(about.model, about.tokenizer), options.get("draft_worker")
     away, leave_draft, local = None, lambda: None, None
     if models is not None:
         local = models.drafter(config, None, options.get("progress"))
     elif worker is not None and config.mode != "ar":
-        away, leave_draft = remote_drafter(replace(worker, tokenizer=about.tokenizer), note, config, bounds)
+        away, leave_draft = build_remote_drafter(replace(worker, tokenizer=about.tokenizer), note, config, bounds)
     drafter = local or (NoDrafter() if away is None else away.drafter)
     verifier = GrpcVerifier(target.link, identity, config, bounds, target.worker.timeout)
 
     def leave() -> None:
         leave_draft()
-        verifier.leave()
+        verifier.end_session()
         target.link.close()
 
     trace = options.get("trace")
-    log = Recorder(None if trace is None else TraceFile(trace))
-    shape = {"verify_batch": config.verify_batch, "draft_leaves": config.draft_leaves, "draft_steps": config.steps}
+    recorder = Recorder(None if trace is None else TraceFile(trace))
+    shape = {
+        "verify_batch": config.verify_batch,
+        "draft_leaves": config.draft_leaves,
+        "draft_steps": config.initial_draft_steps,
+    }
     hops = verifier.hops if away is None or away.hops is None else away.hops
     verifier.hops = hops
-    head = head_of({"mode": config.mode, **shape, "model": about.name} | clocks())
-    if log.file is not None:
-        log.file.write([head])
-    parts = Tree(drafter, verifier)
-    decoding = tree_decoding(parts, config, log, lambda tokens, parents: None, local, away, hops)
+    head = trace_header({"mode": config.mode, **shape, "model": about.name} | clock_reading())
+    if recorder.file is not None:
+        recorder.file.write([head])
+    parts = TreeRoles(drafter, verifier)
+    decoding = make_tree_decoding(parts, config, recorder, lambda tokens, parents: None, local, away, hops)
     if away is not None:
-        verifier.meanwhile = lambda: decoding.asked.grow()  # takes in what the draft's worker sends
+        verifier.while_waiting = lambda: decoding.active_drafter.grow()  # takes in what the draft's worker sends
     eos = tuple(about.eos_token_ids)
-    check = partial(check_request, config, Grammars(tokenizer, eos, about.vocab_size))
+    check = partial(check_request, config, GrammarCompiler(tokenizer, eos, about.vocab_size))
     limits = RequestLimits(length, about.vocab_size, eos, check)
-    return Roles(decoding, parts, config, limits, None, log, head, leave, hops)
+    return Roles(decoding, parts, config, limits, None, recorder, head, leave, hops)

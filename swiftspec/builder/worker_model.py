@@ -7,39 +7,39 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from swiftspec.builder.load_options import Options, Side
-from swiftspec.builder.model_pair import Models, drafter_on, verifier_on
+from swiftspec.builder.load_options import LoadOptions, Side
+from swiftspec.builder.model_pair import ModelPair, build_drafter, build_verifier
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.collectives.join import AnyGroup
-from swiftspec.distributed.group.follower_dispatch import Follower
-from swiftspec.distributed.group.leader import LeadingDrafter, LeadingVerifier
-from swiftspec.distributed.group.request_state import Bounds
-from swiftspec.distributed.launch.config_check import telling
+from swiftspec.distributed.collectives.join import TensorParallelGroup
+from swiftspec.distributed.group.follower_dispatch import FollowerDispatcher
+from swiftspec.distributed.group.leader import LeaderDrafter, LeaderVerifier
+from swiftspec.distributed.group.request_state import ModelLimits
+from swiftspec.distributed.launch.config_check import report_startup_error
 from swiftspec.distributed.launch.world import World
-from swiftspec.distributed.rank_startup import agree_on, kinds_of
-from swiftspec.distributed.rpc.draft_session import Drafting
-from swiftspec.distributed.rpc.protobuf_codec import Identity, is_fed
-from swiftspec.distributed.rpc.service import About, DraftService, Service, TargetService
-from swiftspec.distributed.rpc.sessions import Sessions
-from swiftspec.distributed.rpc.tree_stream_session import Feeding
-from swiftspec.distributed.rpc.verify_session import Verifying
-from swiftspec.distributed.transport.opcodes import Call
-from swiftspec.distributed.worker_group import Crew, SessionTeam, WorkerRank
+from swiftspec.distributed.rank_startup import executor_names, restrict_executors
+from swiftspec.distributed.rpc.draft_session import DraftSession
+from swiftspec.distributed.rpc.protobuf_codec import ModelIdentity, streams_tree_deltas
+from swiftspec.distributed.rpc.service import DraftWorkerService, ModelInfo, TargetWorkerService, WorkerService
+from swiftspec.distributed.rpc.sessions import WorkerSessions
+from swiftspec.distributed.rpc.tree_stream_session import TreeStreamSession
+from swiftspec.distributed.rpc.verify_session import VerifySession
+from swiftspec.distributed.transport.opcodes import Opcode
+from swiftspec.distributed.worker_group import SessionFollowers, WorkerGroup, WorkerRank
 from swiftspec.errors import UserError
 from swiftspec.model.checkpoint_files import read_config
 from swiftspec.model.fingerprint import fingerprint
 from swiftspec.runtime.ahead_drafter import AheadDrafter
-from swiftspec.runtime.cancellation import Pause
+from swiftspec.runtime.cancellation import CancelCheck
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.verifier import LocalVerifier
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class WorkerLimits:
     """What a worker has room for: sessions at once, their seconds of rest, and the largest shape of their rounds."""
 
     sessions: int
-    idle: float
+    idle_timeout_s: float
     shape: EngineConfig
 
     def check(self, shape: EngineConfig, side: Side) -> None:
@@ -61,97 +61,103 @@ class WorkerModel:
     fit, or the ranks were not started alike.
     """
 
-    def __init__(self, side: Side, model: Path, room: Room, world: World | None, options: Options) -> None:
-        options = {**options, "only": side, "sessions": room.sessions}
+    def __init__(
+        self, side: Side, model: Path, limits: WorkerLimits, world: World | None, options: LoadOptions
+    ) -> None:
+        options = {**options, "only": side, "sessions": limits.sessions}
         self.side: Side = side
-        self.room, self.path = room, model
-        with telling(world):
-            models = Models.check(model, model if side == "draft" else None, room.shape, world, options)
+        self.limits, self.path = limits, model
+        with report_startup_error(world):
+            models = ModelPair.check(model, model if side == "draft" else None, limits.shape, world, options)
         self.rank: WorkerRank | None = None
         self._progress = options.get("progress")
         if world is None:
             self._load(models, None)
         else:
-            settings = {"worker": side, "max_sessions": room.sessions}
-            self.rank = WorkerRank(world, room.shape, models, settings, self._load_share)
+            settings = {"worker": side, "max_sessions": limits.sessions}
+            self.rank = WorkerRank(world, limits.shape, models, settings, self._load_share)
 
-    def _load(self, models: Models, group: AnyGroup | None) -> None:
-        shapes = [replace(self.room.shape, proposal=proposal) for proposal in ("coupled", "sample")]
-        largest = max(shapes, key=lambda shape: models.slots(self.side, shape))
-        self.models, self.loaded = models, models.loaded(self.side, largest, group, self._progress)
+    def _load(self, models: ModelPair, group: TensorParallelGroup | None) -> None:
+        shapes = [replace(self.limits.shape, proposal=proposal) for proposal in ("coupled", "sample")]
+        largest = max(shapes, key=lambda shape: models.tree_slots(self.side, shape))
+        self.models, self.loaded = models, models.load_side(self.side, largest, group, self._progress)
 
-    def _load_share(self, models: Models, group: AnyGroup) -> set[str]:
+    def _load_share(self, models: ModelPair, group: TensorParallelGroup) -> set[str]:
         """Returns the kinds of steps that sessions could have here, as one on a small cache has them."""
         self._load(models, group)
-        shape = self.room.shape
-        small = replace(self.loaded, context=1, kept_tokens=0).runner(models.slots(self.side, shape), Pause())
-        return kinds_of(verifier_on(*small, shape) if self.side == "target" else drafter_on(*small, shape))
+        shape = self.limits.shape
+        small = replace(self.loaded, context=1, prefix_cache_tokens=0).runner(
+            models.tree_slots(self.side, shape), CancelCheck()
+        )
+        return executor_names(build_verifier(*small, shape) if self.side == "target" else build_drafter(*small, shape))
 
-    def bounds(self, shape: EngineConfig) -> Bounds:
+    def bounds(self, shape: EngineConfig) -> ModelLimits:
         """What a session of that shape keeps to. Raises UserError on one that is too large."""
-        self.room.check(shape, self.side)
-        return Bounds(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
+        self.limits.check(shape, self.side)
+        return ModelLimits(self.models.vocab_size, self.models.max_model_len, shape.verify_batch)
 
-    def verifier(self, shape: EngineConfig, pause: Pause) -> LocalVerifier:
-        verifier = verifier_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+    def verifier(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalVerifier:
+        verifier = build_verifier(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
         if self.rank is not None:
-            agree_on(verifier, self.rank.kinds)
+            restrict_executors(verifier, self.rank.executor_names)
         return verifier
 
-    def drafter(self, shape: EngineConfig, pause: Pause) -> LocalDrafter:
-        drafter = drafter_on(*self.loaded.runner(self.models.slots(self.side, shape), pause), shape)
+    def drafter(self, shape: EngineConfig, cancel_check: CancelCheck) -> LocalDrafter:
+        drafter = build_drafter(*self.loaded.runner(self.models.tree_slots(self.side, shape), cancel_check), shape)
         if self.rank is not None:
-            agree_on(drafter, self.rank.kinds)
+            restrict_executors(drafter, self.rank.executor_names)
         return drafter
 
     def follow(self) -> None:
         """The life of any rank but 0."""
         assert self.rank is not None
-        self.rank.follow(self._follower)
+        self.rank.run_follower(self._follower)
 
-    def _follower(self, shape: EngineConfig, pause: Pause) -> Follower:
+    def _follower(self, shape: EngineConfig, cancel_check: CancelCheck) -> FollowerDispatcher:
         if self.side == "target":
-            return Follower(self.verifier(shape, pause), None, None, self.bounds(shape))
-        return Follower(None, self.drafter(shape, pause), None, self.bounds(shape))
+            return FollowerDispatcher(self.verifier(shape, cancel_check), None, None, self.bounds(shape))
+        return FollowerDispatcher(None, self.drafter(shape, cancel_check), None, self.bounds(shape))
 
 
-def service_of(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> Service[Any]:
+def make_service(model: WorkerModel, name: str, tokenizer: bytes, files: tuple[Path, ...]) -> WorkerService[Any]:
     """The service of a worker's rank 0, or of the only one. `tokenizer`: the hash of its id-to-token map; `files`: what
     a client needs to speak of tokens."""
-    models, room = model.models, model.room
-    about = About(
-        Identity(bytes.fromhex(fingerprint(model.path)), tokenizer), name, models.vocab_size, models.max_model_len,
+    models, limits = model.models, model.limits
+    about = ModelInfo(
+        ModelIdentity(bytes.fromhex(fingerprint(model.path)), tokenizer), name, models.vocab_size, models.max_model_len,
         read_config(model.path).eos_token_ids, str(model.loaded.model.dtype).removeprefix("torch."),
     )  # fmt: skip
-    crew = Crew(()) if model.rank is None else model.rank.crew
-    teams: dict[Any, SessionTeam] = {}  # by what a session does
+    crew = WorkerGroup(()) if model.rank is None else model.rank.worker_group
+    teams: dict[Any, SessionFollowers] = {}  # by what a session does
 
-    def led(shape: EngineConfig) -> tuple[Bounds, Pause, SessionTeam]:
-        bounds, pause, team = model.bounds(shape), Pause(), crew.team(shape)
-        pause.tell = partial(team.tell, Call.GO_ON)
-        return bounds, pause, team
+    def led(shape: EngineConfig) -> tuple[ModelLimits, CancelCheck, SessionFollowers]:
+        bounds, cancel_check, team = model.bounds(shape), CancelCheck(), crew.new_session(shape)
+        cancel_check.on_continue = partial(team.broadcast, Opcode.PREFILL_CONTINUE)
+        return bounds, cancel_check, team
 
-    def drafting(shape: EngineConfig) -> Drafting | Feeding:
-        bounds, pause, team = led(shape)
-        drafter = model.drafter(shape, pause)
-        leading = LeadingDrafter(drafter, team)
-        if is_fed(shape):
+    def drafting(shape: EngineConfig) -> DraftSession | TreeStreamSession:
+        bounds, cancel_check, team = led(shape)
+        drafter = model.drafter(shape, cancel_check)
+        leading = LeaderDrafter(drafter, team)
+        if streams_tree_deltas(shape):
             assert isinstance(drafter, AheadDrafter)
-            work: Drafting | Feeding = Feeding(drafter, leading, shape, bounds, pause)
+            work: DraftSession | TreeStreamSession = TreeStreamSession(drafter, leading, shape, bounds, cancel_check)
         else:
-            work = Drafting(leading, shape, bounds, pause)
+            work = DraftSession(leading, shape, bounds, cancel_check)
         teams[work] = team
         return work
 
-    def verifying(shape: EngineConfig) -> Verifying:
-        bounds, pause, team = led(shape)
-        work = Verifying(LeadingVerifier(model.verifier(shape, pause), team), shape, bounds, pause)
+    def verifying(shape: EngineConfig) -> VerifySession:
+        bounds, cancel_check, team = led(shape)
+        work = VerifySession(LeaderVerifier(model.verifier(shape, cancel_check), team), shape, bounds, cancel_check)
         teams[work] = team
         return work
 
     def ended(work: Any) -> None:
-        crew.end(teams.pop(work))
+        crew.end_session(teams.pop(work))
 
     if model.side == "draft":
-        return DraftService(about, Sessions(drafting, room.sessions, room.idle, ended=ended))
-    return TargetService(about, Sessions(verifying, room.sessions, room.idle, ended=ended), files)
+        return DraftWorkerService(about, WorkerSessions(drafting, limits.sessions, limits.idle_timeout_s, on_end=ended))
+    return TargetWorkerService(
+        about, WorkerSessions(verifying, limits.sessions, limits.idle_timeout_s, on_end=ended), files
+    )

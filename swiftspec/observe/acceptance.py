@@ -26,11 +26,11 @@ class Acceptance:
         self.judged = 0
 
     @staticmethod
-    def of(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
+    def from_rounds(rounds: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]]) -> Acceptance:
         """Of rounds: a proposal's parents, the path that was accepted, and its overlaps."""
         seen = Acceptance()
         for round_ in rounds:
-            seen.count(*round_)
+            seen.add(*round_)
         return seen
 
     @property
@@ -38,7 +38,7 @@ class Acceptance:
         """The mean of 1 - TV(p, q), which the first child's acceptance rate comes to. None where no q was told."""
         return self.expected / self.judged if self.judged else None
 
-    def count(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
+    def add(self, parents: Sequence[int], path: Sequence[int], overlaps: Sequence[float] = ()) -> None:
         """Adds a round: a proposal's `parents`, the nodes that were accepted, the root first, and of those with drawn
         children 1 - TV(p, q)."""
         self.expected += sum(overlaps)

@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from swiftspec.engine import Stats
-from swiftspec.messages import Opening
-from swiftspec.observe.round_records import Noted, Round
+from swiftspec.messages import RequestStart
+from swiftspec.observe.round_records import RoundRecord, TraceEntry
 from swiftspec.observe.trace_file import TraceFile
-from swiftspec.observe.trace_format import Record, given
+from swiftspec.observe.trace_format import Record, non_default_fields
 from swiftspec.runtime.cancellation import Cancelled
 
-Listener = Callable[[Sequence[Noted]], None]
+TraceListener = Callable[[Sequence[TraceEntry]], None]
 
-TOGETHER = 0.03  # seconds of rounds that a listener hears at once: the eye is no faster
+LISTENER_INTERVAL_S = 0.03  # seconds of rounds that a listener hears at once: the eye is no faster
 
 
 class Recorder:
@@ -29,47 +29,51 @@ class Recorder:
     def __init__(self, file: TraceFile | None = None) -> None:
         self.drain: Callable[[int], None] = lambda round_: None
         self.file = file
-        self.listener: Listener | None = None
-        self._hears: Listener | None = None  # of this request
-        self._noted: list[Noted] = []  # of this request, and not yet heard
-        self._kept: list[Noted] = []  # for the file
-        self._request, self._heard = 0, 0.0
+        self.listener: TraceListener | None = None
+        self._active_listener: TraceListener | None = None  # of this request
+        self._undelivered: list[TraceEntry] = []  # of this request, and not yet heard
+        self._for_file: list[TraceEntry] = []  # for the file
+        self._request, self._delivered_at = 0, 0.0
 
     @property
-    def wanted(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the next request is to be on record."""
         return self.file is not None or self.listener is not None
 
-    def begin(self, opening: Opening) -> None:
+    def begin(self, opening: RequestStart) -> None:
         """Another request."""
-        self._request, self._hears = opening.request, self.listener
-        self._noted, self._kept = [], []
-        begin = {"at": time.perf_counter(), "prompt": opening.prompt, "sampling": given(opening.sampling)}
+        self._request, self._active_listener = opening.request, self.listener
+        self._undelivered, self._for_file = [], []
+        begin = {"at": time.perf_counter(), "prompt": opening.prompt, "sampling": non_default_fields(opening.sampling)}
         self.add({"request": self._request, "begin": begin})
-        self._hand()
+        self._deliver()
 
-    def add(self, noted: Noted) -> None:
+    def add(self, entry: TraceEntry) -> None:
         """The next round of this request, once it is verified."""
-        self._noted.append(noted)
+        self._undelivered.append(entry)
 
-    def draft(self, request: int, round_: int, lane: Callable[[], Record]) -> None:
-        """What reads the draft's lane of a round (see `Round`); nothing where that comes late, after the next round or
+    def draft(self, request: int, round_: int, timeline: Callable[[], Record]) -> None:
+        """What reads the draft's lane of a round (see `RoundRecord`); nothing where that comes late, after the next round or
         its request."""
-        if request == self._request and (last := self._lacking(round_)) is not None:
-            last.draft = lane
+        if request == self._request and (last := self._round_without_draft(round_)) is not None:
+            last.draft = timeline
 
-    def lacks(self, round_: int) -> bool:
+    def awaits_draft(self, round_: int) -> bool:
         """Whether the draft's lane has yet to speak of that round, the last one verified."""
-        return self._lacking(round_) is not None
+        return self._round_without_draft(round_) is not None
 
-    def hand(self) -> None:
+    def deliver(self) -> None:
         """Called when the next round is under way: lets the listener hear of those before, now and then."""
-        if self._hears is not None and self._noted and time.perf_counter() - self._heard > TOGETHER:
-            self._hand()
+        if (
+            self._active_listener is not None
+            and self._undelivered
+            and time.perf_counter() - self._delivered_at > LISTENER_INTERVAL_S
+        ):
+            self._deliver()
 
     def end(self, stats: Stats) -> None:
         """The request is over. Called while it is being left, so what ended it is the present exception."""
-        last = self._lacking()
+        last = self._round_without_draft()
         if last is not None and last.asked:
             self.drain(last.proposal.round)
         error = sys.exc_info()[1]
@@ -77,21 +81,21 @@ class Recorder:
         reason = stats.finish_reason or ("error" if failed else "abort")
         end = {"at": time.perf_counter(), "reason": reason, "tokens": stats.tokens}
         self.add({"request": self._request, "end": end})
-        self._hand()
+        self._deliver()
         if self.file is not None:
-            self.file.write(self._kept)
-            self._kept = []
+            self.file.write(self._for_file)
+            self._for_file = []
 
-    def _lacking(self, round_: int | None = None) -> Round | None:
+    def _round_without_draft(self, round_: int | None = None) -> RoundRecord | None:
         """The last round verified, if it is that one, or any, and has no lane of the draft's."""
-        last = self._noted[-1] if self._noted else None
-        if isinstance(last, Round) and last.draft is None and round_ in (None, last.proposal.round):
+        last = self._undelivered[-1] if self._undelivered else None
+        if isinstance(last, RoundRecord) and last.draft is None and round_ in (None, last.proposal.round):
             return last
         return None
 
-    def _hand(self) -> None:
-        noted, self._noted, self._heard = self._noted, [], time.perf_counter()
-        if self._hears is not None:
-            self._hears(noted)
+    def _deliver(self) -> None:
+        entry, self._undelivered, self._delivered_at = self._undelivered, [], time.perf_counter()
+        if self._active_listener is not None:
+            self._active_listener(entry)
         if self.file is not None:
-            self._kept += noted
+            self._for_file += entry

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SPIN = 120e-6  # stop sleeping this many seconds before the deadline and spin: a sleep may end that much too late
+SPIN_S = 120e-6  # stop sleeping this many seconds before the deadline and spin: a sleep may end that much too late
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,23 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Emulation:
+class StepTimeEmulation:
     """Step times of both models; None: as fast as it goes."""
 
     target: StepTimes | None = None
     draft: StepTimes | None = None
 
     @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Emulation:
+    def from_dict(data: Mapping[str, Any]) -> StepTimeEmulation:
         """What `dataclasses.asdict` made of one, JSON in between or not."""
         sides = {
             side: StepTimes(tuple((int(tp), int(rows), float(seconds)) for tp, rows, seconds in times["points"]))
             for side, times in data.items() if times is not None
         }  # fmt: skip
-        return Emulation(**sides)
+        return StepTimeEmulation(**sides)
 
 
-def hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
+def make_hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
     """Makes every step of a model on `tp` ranks, prompt chunks too, last at least as long as `times` say; see
     `Runner.hooks`."""
 
@@ -72,7 +72,7 @@ def hook(times: StepTimes, tp: int) -> Callable[[float, int], None]:
 
 def wait_until(moment: float) -> None:
     """Sleeps, then spins, until `perf_counter` says so: within a few microseconds and without keeping a core."""
-    left = moment - time.perf_counter() - SPIN
+    left = moment - time.perf_counter() - SPIN_S
     if left > 0:
         time.sleep(left)
     while time.perf_counter() < moment:

@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import Forward, Grown, Round, lane_of
-from swiftspec.observe.rpc_latency import Hop
+from swiftspec.observe.round_records import DraftSnapshot, ForwardSpan, RoundRecord, draft_timeline
+from swiftspec.observe.rpc_latency import RpcRecord
 from swiftspec.observe.trace_format import Record
 
 Observer = Callable[..., None]  # as swiftspec.decode has it
@@ -25,17 +25,17 @@ Probabilities = Callable[
 ]  # tokens, parents -> of all but the root
 
 
-class Hooked(Protocol):
+class HasHooks(Protocol):
     """What of a runner forwards are noted by."""
 
     hooks: list[Callable[[float, int], None]]
 
 
-class Forwards:
+class ForwardTimes:
     """The forwards of a runner while they are watched; whoever takes them clears them."""
 
-    def __init__(self, runner: Hooked) -> None:
-        self._runner, self._known = runner, list[Forward]()
+    def __init__(self, runner: HasHooks) -> None:
+        self._runner, self._known = runner, list[ForwardSpan]()
 
     def watch(self, on: bool) -> None:
         """Begins or ends it; twice is once."""
@@ -46,7 +46,7 @@ class Forwards:
             hooks.remove(self._note)
         self._known.clear()
 
-    def take(self) -> list[Forward]:
+    def take(self) -> list[ForwardSpan]:
         """Those since it was asked last."""
         known, self._known = self._known, []
         return known
@@ -55,42 +55,42 @@ class Forwards:
         self._known.append((began, time.perf_counter(), rows))
 
 
-class Watcher(Protocol):
+class TraceWatcher(Protocol):
     """What is to be done at some of a loop's events, by their names, with what they are about; then their time goes to
     `times`."""
 
     times: list[float]
-    acts: dict[str, Callable[..., None]]
+    handlers: dict[str, Callable[..., None]]
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
         ...
 
 
-class Switch:
-    """Observes a loop for a watcher, and costs nothing while nobody wants to know: `wanted` is asked when a request
-    opens. `told` hears of a change, before anything of that request."""
+class ObserverToggle:
+    """Observes a loop for a watcher, and costs nothing while nobody wants to know: `enabled` is asked when a request
+    opens. `on_change` hears of a change, before anything of that request."""
 
     def __init__(
-        self, wanted: Callable[[], bool], watcher: Watcher, told: Callable[[bool], None] = lambda on: None
+        self, enabled: Callable[[], bool], watcher: TraceWatcher, on_change: Callable[[bool], None] = lambda on: None
     ) -> None:
-        self._wanted, self._watcher, self._told = wanted, watcher, told
+        self._enabled, self._watcher, self._on_change = enabled, watcher, on_change
         self._on = False
 
     def __call__(self, event: str, *about: Any) -> None:
-        if event == "opening" and self._wanted() != self._on:
+        if event == "opening" and self._enabled() != self._on:
             self._on = not self._on
             self._watcher.watch(self._on)
-            self._told(self._on)
+            self._on_change(self._on)
         if self._on:
             watcher = self._watcher
-            act = watcher.acts.get(event)
+            act = watcher.handlers.get(event)
             if act is not None:
                 act(*about)
             watcher.times.append(time.perf_counter())
 
 
-class Drafting(Protocol):
+class TracedDrafter(Protocol):
     """What a draft's lane is read off: a drafter on a model in this process."""
 
     @property
@@ -99,12 +99,12 @@ class Drafting(Protocol):
     def tree(self) -> Any: ...
 
 
-class DraftLane:
+class DraftTimeline:
     """Notes the lane of a drafter round by round."""
 
-    def __init__(self, drafter: Drafting) -> None:
-        self._drafter, self._forwards = drafter, Forwards(drafter.runner)
-        self._last: Grown = b"", 0, []
+    def __init__(self, drafter: TracedDrafter) -> None:
+        self._drafter, self._forwards = drafter, ForwardTimes(drafter.runner)
+        self._last: DraftSnapshot = b"", 0, []
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
@@ -114,7 +114,7 @@ class DraftLane:
         """It has read the prompt."""
         self.grown()
 
-    def grown(self) -> tuple[Grown, Grown]:
+    def grown(self) -> tuple[DraftSnapshot, DraftSnapshot]:
         """A round, once its tree is grown, and the one before."""
         drafter, before = self._drafter, self._last
         self._last = drafter.tree.state.tobytes(), drafter.runner.cache.prefix_len[0], self._forwards.take()
@@ -124,74 +124,80 @@ class DraftLane:
 class TreeTrace:
     """Watches the loop on rank 0.
 
-    `busy`: seconds that the target has spent in forwards so far. `asked`: whether the last proposal was the drafter's,
+    `busy`: seconds that the target has spent in forwards so far. `drafter_active`: whether the last proposal was the drafter's,
     who is not asked in plain rounds, nor anywhere in a plain request. `probabilities`: the target's, of the tokens of
     the proposal verified last. `lane`: of a drafter in this process. `hops`: exchanges with workers since it was asked
     last.
     """
 
     def __init__(
-        self, log: Recorder, busy: Callable[[], float], asked: Callable[[], bool], probabilities: Probabilities,
-        lane: DraftLane | None = None, hops: Callable[[], Sequence[Hop]] = tuple,
+        self, recorder: Recorder, busy: Callable[[], float], drafter_active: Callable[[], bool], probabilities: Probabilities,
+        lane: DraftTimeline | None = None, hops: Callable[[], Sequence[RpcRecord]] = tuple,
     ) -> None:  # fmt: skip
         self._hops = hops
-        self._log, self._busy, self._asked, self._probabilities, self._lane = log, busy, asked, probabilities, lane
+        self._recorder, self._busy, self._drafter_active, self._probabilities, self._timeline = (
+            recorder,
+            busy,
+            drafter_active,
+            probabilities,
+            lane,
+        )
         self._plain = False  # the request
         self._spent = 0.0
         self._drafted, self._grown = False, None  # in this round: the drafter was asked; its lane
         self.times = list[float]()
-        self.acts: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "opened": self._opened, "grown": self._growing, "settled": self._settled,
-            "closed": log.end,
+        self.handlers: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "opened": self._opened, "grown": self._on_expanded, "settled": self._settled,
+            "closed": recorder.end,
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
-        if self._lane is not None:
-            self._lane.watch(on)
+        if self._timeline is not None:
+            self._timeline.watch(on)
 
-    def _opening(self, opening: Opening) -> None:
-        self._log.begin(opening)
+    def _opening(self, opening: RequestStart) -> None:
+        self._recorder.begin(opening)
         self._hops()  # of requests that nobody has recorded
         self._plain = opening.sampling.verify_batch == 1
         self.times.clear()
 
     def _opened(self) -> None:
         self._spent = self._busy()
-        if self._lane is not None:
-            self._lane.opened()
+        if self._timeline is not None:
+            self._timeline.opened()
 
-    def _growing(self) -> None:
+    def _on_expanded(self) -> None:
         """It has grown, and verifying begins: who listens works beside that."""
-        self._drafted = not self._plain and self._asked()
-        self._grown = self._lane.grown() if self._lane is not None and self._drafted else None
-        self._log.hand()
+        self._drafted = not self._plain and self._drafter_active()
+        self._grown = self._timeline.grown() if self._timeline is not None and self._drafted else None
+        self._recorder.deliver()
 
     def _settled(self, proposal: Proposal, result: VerifyResult) -> None:
         """The result is on its way, so nobody waits for it."""
         known = self._probabilities(proposal.tokens, proposal.parents)
         busy, times = self._busy(), self.times
-        self._log.add(
-            Round(proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._hops())
+        self._recorder.add(
+            RoundRecord(proposal, result, times, self._drafted, busy - self._spent, known, self._grown, self._hops())
         )
         self._spent, self.times = busy, times[-2:]
 
 
 class DraftTrace:
-    """Watches the loop that a draft's ranks work in: each round of its lane goes to `tell` once it is grown."""
+    """Watches the loop that a draft's ranks work in: each round of its lane goes to `send` once it is grown."""
 
-    def __init__(self, drafter: Drafting, tell: Callable[[int, int, Record], None]) -> None:
-        """`tell` hears request, round, and what the lane says of it."""
-        self._lane, self._tell = DraftLane(drafter), tell
+    def __init__(self, drafter: TracedDrafter, send: Callable[[int, int, Record], None]) -> None:
+        """`send` hears request, round, and what the lane says of it."""
+        self._timeline, self._send = DraftTimeline(drafter), send
         self._request, self._round = 0, 0
         self.times = list[float]()
-        self.acts: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "drafter opened": self._lane.opened, "proposed": self._proposed,
+        self.handlers: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "drafter opened": self._timeline.opened, "proposed": self._proposed,
             "grown": self._grown,
         }  # fmt: skip
-        self.watch = self._lane.watch
+        self.watch = self._timeline.watch
 
-    def _opening(self, opening: Opening) -> None:
+    def _opening(self, opening: RequestStart) -> None:
         self._request = opening.request
 
     def _proposed(self, proposal: Proposal) -> None:
@@ -200,41 +206,41 @@ class DraftTrace:
     def _grown(self) -> None:
         *times, began, proposed = self.times[-3:]
         grown = began, proposed, time.perf_counter()
-        lane = lane_of(*self._lane.grown(), self._round == 0, (*times, began), grown)
-        self._tell(self._request, self._round, lane)
+        lane = draft_timeline(*self._timeline.grown(), self._round == 0, (*times, began), grown)
+        self._send(self._request, self._round, lane)
         self.times.clear()
 
 
 class ParticleTrace:
     """Watches mode smc: nothing overlaps in it, so a round lasts from the end of the one before."""
 
-    def __init__(self, target: Hooked, draft: Hooked, log: Recorder) -> None:
-        self._log, self._lanes = log, {"target": Forwards(target), "draft": Forwards(draft)}
+    def __init__(self, target: HasHooks, draft: HasHooks, recorder: Recorder) -> None:
+        self._recorder, self._forwards = recorder, {"target": ForwardTimes(target), "draft": ForwardTimes(draft)}
         self._request, self._round = 0, 0
         self.times = list[float]()
-        self.acts: dict[str, Callable[..., None]] = {
-            "opening": self._opening, "opened": self._opened, "collected": self._collected, "closed": log.end,
+        self.handlers: dict[str, Callable[..., None]] = {
+            "opening": self._opening, "opened": self._opened, "collected": self._collected, "closed": recorder.end,
         }  # fmt: skip
 
     def watch(self, on: bool) -> None:
         """Sets or takes away its hooks."""
-        for forwards in self._lanes.values():
+        for forwards in self._forwards.values():
             forwards.watch(on)
 
-    def _opening(self, opening: Opening) -> None:
-        self._log.begin(opening)
+    def _opening(self, opening: RequestStart) -> None:
+        self._recorder.begin(opening)
         self._request = opening.request
 
     def _opened(self) -> None:
         self._round = 0
-        for forwards in self._lanes.values():
+        for forwards in self._forwards.values():
             forwards.take()  # the prompt's
 
     def _collected(self, tokens: Sequence[int]) -> None:
         """A round that ends now, and the tokens that all particles have come to share by it."""
         span = self.times[-1], time.perf_counter()
-        lanes = {side: {"forwards": forwards.take()} for side, forwards in self._lanes.items()}
+        lanes = {side: {"forwards": forwards.take()} for side, forwards in self._forwards.items()}
         about = {"request": self._request, "round": self._round, "population": span, "tokens": tokens}
-        self._log.add({**about, **lanes})
-        self._log.hand()
+        self._recorder.add({**about, **lanes})
+        self._recorder.deliver()
         self._round, self.times = self._round + 1, []

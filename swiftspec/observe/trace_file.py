@@ -12,24 +12,24 @@ from typing import Any
 
 from swiftspec import file_io
 from swiftspec.errors import UserError
-from swiftspec.observe.round_records import Noted, opened
-from swiftspec.observe.trace_format import VERSION, Record, Texts, plain
+from swiftspec.observe.round_records import TraceEntry, to_record
+from swiftspec.observe.trace_format import TRACE_VERSION, Record, TokenTexts, to_json
 
-LONGEST = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
+MAX_LINE_BYTES = 32 << 20  # bytes of a line: a request's prompt, with the texts of its tokens
 
 
 class TraceFile:
     """Raises UserError on a file that cannot be opened, and on a pipe without a reader. A file that takes no more later
-    costs nobody an answer: what is still to be written is dropped, and `lost` says why.
+    costs nobody an answer: what is still to be written is dropped, and `error` says why.
 
-    `spell` makes text of a token; where there is one, each line has `texts` of the tokens that are new in it.
+    `token_text` makes text of a token; where there is one, each line has `texts` of the tokens that are new in it.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lost: str | None = None
-        self.spell: Callable[[int], str] | None = None
-        self._texts = Texts()
+        self.error: str | None = None
+        self.token_text: Callable[[int], str] | None = None
+        self._texts = TokenTexts()
         try:
             self._file = os.fdopen(_opened(path), "w", encoding="utf-8")
         except OSError as error:
@@ -37,11 +37,11 @@ class TraceFile:
             why = "nobody reads this pipe yet, start its reader first" if alone else error.strerror
             raise UserError(f"--trace {path} cannot be written: {why}") from None
 
-    def write(self, noted: Iterable[Noted]) -> None:
+    def write(self, entry: Iterable[TraceEntry]) -> None:
         """Writes the lines of these, and all that was written before."""
-        for line in map(opened, noted):
-            texts = {} if self.spell is None else self._texts.new(line, self.spell)
-            self._try(self._file.write, json.dumps(line | texts, default=plain) + "\n")
+        for line in map(to_record, entry):
+            texts = {} if self.token_text is None else self._texts.new(line, self.token_text)
+            self._try(self._file.write, json.dumps(line | texts, default=to_json) + "\n")
         self._try(self._file.flush)
 
     def close(self) -> None:
@@ -49,31 +49,31 @@ class TraceFile:
         self._try(self._file.close)
 
     def _try(self, act: Callable[..., object], *values: Any) -> None:
-        if self.lost is not None:
+        if self.error is not None:
             return
         try:
             act(*values)
         except OSError as error:
-            self.lost = error.strerror or str(error)
+            self.error = error.strerror or str(error)
             with suppress(OSError):  # it tries to write the rest once more
                 self._file.close()
 
 
-def read(path: Path, most: int) -> Iterator[tuple[str, Record]]:
-    """The lines of a trace of at most `most` bytes, the head first, each with its name for an error. A last line that
+def read_trace(path: Path, max_bytes: int) -> Iterator[tuple[str, Record]]:
+    """The lines of a trace of at most `max_bytes` bytes, the head first, each with its name for an error. A last line that
     was cut off is left out. Raises UserError on a file that is no trace, and on a line that is none."""
     no_trace = UserError(f"{path} is no trace of this version: make one with `serve --trace {path.name}`")
     number, bad = 0, None
-    for number, line in enumerate(file_io.lines(path, most=most, longest=LONGEST), 1):
+    for number, line in enumerate(file_io.read_lines(path, max_bytes=max_bytes, max_line_bytes=MAX_LINE_BYTES), 1):
         if bad is not None:
             raise bad
         name = f"{path}, line {number},"
         try:
-            data = file_io.parse_json(file_io.decoded(line, name), name)
+            data = file_io.parse_json(file_io.decode_utf8(line, name), name)
         except UserError as error:
             bad = UserError(f"{error}: was it made with --trace?")
             continue
-        if number == 1 and (not isinstance(data, dict) or data.get("swiftspec_trace") != VERSION):
+        if number == 1 and (not isinstance(data, dict) or data.get("swiftspec_trace") != TRACE_VERSION):
             raise no_trace
         if not isinstance(data, dict):
             raise UserError(f"{name} is damaged: it is no JSON object")

@@ -6,21 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from swiftspec.config import EngineConfig
-from swiftspec.messages import Opening, Proposal
-from swiftspec.runtime.executors import Steps
+from swiftspec.messages import Proposal, RequestStart
+from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
-from swiftspec.tree.children import Children
+from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-# What an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions.md).
-YIELD = 0.3
+# What an expansion adds to a round's expected tokens, per probability of its leaves (docs/decisions/asynchronous-drafting.md).
+EXPANSION_YIELD = 0.3
 
 
 def expansion_pays(tokens: float, leaves: float, d: int) -> bool:
     """Whether one more expansion after a result, which takes a d-th of a round, would add more than a d-th of the
     tokens that the round can expect without; both as `DraftTree.prospects` has them."""
-    return YIELD * leaves > tokens / d
+    return EXPANSION_YIELD * leaves > tokens / d
 
 
 class AheadDrafter(LocalDrafter):
@@ -31,14 +31,19 @@ class AheadDrafter(LocalDrafter):
     """
 
     def __init__(
-        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: EngineConfig
+        self,
+        runner: Runner,
+        executors: Sequence[TreeExecutor],
+        tree: DraftTree,
+        children: ChildSelector,
+        config: EngineConfig,
     ) -> None:
-        super().__init__(runner, steps, tree, children, config)
+        super().__init__(runner, executors, tree, children, config)
         # Drawn children stay with the paper's rule: which of them are sent must not depend on their own draw.
-        self._catch_up = config.catch_up and not children.drawn
+        self._catch_up = config.catch_up and not children.sampled
         self.hooks: list[Callable[[int], None]] = []
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         super().open(opening)
         self.grow()
 
@@ -48,29 +53,29 @@ class AheadDrafter(LocalDrafter):
             hook(count)
 
     def propose(self) -> Proposal:
-        best = self._best()
+        best = self._best_proposal()
         if len(best.tokens) < self._nodes:
             there = self.tree.count
             self.expand()  # the paper's rule: with too few nodes left to propose, one more expansion at once
-            best = self._best(there if self._children.drawn else 0)
+            best = self._best_proposal(there if self._children.sampled else 0)
         while self._catch_up and self._worth_expanding():
             self.settle()  # first, for a tree that loses as many nodes to its new root as it expands has grown
             before = self.tree.expanded
             self.expand()
             if self.tree.expanded == before:  # no room
                 break
-            best = self._best()
+            best = self._best_proposal()
         return best
 
-    def reply(self) -> Any:
-        if self._children.drawn or self._root != 0:
+    def fast_reply(self) -> Any:
+        if self._children.sampled or self._root != 0:
             return None
-        config, worth = self._config, YIELD if self._catch_up else 0.0
+        config, worth = self._config, EXPANSION_YIELD if self._catch_up else 0.0
         shape = self._nodes, config.draft_leaves, self.expansions
-        return self.steps.reply(self.tree, self._request, self._root_at, *shape, worth)
+        return self.executor.fast_reply(self.tree, self._request, self._root_at, *shape, worth)
 
     def _worth_expanding(self) -> bool:
-        prospects = self.tree.prospects(self._nodes, self._config.draft_leaves, self._root)
+        prospects = self.tree.expected_mass(self._nodes, self._config.draft_leaves, self._root)
         return expansion_pays(*prospects, self.expansions)
 
     def grow(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 
 
 class Drafter(Protocol):
@@ -16,7 +16,7 @@ class Drafter(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         """Starts a request, or goes on with one, from its verified tokens."""
 
     def propose(self) -> Proposal:
@@ -39,7 +39,7 @@ class NoDrafter:
     busy = 0.0
     draft_steps = 0
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self._root = opening.request, 0, len(opening.tokens) - 1, opening.tokens[-1]
 
     def propose(self) -> Proposal:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.runtime.drafter import Drafter, NoDrafter
-from swiftspec.sampling.grammar import TooComplex
+from swiftspec.sampling.grammar import GrammarTooComplex
 
 # torch reports a failed device or a full memory as RuntimeError
-FAILURES = (DrafterLost, TooComplex, RuntimeError, MemoryError)
+FAILURES = (DrafterLost, GrammarTooComplex, RuntimeError, MemoryError)
 
 
 class FallbackDrafter:
@@ -28,20 +28,20 @@ class FallbackDrafter:
     def busy(self) -> float:
         return self._drafter.busy
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         self.lost = None
         self._none.open(opening)
         try:
             self._drafter.open(opening)
         except FAILURES as error:
-            self._lose(error)
+            self._mark_lost(error)
 
     def propose(self) -> Proposal:
         if self.lost is None:
             try:
                 return self._drafter.propose()
             except FAILURES as error:
-                self._lose(error)
+                self._mark_lost(error)
         return self._none.propose()
 
     def grow(self) -> None:
@@ -49,19 +49,19 @@ class FallbackDrafter:
             try:
                 self._drafter.grow()
             except FAILURES as error:
-                self._lose(error)
+                self._mark_lost(error)
 
     def observe(self, result: VerifyResult) -> None:
         if self.lost is None:
             try:
                 self._drafter.observe(result)  # first: somebody waits for it
             except FAILURES as error:
-                self._lose(error)
+                self._mark_lost(error)
         self._none.observe(result)
 
     def close(self) -> None:
         with contextlib.suppress(*FAILURES):
             self._drafter.close()
 
-    def _lose(self, error: BaseException) -> None:
+    def _mark_lost(self, error: BaseException) -> None:
         self.lost = str(error) or type(error).__name__

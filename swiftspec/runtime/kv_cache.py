@@ -8,20 +8,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-Move = Callable[[int, Sequence[int], int], None]
-Mover = Callable[[Tensor, Tensor], Move]
+MoveSlots = Callable[[int, Sequence[int], int], None]
+MakeMove = Callable[[Tensor, Tensor], MoveSlots]
 
 
 class KVCache:
     """One buffer per tensor: `k` and `v` are [layers, S, kv_heads, capacity, head_dim].
 
     Each of the S sequences has a region of `capacity` slots: `prefix_len[s]` verified ones, then `tree_len` of the
-    tree, the same in every sequence (but see `promote`). Tree slots are handed out in order and never reused in place,
+    tree, the same in every sequence (but see `commit_sequence`). Tree slots are handed out in order and never reused in place,
     so their order is topological and the root has tree slot 0; `commit` moves forward and recomputes nothing.
     """
 
     def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, capacity: int, mover: Mover, *,
+        self, layers: int, kv_heads: int, head_dim: int, capacity: int, mover: MakeMove, *,
         sequences: int = 1, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.capacity, self._mover = capacity, mover
@@ -34,7 +34,7 @@ class KVCache:
         if sequences != len(self.prefix_len):
             self.prefix_len = []  # should there be no memory, the next call tries again
             self.k = self.v = torch.empty(0)  # the old buffer goes before the new one comes, so nobody holds it
-            self._move: Move | None = None
+            self._move: MoveSlots | None = None
             # Zeros are handed out by the system untouched, so a long context costs memory only as it fills; and a free
             # slot is finite, as it must be: a masked NaN would still spoil a sum.
             shape, kind, device = (self._shape[0], sequences, *self._shape[1:]), self._dtype, self._device
@@ -44,7 +44,7 @@ class KVCache:
         self.tree_len = 0
 
     @property
-    def room(self) -> int:
+    def free_slots(self) -> int:
         """Free slots in the fullest sequence."""
         return self.capacity - max(self.prefix_len) - self.tree_len
 
@@ -60,7 +60,7 @@ class KVCache:
 
     def append_tree(self, count: int) -> int:
         """Hands out the next `count` tree slots, in every sequence. Returns the first, from the tree's start."""
-        assert count <= self.room
+        assert count <= self.free_slots
         self.tree_len += count
         return self.tree_len - count
 
@@ -72,10 +72,10 @@ class KVCache:
         """
         assert max((*path, *keep), default=-1) < self.tree_len
         for sequence in range(len(self.prefix_len)):
-            self.promote(sequence, path, keep)
+            self.commit_sequence(sequence, path, keep)
         self.tree_len = len(keep)
 
-    def promote(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
+    def commit_sequence(self, sequence: int, path: Sequence[int], keep: Sequence[int] = ()) -> None:
         """`commit` in one sequence, whose tree slots somebody else counts."""
         order, start = [*path, *keep], self.prefix_len[sequence]
         assert all(a < b for a, b in pairwise(order))

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.runtime.executors import Expansion, Request, Steps, choose, features
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.runtime.executors import ExecutorRequest, ExpansionShape, TreeExecutor, features_of, select_executor
 from swiftspec.runtime.runner import Runner
-from swiftspec.tree.children import Children
+from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
 
@@ -22,12 +22,12 @@ class TreeConfig(Protocol):
     @property
     def draft_leaves(self) -> int: ...  # w
     @property
-    def children(self) -> int: ...  # k
+    def children_per_leaf(self) -> int: ...  # k
     @property
-    def steps(self) -> int: ...  # d
+    def initial_draft_steps(self) -> int: ...  # d
     @property
     def proposal(self) -> str | None: ...
-    def calibrated(self, greedy: bool) -> float:
+    def calibration_for(self, greedy: bool) -> float:
         """The temperature that makes a child's weight the chance that the target agrees."""
         ...
 
@@ -41,12 +41,17 @@ class LocalDrafter:
     """
 
     def __init__(
-        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: TreeConfig
+        self,
+        runner: Runner,
+        executors: Sequence[TreeExecutor],
+        tree: DraftTree,
+        children: ChildSelector,
+        config: TreeConfig,
     ) -> None:
-        """`steps`: those that can expand `tree`, the fastest first."""
-        self.runner, self.tree, self.steps_known = runner, tree, steps
+        """`executors`: those that can expand `tree`, the fastest first."""
+        self.runner, self.tree, self.executors = runner, tree, executors
         self._children, self._config = children, config
-        self.draft_steps = config.steps  # d, unless a request has its own
+        self.draft_steps = config.initial_draft_steps  # d, unless a request has its own
         self.pending: list[int] = []
         self._root = 0  # node that is the root by now; `settle` makes it node 0
 
@@ -57,39 +62,39 @@ class LocalDrafter:
     @property
     def expansions(self) -> int:
         """d of this request."""
-        return self._own_steps or self.draft_steps
+        return self._request_steps or self.draft_steps
 
-    def choose(self, opening: Opening) -> Steps:
+    def select_executor(self, opening: RequestStart) -> TreeExecutor:
         """The steps that run a request."""
-        drawn = ("drawn proposals",) if self._children.drawn else ()
-        return choose(self.steps_known, features(opening.sampling, *drawn), opening.steps)
+        drawn = ("drawn proposals",) if self._children.sampled else ()
+        return select_executor(self.executors, features_of(opening.sampling, *drawn), opening.executor)
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         config, sampling = self._config, opening.sampling
-        self._nodes, self._own_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
+        self._nodes, self._request_steps = sampling.verify_batch or config.verify_batch, sampling.draft_steps
         self._request, self._round = opening.request, 0
         self._root_at = len(opening.tokens) - 1  # absolute position
         self.pending, self._root = [], 0
         sampler = self._sampler = self.runner.sampler(sampling, opening.prompt)
         sampler.observe(opening.output)
-        tau = config.calibrated(sampling.greedy)
+        tau = config.calibration_for(sampling.greedy)
         self._children.open(sampler, self._root_at, tau)
-        self.runner.open(opening.tokens, most=opening.kept)
+        self.runner.open(opening.tokens, max_cached=opening.num_cached_tokens)
         self.tree.reset(opening.tokens[-1])
         coupled = config.proposal == "coupled" and not sampling.greedy
-        count = min(config.children, self.runner.vocab)
-        self.steps = self.choose(opening)
-        shape = Expansion(config.draft_leaves, count, coupled, tau, self._children.rank)
-        self.steps.open(Request(sampler, expansion=shape))
+        count = min(config.children_per_leaf, self.runner.vocab)
+        self.executor = self.select_executor(opening)
+        shape = ExpansionShape(config.draft_leaves, count, coupled, tau, self._children.rank)
+        self.executor.open(ExecutorRequest(sampler, expansion=shape))
 
     def propose(self) -> Proposal:
         self.expand(self.expansions)
-        return self._best()
+        return self._best_proposal()
 
     def grow(self) -> None:
         pass  # in turn: the tree grows after the result
 
-    def reply(self) -> Any:
+    def fast_reply(self) -> Any:
         """What can answer the next result by itself, as `observe` and `propose` would; None where that takes Python."""
         return None
 
@@ -107,7 +112,7 @@ class LocalDrafter:
             path, kept = self.tree.reroot(self._root)
             self.runner.cache.commit(path, kept)
             self._root = 0
-            self._children.keep(kept)
+            self._children.retain_slots(kept)
 
     def close(self) -> None:
         self.runner.cache.commit(())  # what is verified stays
@@ -118,19 +123,19 @@ class LocalDrafter:
         if len(self.pending) > self._config.draft_leaves:
             self.runner.prefill(self.pending)
             self.pending.clear()
-        self.steps.expand(self.tree, self.pending, count)
+        self.executor.expand(self.tree, self.pending, count)
 
-    def _best(self, first: int = 0) -> Proposal:
+    def _best_proposal(self, first: int = 0) -> Proposal:
         nodes, tokens, parents = self.tree.best_subtree(self._nodes, self._root, first)
         carried = None
-        if self._children.drawn and len(nodes) > 1:
+        if self._children.sampled and len(nodes) > 1:
             above = np.unique(np.array(parents[1:], np.int64))
-            carried = self._children.carried(self.tree.slot[np.array(nodes)[above]])
+            carried = self._children.draft_probs(self.tree.slot[np.array(nodes)[above]])
         return Proposal(self._request, self._round, self._root_at, tuple(tokens), tuple(parents), carried)
 
     def _reroot(self, tokens: Sequence[int]) -> None:
         """Walks the verified tokens down the tree; the sub-tree under the last of them stays."""
-        path = [0, *self.tree.walk(tokens)]
+        path = [0, *self.tree.match_prefix(tokens)]
         if len(path) > len(tokens) and self._children.reroot():  # all of them are nodes
             self._root = path[-1]
             return
@@ -140,4 +145,4 @@ class LocalDrafter:
         self.runner.cache.commit(slots)
         self.pending += spelled[len(slots) :]
         self.tree.reset(tokens[-1])
-        self._children.keep([])
+        self._children.retain_slots([])

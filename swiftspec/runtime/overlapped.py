@@ -11,20 +11,22 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from swiftspec.config import EngineConfig
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
-from swiftspec.runtime.executors import Steps
+from swiftspec.runtime.executors import TreeExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.tree.children import Children
+from swiftspec.tree.children import ChildSelector
 from swiftspec.tree.tree import DraftTree
 
-FIRST = -1  # the priority of a stream, and of the graphs captured on it, whose kernels go before those of others
+DRAFT_STREAM_PRIORITY = (
+    -1
+)  # the priority of a stream, and of the graphs captured on it, whose kernels go before those of others
 
 
-class Beside:
+class StreamContext:
     """A stream of its own for one of the two models; none where it is not on a GPU."""
 
     def __init__(self, device: torch.device, priority: int = 0) -> None:
@@ -38,16 +40,21 @@ class Beside:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class BesideDrafter(AheadDrafter):
+class OverlappedDrafter(AheadDrafter):
     """The draft beside the target."""
 
     def __init__(
-        self, runner: Runner, steps: Sequence[Steps], tree: DraftTree, children: Children, config: EngineConfig
+        self,
+        runner: Runner,
+        executors: Sequence[TreeExecutor],
+        tree: DraftTree,
+        children: ChildSelector,
+        config: EngineConfig,
     ) -> None:
-        super().__init__(runner, steps, tree, children, config)
-        self._on_stream = Beside(runner.model.device, FIRST)
+        super().__init__(runner, executors, tree, children, config)
+        self._on_stream = StreamContext(runner.model.device, DRAFT_STREAM_PRIORITY)
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         with self._on_stream():
             super().open(opening)
 
@@ -71,7 +78,7 @@ class BesideDrafter(AheadDrafter):
 def warm_up(drafter: LocalDrafter, verifier: LocalVerifier) -> None:
     """A round of both, one after the other, before they run at the same time: a kernel is loaded when it is launched
     first, which may wait for all that runs on the GPU, and must not fall into the other's capture."""
-    opening = Opening(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
+    opening = RequestStart(0, (0, 0), SamplingParams(max_tokens=2, ignore_eos=True), 2)
     verifier.open(opening)
     drafter.open(opening)
     result = verifier.verify(drafter.propose())
@@ -87,7 +94,7 @@ class ThreadedVerifier:
 
     def __init__(self, verifier: LocalVerifier) -> None:
         self.verifier = verifier
-        self._on_stream = Beside(verifier.runner.model.device)
+        self._on_stream = StreamContext(verifier.runner.model.device)
         self._thread = ThreadPoolExecutor(1, "verifier")
         self._running: Future[VerifyResult] | None = None
 
@@ -95,13 +102,13 @@ class ThreadedVerifier:
     def busy(self) -> float:
         return self.verifier.busy
 
-    def open(self, opening: Opening) -> int:
+    def open(self, opening: RequestStart) -> int:
         with self._on_stream():
             return self.verifier.open(opening)
 
-    def submit(self, proposal: Proposal) -> ThreadedPending:
+    def submit(self, proposal: Proposal) -> ThreadedVerification:
         self._running = self._thread.submit(self._verify, proposal)
-        return ThreadedPending(self._running)
+        return ThreadedVerification(self._running)
 
     def settle(self) -> None:
         with self._on_stream():
@@ -119,7 +126,7 @@ class ThreadedVerifier:
             return self.verifier.verify(proposal)
 
 
-class ThreadedPending:
+class ThreadedVerification:
     """A verification that runs, or has ended."""
 
     def __init__(self, running: Future[VerifyResult]) -> None:

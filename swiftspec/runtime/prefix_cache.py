@@ -16,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.model.batch import HostBatch
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 
-LEAST = 32  # tokens: fewer are read again sooner than kept
+MIN_CACHED_TOKENS = 32  # tokens: fewer are read again sooner than kept
 Tokens = NDArray[np.int64]
-Texts = Sequence[Sequence[int]]
+TokenSequences = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class CachedPrefix:
     """One text and its keys and values."""
 
     tokens: Tokens
@@ -35,135 +35,144 @@ class Kept:
     v: Tensor
 
 
-class Store:
+class PrefixCache:
     """Copies of texts, at most `budget` tokens in all; the one that was used last at the end."""
 
-    def __init__(self, budget: int, least: int) -> None:
-        self.budget, self.least = budget, least
-        self.texts: list[Kept] = []
+    def __init__(self, budget: int, min_tokens: int) -> None:
+        self.budget, self.min_tokens = budget, min_tokens
+        self.entries: list[CachedPrefix] = []
 
     @property
     def size(self) -> int:
         """Tokens of all copies."""
-        return sum(len(kept.tokens) for kept in self.texts)
+        return sum(len(entry.tokens) for entry in self.entries)
 
     def fits(self, text: Tokens) -> bool:
         """Whether a text is worth a copy and has room."""
-        return self.least <= len(text) <= self.budget
+        return self.min_tokens <= len(text) <= self.budget
 
-    def covers(self, text: Tokens) -> bool:
+    def contains(self, text: Tokens) -> bool:
         """Whether a copy begins with this text."""
-        return any(common(kept.tokens, text) == len(text) for kept in self.texts)
+        return any(common_prefix_len(entry.tokens, text) == len(text) for entry in self.entries)
 
-    def change(self, new: Sequence[Kept], used: Sequence[tuple[Kept, int]]) -> None:
+    def update(self, new: Sequence[CachedPrefix], used: Sequence[tuple[CachedPrefix, int]]) -> None:
         """Takes in new copies. `used`: copies, new ones too, of which so many tokens go into the cache: where that is
         as good as all the copy goes. So does an old copy that a new one begins with, and what is too much."""
-        sources = [kept for kept, _ in used]
-        gone = [kept for kept, count in used if len(kept.tokens) - count < self.least]
-        rest = [old for old in self.texts if not any(common(n.tokens, old.tokens) == len(old.tokens) for n in new)]
-        order = [kept for kept in (*rest, *new) if kept not in sources] + list(dict.fromkeys(sources))
-        self.texts = [kept for kept in order if kept not in gone]
+        sources = [entry for entry, _ in used]
+        gone = [entry for entry, count in used if len(entry.tokens) - count < self.min_tokens]
+        rest = [
+            old
+            for old in self.entries
+            if not any(common_prefix_len(n.tokens, old.tokens) == len(old.tokens) for n in new)
+        ]
+        order = [entry for entry in (*rest, *new) if entry not in sources] + list(dict.fromkeys(sources))
+        self.entries = [entry for entry in order if entry not in gone]
         while self.size > self.budget:
-            del self.texts[0]
+            del self.entries[0]
 
 
-class KeepingRunner(Runner):
+class PrefixCachingRunner(Runner):
     """A runner whose requests begin with the longest prefix that the cache or its store has. The two texts of a guided
     request are kept each by itself."""
 
-    def __init__(self, *args: Any, budget: int, least: int = LEAST, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, budget: int, min_tokens: int = MIN_CACHED_TOKENS, **kwargs: Any) -> None:
         """As `Runner`. `budget`: tokens of all copies together; while texts change places there may be one text more.
-        `least`: what is shorter is not copied."""
+        `min_tokens`: what is shorter is not copied."""
         super().__init__(*args, **kwargs)
-        self.store = Store(budget, least)
-        self._texts: list[list[int]] = []  # the verified tokens of each sequence
-        self._torn = False  # a step has prefix slots that it has not filled yet
+        self.prefix_cache = PrefixCache(budget, min_tokens)
+        self._sequences: list[list[int]] = []  # the verified tokens of each sequence
+        self._incomplete = False  # a step has prefix slots that it has not filled yet
 
-    def find(self, texts: Texts, most: Sequence[int] | None = None) -> list[int]:
-        """How many leading tokens of each text `begin` will keep: never the last one, and no more than `most` says."""
-        held, counts = self._held(), []
+    def cached_lengths(self, texts: TokenSequences, max_cached: Sequence[int] | None = None) -> list[int]:
+        """How many leading tokens of each text `match_prefix` will keep: never the last one, and no more than `max_cached` says."""
+        held, counts = self._live_tokens(), []
         for s, text in enumerate(texts):
-            stored = [kept.tokens for kept in self.store.texts]
-            known = held[s : s + 1] if len(held) == len(texts) else [each for each in held if self.store.fits(each)]
+            stored = [entry.tokens for entry in self.prefix_cache.entries]
+            known = (
+                held[s : s + 1] if len(held) == len(texts) else [each for each in held if self.prefix_cache.fits(each)]
+            )
             wanted = np.array(text[:-1], np.int64)
-            limit = len(wanted) if most is None else most[s] if s < len(most) else 0
-            counts.append(min(limit, max((common(each, wanted) for each in (*stored, *known)), default=0)))
+            limit = len(wanted) if max_cached is None else max_cached[s] if s < len(max_cached) else 0
+            counts.append(min(limit, max((common_prefix_len(each, wanted) for each in (*stored, *known)), default=0)))
         return counts
 
-    def begin(self, texts: Texts, most: Sequence[int] | None) -> list[int]:
-        held, counts = self._held(), self.find(texts, most)
+    def match_prefix(self, texts: TokenSequences, max_cached: Sequence[int] | None) -> list[int]:
+        held, counts = self._live_tokens(), self.cached_lengths(texts, max_cached)
         wanted = [np.array(text[:count], np.int64) for text, count in zip(texts, counts, strict=True)]
         same = len(held) == len(texts)  # else the cache gets another buffer
-        stays = [same and common(held[s], each) == len(each) for s, each in enumerate(wanted)]
+        stays = [same and common_prefix_len(held[s], each) == len(each) for s, each in enumerate(wanted)]
         lost = [len(each) - (len(wanted[s]) if same and stays[s] else 0) for s, each in enumerate(held)]
-        new = self._copies({s: each for s, each in enumerate(held) if lost[s] >= self.store.least})
-        sources = [None if stays[s] else self._source(each, new) for s, each in enumerate(wanted)]
-        self._texts = []  # should anything fail from here on, nothing in the cache is sure
-        self.store.change(new, [(kept, len(wanted[s])) for s, kept in enumerate(sources) if kept is not None])
+        new = self._copy_out({s: each for s, each in enumerate(held) if lost[s] >= self.prefix_cache.min_tokens})
+        sources = [None if stays[s] else self._find_source(each, new) for s, each in enumerate(wanted)]
+        self._sequences = []  # should anything fail from here on, nothing in the cache is sure
+        self.prefix_cache.update(new, [(entry, len(wanted[s])) for s, entry in enumerate(sources) if entry is not None])
         self.cache.reset(len(texts))
-        for s, kept in enumerate(sources):
-            if kept is not None:
-                self.cache.k[:, s, :, : counts[s]] = kept.k[:, :, : counts[s]]
-                self.cache.v[:, s, :, : counts[s]] = kept.v[:, :, : counts[s]]
+        for s, entry in enumerate(sources):
+            if entry is not None:
+                self.cache.k[:, s, :, : counts[s]] = entry.k[:, :, : counts[s]]
+                self.cache.v[:, s, :, : counts[s]] = entry.v[:, :, : counts[s]]
             elif not stays[s]:
                 counts[s] = 0
             self.cache.append_prefix(counts[s], s)
-        self._texts, self._torn = [list(text) for text in texts], False
+        self._sequences, self._incomplete = [list(text) for text in texts], False
         return counts
 
     def observe(self, tokens: Sequence[int]) -> None:
-        for text in self._texts:
+        for text in self._sequences:
             text += tokens
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
-        self._torn = True
+        self._incomplete = True
         return super().chain_batch(tokens)
 
-    def _read(self, chunk: Tokens, sequence: int) -> None:
-        self._torn = True
-        super()._read(chunk, sequence)
+    def _prefill_chunk(self, chunk: Tokens, sequence: int) -> None:
+        self._incomplete = True
+        super()._prefill_chunk(chunk, sequence)
 
-    def note(self, began: float, rows: int, seconds: float | None = None) -> None:
-        super().note(began, rows, seconds)
-        self._torn = False
+    def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
+        super().record_step(began, rows, seconds)
+        self._incomplete = False
 
-    def _held(self) -> list[Tokens]:
+    def _live_tokens(self) -> list[Tokens]:
         """What the cache holds for sure of each sequence's text."""
-        texts = [] if self._torn else self._texts
+        texts = [] if self._incomplete else self._sequences
         return [np.array(text[:count], np.int64) for text, count in zip(texts, self.cache.prefix_len)]
 
-    def _copies(self, texts: dict[int, Tokens]) -> list[Kept]:
+    def _copy_out(self, texts: dict[int, Tokens]) -> list[CachedPrefix]:
         """Of what the sequences hold, where that fits and there is no copy yet."""
         cache, copies = self.cache, []
         try:
             for s, text in texts.items():
-                if self.store.fits(text) and not self.store.covers(text):
+                if self.prefix_cache.fits(text) and not self.prefix_cache.contains(text):
                     k, v = (part[:, s, :, : len(text)].clone() for part in (cache.k, cache.v))
-                    copies.append(Kept(text, k, v))
+                    copies.append(CachedPrefix(text, k, v))
         except (MemoryError, RuntimeError):
-            self.store.texts = []
+            self.prefix_cache.entries = []
             if self.model.group is not None:  # the other ranks have their copies
                 raise
             return []
         return copies
 
-    def _source(self, wanted: Tokens, new: Sequence[Kept]) -> Kept | None:
+    def _find_source(self, wanted: Tokens, new: Sequence[CachedPrefix]) -> CachedPrefix | None:
         """The copy to take these tokens from."""
-        every = (*new, *reversed(self.store.texts))
-        return next((kept for kept in every if common(kept.tokens, wanted) == len(wanted) > 0), None)
+        every = (*new, *reversed(self.prefix_cache.entries))
+        return next((entry for entry in every if common_prefix_len(entry.tokens, wanted) == len(wanted) > 0), None)
 
 
-def common(a: Tokens, b: Tokens) -> int:
+def common_prefix_len(a: Tokens, b: Tokens) -> int:
     """How many leading tokens two texts share."""
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
-def told(opening: Opening, *runners: Runner, guided: bool = False) -> Opening:
+def with_cached_lengths(opening: RequestStart, *runners: Runner, guided: bool = False) -> RequestStart:
     """The opening with how much all of the runners can keep, which a leader says to the ranks of its group. `guided`:
     they run the unconditional text, too, where there is one."""
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len) if guided else None
     texts = [opening.tokens] if guidance is None else [opening.tokens, guidance.tokens]
-    found = [r.find(texts, opening.kept) if isinstance(r, KeepingRunner) else [0] * len(texts) for r in runners]
-    return replace(opening, kept=tuple(map(min, zip(*found, strict=True))))
+    found = [
+        r.cached_lengths(texts, opening.num_cached_tokens) if isinstance(r, PrefixCachingRunner) else [0] * len(texts)
+        for r in runners
+    ]
+    return replace(opening, num_cached_tokens=tuple(map(min, zip(*found, strict=True))))

@@ -14,20 +14,20 @@ from torch import Tensor
 from swiftspec.model.batch import HostBatch, Ints
 from swiftspec.model.transformer import Transformer
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.kv_cache import KVCache, Move
+from swiftspec.runtime.kv_cache import KVCache, MoveSlots
 from swiftspec.sampling import sampler
 from swiftspec.sampling.guidance import Guidance
-from swiftspec.sampling.sampler import Rules, Sampler, Shard
+from swiftspec.sampling.sampler import Sampler, ShardedVocab, TokenConstraint
 from swiftspec.tree import mask as tree_mask
 
-PREFILL_CHUNK = 256  # rows: large enough to be bound by compute, small enough to be interrupted
-Hook = Callable[[float, int], None]  # when a step began (perf_counter) and its rows; called as it ends
+PREFILL_CHUNK_TOKENS = 256  # rows: large enough to be bound by compute, small enough to be interrupted
+StepHook = Callable[[float, int], None]  # when a step began (perf_counter) and its rows; called as it ends
 
 
-class Ops(sampler.Ops, Protocol):
+class RunnerOps(sampler.SamplerOps, Protocol):
     """What a round needs of the operators that the model was built with."""
 
-    def mover(self, k: Tensor, v: Tensor, /) -> Move: ...
+    def mover(self, k: Tensor, v: Tensor, /) -> MoveSlots: ...
 
 
 class Runner:
@@ -41,7 +41,14 @@ class Runner:
     """
 
     def __init__(
-        self, model: Transformer, ops: Ops, vocab: int, *, context: int, tree_slots: int, shard: Shard | None = None
+        self,
+        model: Transformer,
+        ops: RunnerOps,
+        vocab: int,
+        *,
+        context: int,
+        tree_slots: int,
+        shard: ShardedVocab | None = None,
     ) -> None:
         """`vocab`: the base vocabulary; of a longer head the rows beyond count as -inf. `shard`: this rank's part."""
         config = model.config
@@ -49,28 +56,36 @@ class Runner:
         shape = config.num_layers, model.kv_heads, config.head_dim, context + tree_slots
         self.cache = KVCache(*shape, ops.mover, dtype=model.cache_dtype, device=model.device)
         self.busy = 0.0
-        self.hooks: list[Hook] = []
-        self.pause: Callable[[], None] = lambda: None  # called before each chunk of a prompt; may raise RequestEnds
-        self.rules: Callable[[str], Rules] | None = None  # what makes a grammar's
+        self.hooks: list[StepHook] = []
+        self.cancel_check: Callable[[], None] = lambda: (
+            None
+        )  # called before each chunk of a prompt; may raise RequestEnds
+        self.make_constraint: Callable[[str], TokenConstraint] | None = None  # what makes a grammar's
         self.guidance: Guidance | None = None
-        self.prompt_rows = PREFILL_CHUNK  # at a time, where nobody reads their logits
-        self.reading: Callable[[Tensor], None] | None = None  # takes the logits of a prompt's tokens, a chunk at a time
+        self.prefill_chunk_rows = PREFILL_CHUNK_TOKENS  # at a time, where nobody reads their logits
+        self.on_prompt_logits: Callable[[Tensor], None] | None = (
+            None  # takes the logits of a prompt's tokens, a chunk at a time
+        )
 
     def sampler(self, params: SamplingParams, prompt: Sequence[int]) -> Sampler:
         """What makes tokens of this model's logits for one request."""
-        rules = None if params.grammar is None or self.rules is None else self.rules(params.grammar)
-        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, rules)
+        make_constraint = (
+            None if params.grammar is None or self.make_constraint is None else self.make_constraint(params.grammar)
+        )
+        return Sampler(params, prompt, self.vocab, self.model.device, self.ops, self.shard, make_constraint)
 
-    def open(self, tokens: Sequence[int], guidance: Guidance | None = None, most: Sequence[int] | None = None) -> int:
+    def open(
+        self, tokens: Sequence[int], guidance: Guidance | None = None, max_cached: Sequence[int] | None = None
+    ) -> int:
         """Starts over from a text whose last token is the root. What stands before it, and before the root of the
-        unconditional text, becomes the prefixes. Returns how many of the text's tokens `begin` has kept."""
+        unconditional text, becomes the prefixes. Returns how many of the text's tokens `match_prefix` has kept."""
         texts = [tokens] if guidance is None else [tokens, guidance.tokens]
-        kept, self.guidance = self.begin(texts, most), guidance
+        kept, self.guidance = self.match_prefix(texts, max_cached), guidance
         for sequence, text in enumerate(texts):
-            self._append(text[kept[sequence] : -1], sequence)
+            self._prefill_sequence(text[kept[sequence] : -1], sequence)
         return kept[0]
 
-    def begin(self, texts: Sequence[Sequence[int]], most: Sequence[int] | None) -> Sequence[int]:
+    def match_prefix(self, texts: Sequence[Sequence[int]], max_cached: Sequence[int] | None) -> Sequence[int]:
         """Empties the cache but for what it keeps of each text from earlier ones: of none here (see prefixes.py)."""
         self.cache.reset(len(texts))
         return [0] * len(texts)
@@ -81,19 +96,21 @@ class Runner:
     def prefill(self, tokens: Sequence[int], sequences: Sequence[int] | None = None) -> None:
         """Appends `tokens` to the prefix of these sequences, or of all, whose tree is empty: in chunks, no logits."""
         for sequence in range(len(self.cache.prefix_len)) if sequences is None else sequences:
-            self._append(tokens, sequence)
+            self._prefill_sequence(tokens, sequence)
 
-    def _append(self, tokens: Sequence[int], sequence: int) -> None:
-        rows = self.prompt_rows if self.reading is None else PREFILL_CHUNK
+    def _prefill_sequence(self, tokens: Sequence[int], sequence: int) -> None:
+        rows = self.prefill_chunk_rows if self.on_prompt_logits is None else PREFILL_CHUNK_TOKENS
         for start in range(0, len(tokens), rows):
-            self.pause()
-            self._read(np.array(tokens[start : start + rows]), sequence)
+            self.cancel_check()
+            self._prefill_chunk(np.array(tokens[start : start + rows]), sequence)
 
-    def _read(self, chunk: Ints, sequence: int) -> None:
+    def _prefill_chunk(self, chunk: Ints, sequence: int) -> None:
         first = self.cache.append_prefix(len(chunk), sequence)
         batch = self._batch(chunk, None, {sequence: first}, 0, tree_mask.causal(len(chunk)))
-        if (logits := self.run(batch, head=self.reading is not None)) is not None and self.reading is not None:
-            self.reading(logits)
+        if (
+            logits := self.run(batch, head=self.on_prompt_logits is not None)
+        ) is not None and self.on_prompt_logits is not None:
+            self.on_prompt_logits(logits)
 
     def chain_batch(self, tokens: Sequence[int]) -> HostBatch:
         """The rows of verified tokens without KV and the root after them: the root becomes tree slot 0, the others join
@@ -102,7 +119,7 @@ class Runner:
         self.cache.append_tree(1)
         return self._batch(np.array(tokens), None, starts, 0, tree_mask.causal(len(tokens)))
 
-    def tree_batch(self, tokens: Ints, depths: Ints, mask: tree_mask.Rows) -> HostBatch:
+    def tree_batch(self, tokens: Ints, depths: Ints, mask: tree_mask.MaskRows) -> HostBatch:
         """Rows that join the tree: `tokens` and `depths` [n], `mask` [n, tree slots in use after it]."""
         starts = dict(enumerate(self.cache.prefix_len))
         return self._batch(tokens, depths, starts, self.cache.append_tree(tokens.shape[0]), mask)
@@ -116,15 +133,15 @@ class Runner:
     def run(self, batch: HostBatch, *, head: bool = True) -> Tensor | None:
         """The model's forward, waited for. Without `head` it gives no logits."""
         device, began = self.model.device, time.perf_counter()
-        with self.naming_lost():
+        with self.translate_peer_errors():
             logits = self.model.forward(batch.to(device), self.cache, head=head)
             if device.type == "cuda":
                 # the result is read at once; without this the time would be the launch's, and inputs be overwritten
                 torch.cuda.current_stream(device).synchronize()
-        self.note(began, len(batch))
+        self.record_step(began, len(batch))
         return logits
 
-    def note(self, began: float, rows: int, seconds: float | None = None) -> None:
+    def record_step(self, began: float, rows: int, seconds: float | None = None) -> None:
         """Books a step over so many rows that ends now. `seconds`: how long the model was at work in it, where that is
         known and no hook has a say in it."""
         for hook in self.hooks:
@@ -132,7 +149,7 @@ class Runner:
         self.busy += time.perf_counter() - began if seconds is None or self.hooks else seconds
 
     @contextmanager
-    def naming_lost(self) -> Iterator[None]:
+    def translate_peer_errors(self) -> Iterator[None]:
         """Raises RankLost where a peer that did not come is why the device reports an error."""
         try:
             yield
@@ -143,7 +160,7 @@ class Runner:
             raise
 
     def _batch(
-        self, tokens: Ints, depths: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.Rows
+        self, tokens: Ints, depths: Ints | None, starts: dict[int, int], first: int, mask: tree_mask.MaskRows
     ) -> HostBatch:
         """The same rows in some sequences, all counted from a slot `starts` of each: row i has slot `first` + i and
         position `depths[i]`, without these the slot's."""

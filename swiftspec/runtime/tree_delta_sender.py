@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swiftspec.config import EngineConfig
-from swiftspec.messages import Opening, VerifyResult
+from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.runtime.ahead_drafter import AheadDrafter
 from swiftspec.runtime.drafter import Drafter
 from swiftspec.tree.replica import NodeIds, TreeDelta
 
 
-class LedDrafter(Drafter, Protocol):
+class GroupLedDrafter(Drafter, Protocol):
     """A drafter as its group is led, d included."""
 
     @property
@@ -22,7 +22,7 @@ class LedDrafter(Drafter, Protocol):
     def draft_steps(self, steps: int, /) -> None: ...
 
 
-class TreeFeed:
+class TreeDeltaSender:
     """Has a drafter grow its tree ahead of the results, and sends what each growing adds.
 
     With d fixed a result is followed by the expansions that the tree alone asks for (`AheadDrafter.propose`), and
@@ -36,71 +36,71 @@ class TreeFeed:
         drafter: AheadDrafter,
         send: Callable[[TreeDelta], None],
         config: EngineConfig,
-        led: LedDrafter | None = None,
+        group_drafter: GroupLedDrafter | None = None,
     ) -> None:
-        """`led`: the same drafter with all ranks of its group, where there are several."""
+        """`group_drafter`: the same drafter with all ranks of its group, where there are several."""
         assert config.proposal != "sample", "what is sent of drawn children must not depend on the clock"
         self._drafter, self._send, self._config = drafter, send, config
-        self._led: LedDrafter = led or drafter
+        self._group_drafter: GroupLedDrafter = group_drafter or drafter
         self._ids = NodeIds()
-        drafter.hooks.append(self._tell)
-        self.free = self._owed = False  # _owed: d expansions, where d is fixed
+        drafter.hooks.append(self._send_delta)
+        self.free = self._expansions_owed = False  # _owed: d expansions, where d is fixed
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         """Begins a request. The prompt is read, and the first growth sent."""
-        self._owed = False  # of a request that has ended
+        self._expansions_owed = False  # of a request that has ended
         shape = self._config.for_request(opening.sampling)
-        self.free, self._most = shape.free_steps, shape.most_steps
-        steps = 1 if self.free else shape.steps
-        if self._led.draft_steps != steps:
-            self._led.draft_steps = steps
+        self.free, self._max_expansions = shape.draft_steps_adaptive, shape.max_draft_steps
+        steps = 1 if self.free else shape.initial_draft_steps
+        if self._group_drafter.draft_steps != steps:
+            self._group_drafter.draft_steps = steps
         self._request = opening.request
         self._ids.open()
-        self._begin(0)
-        self._led.open(opening)
-        self._turn()
+        self._start_round(0)
+        self._group_drafter.open(opening)
+        self._after_update()
 
     def observe(self, result: VerifyResult) -> None:
         """Takes in a result."""
-        self._grow_owed()
+        self._expand_owed()
         self._drafter.settle()
         self._ids.follow(self._drafter.tree, result.tokens)
-        self._begin(result.round + 1)
-        self._led.observe(result)
-        self._turn()
+        self._start_round(result.round + 1)
+        self._group_drafter.observe(result)
+        self._after_update()
 
     def grow(self) -> bool:
         """To be called while there is nothing else to do. False: the tree is not to grow on before the next result,
         which has been said."""
         if not self.free:
-            self._grow_owed()
+            self._expand_owed()
             return False
         if self._ended:
             return False
-        if self._expansions < self._most:
-            self._led.grow()
+        if self._expansions < self._max_expansions:
+            self._group_drafter.grow()
         else:
-            self._tell(1)
+            self._send_delta(1)
         return not self._ended
 
     def close(self) -> None:
         """Ends the request."""
-        self._led.close()
+        self._group_drafter.close()
 
-    def _begin(self, round_: int) -> None:
+    def _start_round(self, round_: int) -> None:
         self._round, self._expansions, self._ended = round_, 0, False
 
-    def _turn(self) -> None:
+    def _after_update(self) -> None:
         if not self.free:
-            self._led.propose()
-            self._owed = True
+            self._group_drafter.propose()
+            self._expansions_owed = True
 
-    def _grow_owed(self) -> None:
-        if self._owed:
-            self._owed = False
-            self._led.grow()
+    def _expand_owed(self) -> None:
+        if self._expansions_owed:
+            self._expansions_owed = False
+            self._group_drafter.grow()
 
-    def _tell(self, expansions: int) -> None:
+    def _send_delta(self, expansions: int) -> None:
         """Sends what has been added by so many expansions, be it nothing."""
         tree, first, known = self._drafter.tree, self._ids.next, len(self._ids)
         new = slice(known, tree.count)

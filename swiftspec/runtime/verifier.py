@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from swiftspec.errors import NotFinite
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.errors import NonFiniteLogits
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Features, Request, Steps, choose, features
+from swiftspec.runtime.executors import ExecutorRequest, Features, TreeExecutor, features_of, select_executor
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.guidance import Guidance
 from swiftspec.sampling.sampler import Sampler
-from swiftspec.tree.acceptance import Accept, Match
+from swiftspec.tree.acceptance import AcceptFn, TokenMatching
 
 
-class Pending(Protocol):
+class PendingVerification(Protocol):
     """A verification under way."""
 
     def wait(self) -> VerifyResult: ...
@@ -27,11 +27,11 @@ class Verifier(Protocol):
     @property
     def busy(self) -> float: ...
 
-    def open(self, opening: Opening) -> int:
+    def open(self, opening: RequestStart) -> int:
         """Starts a request from its verified tokens. Returns how many of them were kept from earlier ones."""
         ...
 
-    def submit(self, proposal: Proposal) -> Pending:
+    def submit(self, proposal: Proposal) -> PendingVerification:
         """Starts the forward over the proposal's nodes."""
         ...
 
@@ -45,41 +45,41 @@ class Verifier(Protocol):
 class LocalVerifier:
     """The target model in this process. Its prefix holds every verified token before the root.
 
-    It is its own `Pending`, as there is one verification at a time.
+    It is its own `PendingVerification`, as there is one verification at a time.
     """
 
-    def __init__(self, runner: Runner, steps: Sequence[Steps]) -> None:
-        """`steps`: those that can verify, the fastest first."""
-        self.runner, self.steps_known = runner, steps
+    def __init__(self, runner: Runner, executors: Sequence[TreeExecutor]) -> None:
+        """`executors`: those that can verify, the fastest first."""
+        self.runner, self.executors = runner, executors
 
     @property
     def busy(self) -> float:
         return self.runner.busy
 
-    def asked(self, sampling: SamplingParams) -> Features:
+    def required_features(self, sampling: SamplingParams) -> Features:
         """What a request asks of the steps."""
         shard, more = self.runner.shard, ["guidance"] if sampling.guided else []
-        deep = shard is not None and sampling.filtered and sampling.top_k >= shard.exchanged
-        return features(sampling, *more, *(["deep top-k"] if deep else []))
+        deep = shard is not None and sampling.filtered and sampling.top_k >= shard.num_exchanged
+        return features_of(sampling, *more, *(["deep top-k"] if deep else []))
 
-    def accept(self, sampler: Sampler) -> Accept:
+    def acceptance_rule(self, sampler: Sampler) -> AcceptFn:
         """What decides over a request's proposals."""
-        return Match(sampler)
+        return TokenMatching(sampler)
 
-    def choose(self, opening: Opening) -> Steps:
+    def select_executor(self, opening: RequestStart) -> TreeExecutor:
         """The steps that run a request."""
-        return choose(self.steps_known, self.asked(opening.sampling), opening.steps)
+        return select_executor(self.executors, self.required_features(opening.sampling), opening.executor)
 
-    def open(self, opening: Opening) -> int:
+    def open(self, opening: RequestStart) -> int:
         self._sampler = self.runner.sampler(opening.sampling, opening.prompt)
         self._sampler.observe(opening.output)
         guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
-        kept = self.runner.open(opening.tokens, guidance, opening.kept)
-        self.steps = self.choose(opening)
-        self.steps.open(Request(self._sampler, accept=self.accept(self._sampler)))
+        kept = self.runner.open(opening.tokens, guidance, opening.num_cached_tokens)
+        self.executor = self.select_executor(opening)
+        self.executor.open(ExecutorRequest(self._sampler, accept=self.acceptance_rule(self._sampler)))
         return kept
 
-    def submit(self, proposal: Proposal) -> Pending:
+    def submit(self, proposal: Proposal) -> PendingVerification:
         self._submitted = proposal
         return self
 
@@ -90,15 +90,15 @@ class LocalVerifier:
     def verify(self, proposal: Proposal) -> VerifyResult:
         """Forward, then what stands. `settle` commits the accepted path."""
         assert proposal.prefix_len == self.runner.cache.prefix_len[0], "proposal and target differ in their prefix"
-        accepted = self._accepted = self.steps.verify(proposal)
+        accepted = self._accepted = self.executor.verify(proposal)
         if accepted.tokens[-1] < 0:
             self.runner.cache.reset(0)  # NaN would spoil the sums of a later request, even where it is masked
-            raise NotFinite
+            raise NonFiniteLogits
         about = proposal.request, proposal.round, proposal.prefix_len
         return VerifyResult(*about, tuple(accepted.path), tuple(accepted.tokens), accepted.overlaps)
 
     def settle(self) -> None:
-        self.steps.settle(self._accepted.path)
+        self.executor.settle(self._accepted.path)
         self._sampler.observe(self._accepted.tokens)
         self.runner.observe(self._accepted.tokens)
 

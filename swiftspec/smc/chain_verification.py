@@ -1,6 +1,6 @@
 """Verification of chains in batches: how many draft tokens of each request are accepted, and the bonus token.
 
-`as_far_as_equal` accepts tokens while they equal those that the target samples, `reject` is rejection sampling. Neither
+`accept_matching_prefix` accepts tokens while they equal those that the target samples, `verify_by_rejection` is rejection sampling. Neither
 branches or loops over rows. Both are exact for any sampling parameters: the caller has already applied temperature,
 penalties, biases and filters to the logits, and forbidden tokens are -inf.
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TINY = 1e-30  # share of p in a residual: it decides only where rounding leaves nothing else
+RESIDUAL_FLOOR = 1e-30  # share of p in a residual: it decides only where rounding leaves nothing else
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class ChainVerdict:
     """What became of B chains."""
 
     accepted: Tensor  # [B, K] bool, a prefix of each row
@@ -26,7 +26,7 @@ class Verified:
     bonus: Tensor  # [B] int64, the target's token after them
 
 
-def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> Verified:
+def verify_by_rejection(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: Tensor) -> ChainVerdict:
     """Rejection sampling of tokens that were drawn from the draft: the output follows p, whatever q.
 
     `target` [B, K + 1, V] and `draft` [B, K, V] shaped logits of p and q; `tokens` [B, K] drawn from q; `coins` [B, K]
@@ -35,7 +35,7 @@ def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: 
     of zeros. Arithmetic in float32, for float64 logits in float64. No probability of a whole [B, K, V] is materialised.
     Source: Leviathan et al. 2023, algorithm 1.
     """
-    _check(tokens, target=(target, 1), draft=(draft, 0))
+    _check_shapes(tokens, target=(target, 1), draft=(draft, 0))
     if coins.shape != tokens.shape:
         raise ValueError(f"coins must be {list(tokens.shape)}, as the tokens are, not {list(coins.shape)}")
     steps, rows = tokens.shape[1], torch.arange(tokens.shape[0], device=tokens.device)
@@ -49,11 +49,11 @@ def reject(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, noise: 
     if steps > 0:
         q = draft[rows, count.clamp_max(steps - 1)].to(kind).softmax(-1).nan_to_num_(0)
         rejected = (count < steps).to(kind)[:, None]
-        p = (p - rejected * q).clamp_min_(0).add_(p, alpha=TINY)
-    return Verified(accepted, count, (p.log_() + noise).argmax(-1))
+        p = (p - rejected * q).clamp_min_(0).add_(p, alpha=RESIDUAL_FLOOR)
+    return ChainVerdict(accepted, count, (p.log_() + noise).argmax(-1))
 
 
-def _check(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
+def _check_shapes(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
     """`logits`: by name, and how many rows they have beyond the K of `tokens` [B, K]."""
     if tokens.dim() != 2:
         raise ValueError(f"tokens must be [requests, draft tokens], not {list(tokens.shape)}")
@@ -65,11 +65,11 @@ def _check(tokens: Tensor, **logits: tuple[Tensor, int]) -> None:
             raise ValueError(f"{name} must be {list(want)} for tokens {list(tokens.shape)}, not {list(rows.shape)}")
 
 
-def as_far_as_equal(best: Tensor, tokens: Tensor) -> Verified:
+def accept_matching_prefix(best: Tensor, tokens: Tensor) -> ChainVerdict:
     """Keeps draft tokens [B, K] as long as each is the target's own `best` [B, K + 1] there."""
     accepted = (best[:, :-1] == tokens).long().cumprod(-1).bool()
     count = accepted.sum(-1)
-    return Verified(accepted, count, best.gather(1, count[:, None]).squeeze(1))
+    return ChainVerdict(accepted, count, best.gather(1, count[:, None]).squeeze(1))
 
 
 def _log_probs(logits: Tensor, tokens: Tensor, kind: torch.dtype) -> Tensor:

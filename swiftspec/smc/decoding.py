@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swiftspec.decode import Observer, no_observer
-from swiftspec.engine import Chunk, Stats, StopCriteria
-from swiftspec.errors import NotFinite, UserError
-from swiftspec.messages import Opening
+from swiftspec.engine import Stats, StopCriteria, TokenChunk
+from swiftspec.errors import NonFiniteLogits, UserError
+from swiftspec.messages import RequestStart
 from swiftspec.runtime.cancellation import Cancelled
-from swiftspec.smc.group_result import Answer
-from swiftspec.smc.population import WHOSE, Group
+from swiftspec.smc.group_result import GroupResult
+from swiftspec.smc.population import EITHER_MODEL, SequenceGroup
 
 
 class Population(Protocol):
@@ -23,43 +23,43 @@ class Population(Protocol):
     @property
     def busy(self) -> tuple[float, float]: ...
     @property
-    def drafted(self) -> int: ...
+    def draft_tokens_per_round(self) -> int: ...
     @property
-    def groups(self) -> Sequence[Group]: ...
+    def groups(self) -> Sequence[SequenceGroup]: ...
     @property
     def exact(self) -> bool: ...
     @property
-    def places(self) -> int: ...
+    def max_requests(self) -> int: ...
     @property
     def has_room(self) -> bool: ...
-    def admit(self, opening: Opening, stops: Collection[int], limit: int) -> Group: ...
+    def admit(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup: ...
     def launch(self) -> bool: ...
     def collect(self) -> None: ...
-    def finish(self, group: Group) -> Answer: ...
-    def leave(self, group: Group) -> None: ...
+    def finish(self, group: SequenceGroup) -> GroupResult: ...
+    def release(self, group: SequenceGroup) -> None: ...
 
 
-def decode_smc(
-    population: Population, admit: Callable[[], bool] = lambda: False, tell: Observer = no_observer
-) -> Iterator[tuple[Group, tuple[int, ...]]]:
+def decode_population(
+    population: Population, admit: Callable[[], bool] = lambda: False, on_event: Observer = no_observer
+) -> Iterator[tuple[SequenceGroup, tuple[int, ...]]]:
     """Decodes the groups of a population, a round of all of them at a time, until the last has left.
 
     A round gives the tokens that all particles of a group have come to share, often none: nothing else is certain to be
-    in its answer. The last ones, with `Group.answer`, are what is left of the particle that was picked; the group has
-    left by then. One whose logits are no numbers leaves without an answer (`Group.broken`), and the others go on. As
+    in its answer. The last ones, with `SequenceGroup.answer`, are what is left of the particle that was picked; the group has
+    left by then. One whose logits are no numbers leaves without an answer (`SequenceGroup.not_finite`), and the others go on. As
     long as there is room `admit` is asked for another request; it says whether it has admitted one.
     """
-    told: dict[Group, int] = {}
+    told: dict[SequenceGroup, int] = {}
 
-    def new(group: Group, tokens: Sequence[int]) -> tuple[Group, tuple[int, ...]]:
+    def new(group: SequenceGroup, tokens: Sequence[int]) -> tuple[SequenceGroup, tuple[int, ...]]:
         since, told[group] = told.get(group, 0), len(tokens)
-        tell("collected", tuple(tokens[since:]))
+        on_event("collected", tuple(tokens[since:]))
         return group, tuple(tokens[since:])
 
     while True:
-        for group in [group for group in population.groups if group.over]:
+        for group in [group for group in population.groups if group.is_finished]:
             tokens = _last(population, group)
-            population.leave(group)
+            population.release(group)
             yield new(group, tokens)
             del told[group]
         while population.has_room and admit():
@@ -73,82 +73,82 @@ def decode_smc(
                 yield new(group, group.tokens)
 
 
-def _last(population: Population, group: Group) -> Sequence[int]:
+def _last(population: Population, group: SequenceGroup) -> Sequence[int]:
     """All tokens of a group that needs no further round."""
     try:
         return population.finish(group).tokens
-    except NotFinite:
+    except NonFiniteLogits:
         return group.tokens
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class BatchRequest:
     """One request of a batch, which its opening numbers. Its times begin when it is admitted."""
 
-    opening: Opening
-    ends: StopCriteria
+    opening: RequestStart
+    stop_criteria: StopCriteria
     stats: Stats
     error: UserError | None = None  # what has ended it, where its finish reason is "error"
-    began: float = 0.0
-    opened: float = 0.0
-    spent: tuple[float, float] = (0.0, 0.0)  # by both models in forwards until it was admitted
+    started_at: float = 0.0
+    admitted_at: float = 0.0
+    busy_before: tuple[float, float] = (0.0, 0.0)  # by both models in forwards until it was admitted
 
     @property
     def number(self) -> int:
         return self.opening.request
 
-    def cut(self, reason: str) -> Chunk:
+    def ended_chunk(self, reason: str) -> TokenChunk:
         """The last chunk of a request that does not come to its own end."""
         self.stats.finish_reason = reason
-        return Chunk((), 0, reason)
+        return TokenChunk((), 0, reason)
 
 
-Arriving = Callable[[], Request | None]  # the next request that waits, if there is one
-IsCancelled = Callable[[Request], bool]
+NextRequest = Callable[[], BatchRequest | None]  # the next request that waits, if there is one
+IsCancelled = Callable[[BatchRequest], bool]
 
 
 class ParticleDecoding:
     """Groups of particles. A chunk often has no token: only what all particles share. The rest comes last."""
 
-    def __init__(self, population: Population, tell: Observer = no_observer) -> None:
-        self.population, self._tell = population, tell
-        self._group: Group | None = None  # that of a request alone
+    def __init__(self, population: Population, on_event: Observer = no_observer) -> None:
+        self.population, self._on_event = population, on_event
+        self._group: SequenceGroup | None = None  # that of a request alone
 
     @property
     def busy(self) -> tuple[float, float]:
         return self.population.busy
 
-    def open(self, opening: Opening, ends: StopCriteria) -> int:
-        self._clear()
-        self._tell("opening", opening)
-        self._group = self.population.admit(opening, ends.stop_token_ids, ends.max_tokens)
-        self._tell("opened")
-        return self._group.kept
+    def open(self, opening: RequestStart, stop_criteria: StopCriteria) -> int:
+        self._release_all()
+        self._on_event("opening", opening)
+        self._group = self.population.admit(opening, stop_criteria.stop_token_ids, stop_criteria.max_tokens)
+        self._on_event("opened")
+        return self._group.num_cached_tokens
 
-    def chunks(self, ends: StopCriteria, stats: Stats) -> Iterator[Chunk]:
-        for group, tokens in decode_smc(self.population, tell=self._tell):
-            if group.broken:
-                raise NotFinite(WHOSE)
+    def chunks(self, stop_criteria: StopCriteria, stats: Stats) -> Iterator[TokenChunk]:
+        for group, tokens in decode_population(self.population, on_event=self._on_event):
+            if group.not_finite:
+                raise NonFiniteLogits(EITHER_MODEL)
             yield self._chunk(group, tokens, stats)
 
     def close(self, stats: Stats) -> None:
         if self._group is not None:
             self._end(self._group, stats)
-        self._clear()
-        self._tell("closed", stats)
+        self._release_all()
+        self._on_event("closed", stats)
 
-    def batch(self, arriving: Arriving, cancelled: IsCancelled) -> Generator[tuple[Request, Chunk]]:
-        """Decodes requests side by side, as many as there are groups. Whenever there is room `arriving` is asked for
+    def batch(self, next_request: NextRequest, cancelled: IsCancelled) -> Generator[tuple[BatchRequest, TokenChunk]]:
+        """Decodes requests side by side, as many as there are groups. Whenever there is room `next_request` is asked for
         another; the batch is over once it has none and all that came have ended.
 
         A request's last chunk says why it is the last: beside "stop" and "length", "abort" where `cancelled` names it,
-        and "error" where its logits are no numbers (`Request.error`), of which the others notice nothing.
+        and "error" where its logits are no numbers (`BatchRequest.error`), of which the others notice nothing.
         """
-        self._clear()
-        here, gone = dict[Group, Request](), list[Request]()  # gone: before they had a group
+        self._release_all()
+        here, gone = dict[SequenceGroup, BatchRequest](), list[BatchRequest]()  # gone: before they had a group
 
         def admit() -> bool:
-            request = arriving()
+            request = next_request()
             if request is None:
                 return False
             try:
@@ -160,69 +160,76 @@ class ParticleDecoding:
             return True
 
         try:
-            for group, tokens in decode_smc(self.population, admit):
+            for group, tokens in decode_population(self.population, admit):
                 while gone:
                     yield _aborted(gone.pop(0))
                 request = here[group]
-                if group.broken:
-                    request.error = NotFinite(WHOSE)
-                    yield request, self._timed(request, request.cut("error"))
+                if group.not_finite:
+                    request.error = NonFiniteLogits(EITHER_MODEL)
+                    yield request, self._with_times(request, request.ended_chunk("error"))
                 elif group.answer is None and cancelled(request):
                     self._end(group, request.stats)
-                    self.population.leave(group)
-                    yield request, self._timed(request, request.cut("abort"))
+                    self.population.release(group)
+                    yield request, self._with_times(request, request.ended_chunk("abort"))
                 else:
-                    yield request, self._timed(request, self._chunk(group, tokens, request.stats))
+                    yield request, self._with_times(request, self._chunk(group, tokens, request.stats))
             yield from map(_aborted, gone)
         finally:
-            self._clear()
+            self._release_all()
 
-    def _admit(self, request: Request) -> Group:
-        request.began = time.perf_counter()
-        group = self.population.admit(request.opening, request.ends.stop_token_ids, request.ends.max_tokens)
-        request.opened, request.spent = time.perf_counter(), self.busy
-        request.stats.kept_tokens, request.stats.prompt_time = group.kept, request.opened - request.began
+    def _admit(self, request: BatchRequest) -> SequenceGroup:
+        request.started_at = time.perf_counter()
+        group = self.population.admit(
+            request.opening, request.stop_criteria.stop_token_ids, request.stop_criteria.max_tokens
+        )
+        request.admitted_at, request.busy_before = time.perf_counter(), self.busy
+        request.stats.cached_tokens, request.stats.prompt_time = (
+            group.num_cached_tokens,
+            request.admitted_at - request.started_at,
+        )
         return group
 
-    def _timed(self, request: Request, chunk: Chunk) -> Chunk:
-        busy = [now - before for now, before in zip(self.busy, request.spent, strict=True)]
-        request.stats.clock(bool(chunk.token_ids), request.began, request.opened, busy)
+    def _with_times(self, request: BatchRequest, chunk: TokenChunk) -> TokenChunk:
+        busy = [now - before for now, before in zip(self.busy, request.busy_before, strict=True)]
+        request.stats.record_times(bool(chunk.token_ids), request.started_at, request.admitted_at, busy)
         return chunk
 
-    def _chunk(self, group: Group, tokens: tuple[int, ...], stats: Stats) -> Chunk:
+    def _chunk(self, group: SequenceGroup, tokens: tuple[int, ...], stats: Stats) -> TokenChunk:
         answer = group.answer
-        stats.rounds, stats.drafted = group.rounds, group.rounds * self.population.drafted
+        stats.rounds, stats.drafted = group.rounds, group.rounds * self.population.draft_tokens_per_round
         stats.tokens += len(tokens)
         accepted = 0
         if self.population.exact:
             new = group.accepted[len(stats.verified) :]
             accepted = min(sum(new), len(tokens))
-            stats.verified += [(chain(self.population.drafted), tuple(range(count + 1)), ()) for count in new]
+            stats.verified += [
+                (chain_parents(self.population.draft_tokens_per_round), tuple(range(count + 1)), ()) for count in new
+            ]
             stats.accepted += sum(new)
             stats.rounds = len(stats.verified)
-            stats.drafted = stats.rounds * self.population.drafted
+            stats.drafted = stats.rounds * self.population.draft_tokens_per_round
         else:
             stats.population = answer
         stats.finish_reason = None if answer is None else "stop" if answer.stopped else "length"
-        return Chunk(tokens, accepted, stats.finish_reason)
+        return TokenChunk(tokens, accepted, stats.finish_reason)
 
-    def _end(self, group: Group, stats: Stats) -> None:
+    def _end(self, group: SequenceGroup, stats: Stats) -> None:
         """Notes what became of a group, wherever it stands."""
-        with suppress(NotFinite):  # then there is nothing to pick from
+        with suppress(NonFiniteLogits):  # then there is nothing to pick from
             answer = self.population.finish(group)
             stats.population = None if self.population.exact else answer
 
-    def _clear(self) -> None:
+    def _release_all(self) -> None:
         """Ends whatever is left of earlier requests."""
         self._group = None
         for group in [*self.population.groups]:
-            self.population.leave(group)
+            self.population.release(group)
 
 
-def chain(steps: int) -> tuple[int, ...]:
+def chain_parents(steps: int) -> tuple[int, ...]:
     """The parents of a root and so many draft tokens after it."""
     return tuple(range(-1, steps))
 
 
-def _aborted(request: Request) -> tuple[Request, Chunk]:
-    return request, request.cut("abort")
+def _aborted(request: BatchRequest) -> tuple[BatchRequest, TokenChunk]:
+    return request, request.ended_chunk("abort")

@@ -22,7 +22,7 @@ class Particle:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GroupResult:
     """The particle that was picked, and what became of its group."""
 
     tokens: list[int]
@@ -49,6 +49,6 @@ class Answer:
             whole[each.tokens] = each if known is None else replace(each, weight=known.weight + each.weight)
         texts = [each for each in whole.values() if each.weight > 0]
         shares = torch.tensor([each.weight for each in texts], dtype=torch.float64)
-        drawn = weights.thinned(shares, considered or count, self.uniform).tolist()
+        drawn = weights.thin_weights(shares, considered or count, self.uniform).tolist()
         left = [replace(each, weight=weight) for each, weight in zip(texts, drawn, strict=True) if weight > 0]
         return sorted(left, key=lambda each: -each.weight)[:count]

@@ -5,27 +5,27 @@ from __future__ import annotations
 from swiftspec.config import PopulationConfig
 from swiftspec.errors import UserError
 from swiftspec.params import SamplingParams
-from swiftspec.tree.mask import WIDTHS
+from swiftspec.tree.mask import MASK_WIDTHS
 
-REGION = 32768  # tree slots at most, of all groups
+MAX_REGION_SLOTS = 32768  # tree slots at most, of all groups
 
 
-def region(config: PopulationConfig, context: int) -> int:
+def region_slots(config: PopulationConfig, context: int) -> int:
     """Tree slots of each group: all that N texts of `context` tokens could need, if that is not too many. A multiple of
     the widest window. Raises UserError where two rounds of every group would not fit."""
-    widest, groups = WIDTHS[-1], config.smc_groups
+    widest, groups = MASK_WIDTHS[-1], config.smc_groups
     if config.chains is not None:  # a chain's slots are in the prefix two rounds later
-        return -(-4 * config.slots // widest) * widest
-    share = REGION // groups // widest * widest
+        return -(-4 * config.slots_per_round // widest) * widest
+    share = MAX_REGION_SLOTS // groups // widest * widest
     most = max(share - 1, 0) // (2 * (config.smc_draft_tokens + 1))
     if config.particles > most:
         of = "" if groups == 1 else f" in each of {groups} groups"
         fewer = "" if groups == 1 else ", or take fewer groups"
         raise UserError(
             f"{config.particles} particles with {config.smc_draft_tokens} draft tokens{of} do not fit the cache of"
-            f" {REGION} slots: at most {most} particles do{fewer}"
+            f" {MAX_REGION_SLOTS} slots: at most {most} particles do{fewer}"
         )
-    return -(-min(config.particles * context + 2 * config.slots, share) // widest) * widest
+    return -(-min(config.particles * context + 2 * config.slots_per_round, share) // widest) * widest
 
 
 def check_sampling(sampling: SamplingParams, chains: bool = False) -> None:

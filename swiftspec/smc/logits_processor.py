@@ -11,12 +11,12 @@ from torch import Tensor
 
 from swiftspec.backends.reference import Scores
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import shaping
+from swiftspec.runtime.executors.graph import logits_key
 from swiftspec.sampling import filters
-from swiftspec.sampling.sampler import Ops, Sampler
+from swiftspec.sampling.sampler import Sampler, SamplerOps
 
 
-class Shaper:
+class LogitsProcessor:
     """The distributions of one request, or of several with the same parameters: p of the target and q of the draft.
 
     Filters shape p alone: the draft must reach what the target does (smc/weights.py). Penalties shape both, and come
@@ -24,8 +24,8 @@ class Shaper:
     one shaper serves.
     """
 
-    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: Ops) -> None:
-        self.key, self.filtered, self.greedy = shaping(sampling), sampling.filtered, sampling.greedy
+    def __init__(self, sampling: SamplingParams, vocab: int, device: torch.device, ops: SamplerOps) -> None:
+        self.key, self.filtered, self.greedy = logits_key(sampling), sampling.filtered, sampling.greedy
         self._ops, self._vocab, self._top_p = ops, vocab, sampling.top_p
         self._penalties = Sampler(sampling, (), vocab, device) if sampling.penalised else None
         if sampling.penalised:
@@ -49,23 +49,23 @@ class Shaper:
         if self._penalties.bias is not None:
             logits = logits + self._penalties.bias.to(logits.dtype)
         prompts = prompts.view(len(prompts), *[1] * (logits.dim() - 2), self._vocab)
-        return self._penalties.penalise(logits, prompts, counts)
+        return self._penalties.apply_penalties(logits, prompts, counts)
 
     def target(self, logits: Tensor) -> Tensor:
         """The target's [n, >= V] raw -> [n, V] tempered, biased and filtered."""
-        shaped = self._target.shape(logits, None)
-        return filters.top_p(shaped, self._top_p, head=shaped.shape[-1]) if self._top_p < 1 else shaped
+        shaped = self._target.process_logits(logits, None)
+        return filters.apply_top_p(shaped, self._top_p, num_candidates=shaped.shape[-1]) if self._top_p < 1 else shaped
 
     def tempered(self, logits: Tensor) -> Tensor:
         """[n, >= V] raw -> [n, V] tempered and biased: the draft's, or the target's without filters."""
-        return self._draft.shape(logits, None)
+        return self._draft.process_logits(logits, None)
 
     def draw(self, logits: Tensor, keys: Tensor, power: float = 1.0) -> tuple[Tensor, Tensor]:
         """A token [n] of each row of raw logits, without filters, to that power, by the noise of its key [n]; -1 where
         logits are no numbers. And its log-probability [n], NaN there."""
         return self._ops.draw_keyed(logits, self._vocab, keys, self._scores(power))
 
-    def plain(self, logits: Tensor, keys: Tensor | None) -> Tensor:
+    def draw_autoregressive(self, logits: Tensor, keys: Tensor | None) -> Tensor:
         """A token [n] of each row of raw logits as plain decoding draws it, by the noise of its key [n], and without
         any at temperature 0; -1 where logits are no numbers."""
         params, bias, temperature = self._draft.params, self._draft.bias, 1.0
@@ -86,10 +86,10 @@ class Shaper:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class GroupSpan:
     """Neighbouring groups whose requests shape logits alike."""
 
-    shaper: Shaper
+    processor: LogitsProcessor
     groups: slice  # positions
 
     def rows(self, particles: int) -> slice:
@@ -97,24 +97,24 @@ class Span:
         return slice(self.groups.start * particles, self.groups.stop * particles)
 
 
-def spans_of(shapers: Sequence[Shaper | None]) -> list[Span]:
+def group_spans(processors: Sequence[LogitsProcessor | None]) -> list[GroupSpan]:
     """Those of groups with these shapers. One that never had a request joins its neighbour."""
-    spans: list[Span] = []
-    for shaper, run in groupby(range(len(shapers)), lambda group: shapers[group]):
+    spans: list[GroupSpan] = []
+    for processor, run in groupby(range(len(processors)), lambda group: processors[group]):
         places = [*run]
-        if shaper is None:
+        if processor is None:
             before = spans.pop()
-            shaper, places = before.shaper, [before.groups.start, *places]
-        spans.append(Span(shaper, slice(places[0], places[-1] + 1)))
+            processor, places = before.processor, [before.groups.start, *places]
+        spans.append(GroupSpan(processor, slice(places[0], places[-1] + 1)))
     return spans
 
 
-def penalised(spans: Sequence[Span], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
-    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `Shaper.penalise`, span by
+def penalise_spans(spans: Sequence[GroupSpan], logits: Tensor, prompts: Tensor, counts: Tensor) -> Tensor:
+    """Raw logits [A, ..., N, >= V] after the penalties of those requests that have any: `LogitsProcessor.penalise`, span by
     span."""
-    return joined([s.shaper.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
+    return concatenate([s.processor.penalise(logits[s.groups], prompts[s.groups], counts[s.groups]) for s in spans])
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """One after the other."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts])

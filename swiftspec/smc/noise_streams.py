@@ -19,31 +19,31 @@ from torch import Tensor
 from swiftspec.backends.reference.noise import counters, row_bits, row_keys, stream_key
 from swiftspec.sampling.noise import TARGET_STREAM
 
-PER_PARTICLE = 4  # streams kept for each
-FIRST_PARTICLE = 16  # stream 0 is the target's; those below this belong to the request as a whole
+STREAMS_PER_PARTICLE = 4  # streams kept for each
+FIRST_PARTICLE_STREAM = 16  # stream 0 is the target's; those below this belong to the request as a whole
 
 
-class Purpose(IntEnum):
+class StreamPurpose(IntEnum):
     """What a particle draws, and what the population as a whole draws (from particle 0's side of the count)."""
 
     DRAFT = 0  # the draft's tokens
-    EXTRA = 1  # the bonus token, or the residual's after a rejection
+    BONUS = 1  # the bonus token, or the residual's after a rejection
     COIN = 2  # exact verification
     POPULATION = 3  # resampling on particle 0's, the final pick on particle 1's
 
 
-def stream_of(particle: int, purpose: Purpose) -> int:
+def stream_of(particle: int, purpose: StreamPurpose) -> int:
     """The number of a stream, as `noise.row_key` takes it."""
-    return FIRST_PARTICLE + PER_PARTICLE * particle + purpose
+    return FIRST_PARTICLE_STREAM + STREAMS_PER_PARTICLE * particle + purpose
 
 
-class Streams:
+class ParticleStreams:
     """The noise of G groups, each one request's. A group's is that of its seed, wherever it stands among the others."""
 
     def __init__(self, groups: int, particles: int, device: torch.device | str, rounds: int = 1) -> None:
         """`rounds`: how many a request may have."""
         count = max(particles, 2)  # the population's own two streams are there for one particle too
-        self._keys = torch.empty(groups, len(Purpose), count, dtype=torch.int32, device=device)
+        self._keys = torch.empty(groups, len(StreamPurpose), count, dtype=torch.int32, device=device)
         self._target = torch.empty(groups, dtype=torch.int32, device=device)  # keys of the streams of plain decoding
         self._particles, self._first = particles, counters(range(1), device)
         # for each round the number by which it resamples, and then the one that picks the answer
@@ -60,36 +60,36 @@ class Streams:
     def seed(self, group: int, seed: int) -> None:
         """Those of another request, in the same tensors."""
         count = self._keys.shape[-1]
-        keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in Purpose]
+        keys = [[stream_key(seed, stream_of(row, purpose)) for row in range(count)] for purpose in StreamPurpose]
         self._keys[group].copy_(torch.tensor(keys, dtype=torch.uint32).view(torch.int32))
         plain = torch.tensor([stream_key(seed, TARGET_STREAM)], dtype=torch.uint32)
         self._target[group : group + 1].copy_(plain.view(torch.int32))
         # one number a round: to make them all at once costs no more than to make one
-        resampling, pick = self._keys[group, Purpose.POPULATION, :2]
+        resampling, pick = self._keys[group, StreamPurpose.POPULATION, :2]
         self._drawn[group, :-1] = self._uniform(resampling, self._rounds)
         # at clock 0, so that a round too many, begun before the host knew of the end, changes nothing
         self._drawn[group, -1] = self._uniform(pick, self._rounds[:1])[0]
 
-    def round(self, clock: Tensor) -> Iterator[Tensor]:
+    def round_keys(self, clock: Tensor) -> Iterator[Tensor]:
         """Keys [A N] of a round of the first A groups, draw by draw at `clock` [A, K + 1]: the draft's, then the extra
         token's."""
         groups, draws = clock.shape
-        drafts, extra = (self._of(purpose, groups) for purpose in (Purpose.DRAFT, Purpose.EXTRA))
-        streams = torch.cat((drafts.expand(draws - 1, -1, -1), extra[None]))
+        drafts, bonus = (self._keys_of(purpose, groups) for purpose in (StreamPurpose.DRAFT, StreamPurpose.BONUS))
+        streams = torch.cat((drafts.expand(draws - 1, -1, -1), bonus[None]))
         return iter(row_keys(streams, clock.t()[..., None]).flatten(1))
 
-    def target(self, positions: Tensor) -> Iterator[Tensor]:
+    def target_keys(self, positions: Tensor) -> Iterator[Tensor]:
         """Those by which plain decoding draws the tokens at `positions` [A, N, m]: m times [A N]."""
         keys = row_keys(self._target[: len(positions), None, None], positions)
         return iter(keys.flatten(0, 1).t().contiguous())
 
-    def _of(self, purpose: Purpose, groups: int) -> Tensor:
+    def _keys_of(self, purpose: StreamPurpose, groups: int) -> Tensor:
         """Keys [A, N]."""
         return self._keys[:groups, purpose, : self._particles]
 
     def coins(self, clock: Tensor) -> Tensor:
         """Uniform (0, 1) of each particle of the first A groups at each of `clock` [A, m]: [A, N, m] float64."""
-        return self._uniform(self._of(Purpose.COIN, len(clock))[..., None], clock[:, None])
+        return self._uniform(self._keys_of(StreamPurpose.COIN, len(clock))[..., None], clock[:, None])
 
     def resampling(self, rounds: Tensor) -> Tensor:
         """The one uniform number that systematic resampling takes in a round of each of the first A groups, by how many

@@ -24,7 +24,19 @@ from torch import Tensor
 from swiftspec.backends.reference import resampling
 
 DEAD, LIVE, SHARED = 0, 1, 2  # what a column is: nobody's, somebody's, every live row's with its KV written
-STATE = ("mask", "_ends", "_path", "log_weights", "base", "clock", "limit", "log_z", "ess", "resampled", "rounds")
+STATE_FIELDS = (
+    "mask",
+    "_ends",
+    "_path",
+    "log_weights",
+    "base",
+    "clock",
+    "limit",
+    "log_z",
+    "ess",
+    "resampled",
+    "rounds",
+)
 
 
 class Particles:
@@ -35,7 +47,7 @@ class Particles:
     """
 
     def __init__(
-        self, groups: int, particles: int, draft_tokens: int, slots: int, longest: int,
+        self, groups: int, particles: int, draft_tokens: int, slots: int, max_tokens: int,
         device: torch.device | str = "cpu", resample: resampling.Resample = resampling.resample,
     ) -> None:  # fmt: skip
         g, n, step = groups, particles, draft_tokens + 1
@@ -44,12 +56,12 @@ class Particles:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.step, self._resample = step, resample
-        self.limit = zeros(g)  # tokens that a text may have, at most `longest`
+        self.limit = zeros(g)  # tokens that a text may have, at most `max_tokens`
         self.log_weights = zeros(g, n, dtype=torch.float64)
         # What a copy takes over lies in three tensors, so that resampling has three kinds of rows to copy.
         self.mask = zeros(g, n, slots, dtype=torch.bool)
         self._ends = zeros(g, n, 2, dtype=torch.bool)
-        self._path = zeros(g, n, resampling.HEAD + longest + step)
+        self._path = zeros(g, n, resampling.PATH_HEADER_WORDS + max_tokens + step)
         self.base = zeros(g)  # tree slots handed out
         self.clock = zeros(g)  # draws so far, counted from the prompt's end: what keys the noise
         self.log_z = zeros(g, dtype=torch.float64)  # of all resamplings so far
@@ -58,31 +70,31 @@ class Particles:
         self.rounds = zeros(g)
         self._rows = torch.arange(n, device=device)
         self._steps = torch.arange(step, device=device)
-        self._name_parts()
+        self._bind_views()
         self._ends.fill_(True)
 
-    def _name_parts(self) -> None:
+    def _bind_views(self) -> None:
         self.finished, self.stopped = self._ends.unbind(-1)  # stopped: by a stop token, not by its length
         self.length = self._path[..., 0]
         # The two tokens whose KV the draft lacks; the target lacks that of the second, which is the pending one.
         self.tail_tokens, self.tail_slots, self.tail_positions = self._path[..., 1:7].split(2, -1)
-        self.tokens = self._path[..., resampling.HEAD :]
-        self._weighed = resampling.Weighed(
+        self.tokens = self._path[..., resampling.PATH_HEADER_WORDS :]
+        self._weighed = resampling.ResamplingState(
             self.log_weights, self.mask, self._ends, self._path, self.log_z, self.ess, self.resampled, self.rounds
         )
 
-    def first(self, groups: int) -> Particles:
+    def first_groups(self, groups: int) -> Particles:
         """The first so many groups, in the same tensors."""
         some = copy.copy(self)
-        for name in STATE:
+        for name in STATE_FIELDS:
             setattr(some, name, getattr(self, name)[:groups])
-        some._name_parts()
+        some._bind_views()
         return some
 
     @property
     def state(self) -> list[Tensor]:
         """All that belongs to a group: [G, ...] each."""
-        return [getattr(self, name) for name in STATE]
+        return [getattr(self, name) for name in STATE_FIELDS]
 
     @property
     def groups(self) -> int:
@@ -107,13 +119,13 @@ class Particles:
         self.base[group].fill_(1)
         self.clock[group].fill_(position + 1)
 
-    def drop(self, group: int) -> None:
+    def release(self, group: int) -> None:
         """Ends a request wherever it stands. A round may run over a group without one, whose rows are all finished."""
         self.mask[group] = False
         self._ends[group] = True
-        self.idle(slice(group, group + 1))
+        self.reset_idle(slice(group, group + 1))
 
-    def idle(self, groups: slice) -> None:
+    def reset_idle(self, groups: slice) -> None:
         """Groups without a request give back what a round has handed out to them."""
         self.base[groups] = 1
         self.rounds[groups] = 0
@@ -122,16 +134,18 @@ class Particles:
         """[G, N, K + 1], the tree slots of this round's tokens, step by step: topological, and each step is one run."""
         return self.base[:, None, None] + self._steps * self.count + self._rows[:, None]
 
-    def take(self, drafts: Tensor, kept: Tensor, extra: Tensor, terms: Tensor, stops: Tensor, width: int) -> None:
+    def append_round(
+        self, drafts: Tensor, accepted: Tensor, bonus: Tensor, terms: Tensor, stops: Tensor, width: int
+    ) -> None:
         """Appends a round to every row that is not finished, and ends those that met a stop token or their length.
 
-        `drafts` [G, N, K]; of them the first `kept` [G, N] stay; `extra` [G, N] comes after those: bonus or residual.
+        `drafts` [G, N, K]; of them the first `accepted` [G, N] stay; `bonus` [G, N] comes after those: bonus or residual.
         `terms` [G, N, K + 1]: log-weights by place in the new text, the last one that counts being the extra token's.
         `stops` [G, V] bool. Hands out N (K + 1) slots of each group.
         """
         slots, place = self.new_slots(), self._steps
-        at = kept[..., None]
-        new = torch.cat((drafts, extra[..., None]), -1).scatter(-1, at, extra[..., None])
+        at = accepted[..., None]
+        new = torch.cat((drafts, bonus[..., None]), -1).scatter(-1, at, bonus[..., None])
         stop = stops.gather(1, new.flatten(1)).view_as(new)
         end = stop | (self.length[..., None] + place >= self.limit[:, None, None] - 1)
         after = end.cumsum(-1) - end.to(torch.int64)  # ends before this place
@@ -151,7 +165,7 @@ class Particles:
         position = self.tail_positions[..., 1:] + at
         going = ~self.finished[..., None]  # a finished row's positions must not grow beyond the tables
         self.tail_positions.copy_(torch.where(going, torch.cat((position, position + 1), -1), self.tail_positions))
-        self.tail_tokens.copy_(torch.cat((chain.gather(-1, at), extra[..., None]), -1))
+        self.tail_tokens.copy_(torch.cat((chain.gather(-1, at), bonus[..., None]), -1))
         self.tail_slots.copy_(torch.cat((chain_slots.gather(-1, at), slots[..., -1:]), -1))
         self.base += self.count * self.step
         self.clock += self.step
@@ -160,7 +174,7 @@ class Particles:
         """Resamples each group whose effective sample size is below `threshold` N, by its number of `uniform` [G]."""
         self._resample(self._weighed, uniform, threshold, width)
 
-    def columns(self, width: int) -> Tensor:
+    def slot_states(self, width: int) -> Tensor:
         """DEAD, LIVE or SHARED [G, W] for each tree slot. A token of somebody's tail is never SHARED: its KV is not
         written yet. Later rounds leave what is DEAD dead, and what is SHARED shared by those that go on."""
         mask = self.mask[..., :width]
@@ -173,12 +187,12 @@ class Particles:
         return torch.where(counts == 0, DEAD, torch.where(shared, SHARED, LIVE))
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Follows `KVCache.promote(path, keep)`: the path's columns leave the window, `keep` become slots 0, 1, ..."""
+        """Follows `KVCache.commit_sequence(path, keep)`: the path's columns leave the window, `keep` become slots 0, 1, ..."""
         mask, device = self.mask[group], self.mask.device
-        kept = torch.tensor(keep, dtype=torch.int64, device=device)
+        accepted = torch.tensor(keep, dtype=torch.int64, device=device)
         place = torch.zeros(mask.shape[1], dtype=torch.int64, device=device)
-        place[kept] = torch.arange(len(keep), device=device)
-        rows = mask[:, kept]
+        place[accepted] = torch.arange(len(keep), device=device)
+        rows = mask[:, accepted]
         mask.zero_()
         mask[:, : len(keep)] = rows
         tails = self.tail_slots[group]
@@ -196,13 +210,13 @@ class Particles:
         found = torch.zeros(self.groups, self.count, vocab, device=self.tokens.device)
         return found.scatter_add_(-1, self.tokens.clamp(0, vocab - 1), there)
 
-    def common(self) -> Tensor:
+    def common_lengths(self) -> Tensor:
         """[G] how many leading tokens all rows of a group share, finished ones included: any of them may be the
         answer."""
         same = (self.tokens == self.tokens[:, :1]).all(1)
         return torch.minimum(same.cumprod(-1).sum(-1), self.length.amin(-1))
 
-    def evidence(self) -> Tensor:
+    def log_evidence(self) -> Tensor:
         """[G] the estimates of log Z."""
         return self.log_z + self._log_mean()
 

@@ -1,13 +1,15 @@
-"""The groups of particles of mode smc: the host's side. What the device does alone is smc/round.py.
+"""Populations of particles: host side. smc/round.py is the device side.
 
-A request is admitted where one of G sequences is free: its prompt is read once, into that sequence, and N particles fan
-out from it. From then on it takes part in every round until all its particles have finished, and leaves by itself; what
-stays of it is an answer, and the next request takes its place. A request alone is a batch of one group.
+A request is admitted when one of G cache sequences is free: its prompt is prefilled once, into that sequence, and N
+particles fan out from it. It takes part in every round until all its particles have finished, and is then released with
+a result, which frees its sequence for the next request. A single request is a batch of one group.
 
-The host starts rounds and counts slots, N (K + 1) a round and group, which needs no reading. What it wants to know (who
-has finished, which slots are free, what all particles of a group share) it reads from a copy, a round late where the
-device runs ahead. Letters: G groups of N particles, K draft tokens a round. Source: SMC-SD engine v0.1 sections 3.1,
-3.2 and 3.5, v0.2 section 3.
+The host launches rounds and counts tree slots, N (K + 1) per round and group, without reading from the device. Everything
+else that it needs (which particles have finished, which slots are free, which tokens all particles of a group share) it
+reads from an asynchronous copy, one round late if the device runs ahead.
+
+Symbols: G groups of N particles, K draft tokens per round.
+Source: SMC-SD engine v0.1 sections 3.1, 3.2 and 3.5, v0.2 section 3.
 """
 
 from __future__ import annotations
@@ -20,186 +22,197 @@ from dataclasses import dataclass, field
 from numpy.typing import NDArray
 
 from swiftspec.config import PopulationConfig
-from swiftspec.errors import NotFinite
-from swiftspec.messages import Opening
-from swiftspec.runtime.executors import choose, features
-from swiftspec.runtime.executors.population_rounds import Mail, Rounds
+from swiftspec.errors import NonFiniteLogits
+from swiftspec.messages import RequestStart
+from swiftspec.runtime.executors import features_of, select_executor
+from swiftspec.runtime.executors.population_rounds import PopulationExecutor, RoundResult
 from swiftspec.runtime.runner import Runner
 from swiftspec.smc import weights
-from swiftspec.smc.group_result import Answer, Particle
+from swiftspec.smc.group_result import GroupResult, Particle
 from swiftspec.smc.particles import LIVE, SHARED
-from swiftspec.smc.prefix_reuse import Texts
-from swiftspec.smc.round import SMCRound
+from swiftspec.smc.prefix_reuse import SequencePrefixes
+from swiftspec.smc.round import PopulationRound
 
-WHOSE = "the target's or the draft's"  # logits are no numbers
+EITHER_MODEL = "the target's or the draft's"  # whose logits are not finite, for error messages
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """One request, as the host sees it from admission to answer."""
+class SequenceGroup:
+    """The particles of one request: host-side state from admission to result."""
 
-    sequence: int  # of the cache, its own until it leaves
-    steps: Rounds  # that run it, and all that those before them run
+    sequence: int  # index of its cache sequence, exclusive until it is released
+    executor: PopulationExecutor  # the fastest one that supports the request; slower ones support it too
     prompt: Sequence[int]
-    kept: int  # tokens of the prompt that were kept from earlier ones
-    settled: int  # tokens of prompt and answer that are known to be in the cache's prefix
-    last: int  # rounds that it can have at most
-    due: int  # tree slots in use from which compaction is worth its while
-    used: int = 1  # tree slots handed out
+    num_cached_tokens: int  # prompt tokens taken from earlier requests
+    committed_tokens: int  # tokens of prompt and answer that are known to be in the cache's prefix region
+    max_rounds: int
+    compact_at: int  # tree slots in use at which the next compaction is due
+    used_slots: int = 1  # tree slots handed out
     rounds: int = 0
-    tokens: list[int] = field(default_factory=list)  # that all particles share, as far as is known
-    done: bool = False  # every particle has finished
-    columns: NDArray | None = None  # what its slots were in the last round that is known of; None since a compaction
+    tokens: list[int] = field(default_factory=list)  # shared by all particles, as of the last result read
+    all_finished: bool = False  # every particle has finished
+    slot_states: NDArray | None = None  # of its slots as of the last result read; None since a compaction
     full: bool = False  # the cache has no room for another round
-    broken: bool = False  # its logits or weights are no numbers
-    accepted: list[int] = field(default_factory=list)  # draft tokens that stayed, round by round
+    not_finite: bool = False  # its logits or weights are not finite
+    accepted: list[int] = field(default_factory=list)  # accepted draft tokens, per round
     compactions: int = 0
     moved_slots: int = 0
-    answer: Answer | None = None  # once a particle is picked
+    answer: GroupResult | None = None  # set once a particle is picked
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it needs no further round."""
-        return self.done or self.full or self.broken or self.rounds == self.last
+        return self.all_finished or self.full or self.not_finite or self.rounds == self.max_rounds
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A group in a round: how many of its tree slots were in use, and how many compactions had numbered them."""
+class LaunchedGroup:
+    """A group in a launched round, with its tree slots in use and its compaction count at the launch."""
 
-    group: Group
-    used: int
+    group: SequenceGroup
+    used_slots: int
     compactions: int
 
 
-class SMC:
-    """The worker of mode smc: both models and up to G groups. `lag`: rounds that the host is behind the device.
+class LocalPopulation:
+    """The population of this process: both models and up to G sequence groups.
 
-    In a group of ranks each has its shares of both models; the logits are gathered, so that everything else happens on
-    all of them alike.
+    In a tensor-parallel group each rank holds its shards of both models. The logits are gathered, so all ranks execute
+    everything else identically.
     """
 
     def __init__(
-        self, target: Runner, draft: Runner, steps: Sequence[Rounds], config: PopulationConfig, *, longest: int,
-        lag: int = 0, keep: bool = True,
+        self, target: Runner, draft: Runner, executors: Sequence[PopulationExecutor], config: PopulationConfig, *,
+        max_tokens: int, lag: int = 0, reuse_prefixes: bool = True,
     ) -> None:  # fmt: skip
-        """`steps`: those that run rounds of both models, the fastest first. `keep`: what was read is not read again."""
+        """`executors`: those that can run rounds of both models, the fastest first.
+        `max_tokens`: the longest answer.
+        `lag`: rounds by which the host is behind the device.
+        `reuse_prefixes`: reuse the KV of earlier prompts with the same prefix.
+        """
         self.target, self.draft, self.config = target, draft, config
-        self.steps_known = steps
+        self.executors = executors
         self.lag = lag
         if config.smc_groups > 1:
             for runner in (target, draft):
                 runner.cache.reset(config.smc_groups)
-        self.round = SMCRound(target, draft, config, longest)
+        self.round = PopulationRound(target, draft, config, max_tokens)
         self.particles = self.round.particles
         self._slots = self.particles.mask.shape[-1]  # of each group's tree region
-        self._texts = Texts([target.cache, draft.cache], keep)
-        self.groups: list[Group] = []  # as they were admitted
-        self._order = [*range(config.smc_groups)]  # which sequence's group has which position among the particles
-        self._told: deque[tuple[list[Told], Mail]] = deque()
+        self._prefixes = SequencePrefixes([target.cache, draft.cache], reuse_prefixes)
+        self.groups: list[SequenceGroup] = []  # in order of admission
+        self._order = [*range(config.smc_groups)]  # sequence of the group at each position of the particle tensors
+        self._in_flight: deque[tuple[list[LaunchedGroup], RoundResult]] = deque()
 
     @property
     def busy(self) -> tuple[float, float]:
         return self.target.busy, self.draft.busy
 
     @property
-    def drafted(self) -> int:
-        """Draft tokens of a group's round."""
+    def draft_tokens_per_round(self) -> int:
+        """Draft tokens per group and round."""
         return self.config.particles * self.config.smc_draft_tokens
 
     @property
     def exact(self) -> bool:
-        """Whether its texts follow the target's law: chains, each verified."""
+        """Whether outputs follow the target's distribution exactly: chains, each verified."""
         return self.config.chains is not None
 
     @property
-    def places(self) -> int:
-        """How many requests can be decoded at once."""
+    def max_requests(self) -> int:
+        """How many requests can be decoded in one batch."""
         return self.config.smc_groups
 
     @property
     def has_room(self) -> bool:
         """Whether another request can be admitted."""
-        return len(self.groups) < self.places
+        return len(self.groups) < self.max_requests
 
-    def choose(self, opening: Opening) -> Rounds:
-        """The steps that run a request."""
-        return choose(self.steps_known, features(opening.sampling, "population"), opening.steps)
+    def select_executor(self, opening: RequestStart) -> PopulationExecutor:
+        """The executor that runs a request."""
+        return select_executor(self.executors, features_of(opening.sampling, "population"), opening.executor)
 
-    def admit(self, opening: Opening, stops: Collection[int], limit: int) -> Group:
-        """Reads the prompt once on both models and fans out; the other groups stay where they are. Texts end at a token
-        of `stops` or after `limit`. There must be room, and `check_sampling` have let the request pass."""
+    def admit(self, opening: RequestStart, stops: Collection[int], limit: int) -> SequenceGroup:
+        """Prefills the prompt on both models and fans out N particles. Other groups are not affected.
+
+        An answer ends at a token of `stops` or after `limit` tokens. Requires `has_room`, and a request that
+        `check_sampling` accepts.
+        """
         assert self.has_room
-        steps = self.choose(opening)
-        sequence, kept = self._read_prompt(opening)
+        executor = self.select_executor(opening)
+        sequence, num_cached = self._prefill_prompt(opening)
         self.round.open(self._order.index(sequence), opening.tokens, opening.sampling, stops, limit)
-        # without rejections every particle grows by K + 1 tokens a round, so that the last round is known beforehand
-        last = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
-        prefix = len(opening.tokens) - 1
-        group = Group(sequence, steps, opening.tokens, kept, prefix, last, due=2 * self.config.slots)
+        # without rejections every particle grows by K + 1 tokens per round, so the number of rounds is known
+        max_rounds = limit if self.round.rejects(opening.sampling) else -(-limit // self.particles.step)
+        group = SequenceGroup(
+            sequence, executor, opening.tokens, num_cached, len(opening.tokens) - 1, max_rounds,
+            compact_at=2 * self.config.slots_per_round,
+        )  # fmt: skip
         self.groups.append(group)
         return group
 
     def launch(self) -> bool:
-        """Starts a round of all groups that need one. False where none does, or for none one fits (`Group.full`)."""
-        going = [group for group in self.groups if not group.over and self._has_slots(group)]
-        going = [group for group in going if not group.over]  # to have slots, mail was read, of all groups
+        """Launches a round of all groups that need one. Returns False if no group needs one, or no group has room for
+        one (`SequenceGroup.full`)."""
+        going = [group for group in self.groups if not group.is_finished and self._ensure_slots(group)]
+        going = [group for group in going if not group.is_finished]  # `_ensure_slots` may have read new results
         if not going:
             return False
         going.sort(key=lambda group: group.sequence)
-        self._put_first([group.sequence for group in going])
+        self._move_to_front([group.sequence for group in going])
         for group in going:
-            group.used += self.config.slots
+            group.used_slots += self.config.slots_per_round
             group.rounds += 1
-        steps = max((group.steps for group in going), key=self.steps_known.index)
-        count = steps.groups(len(going), self.config.smc_groups)
+        executor = max((group.executor for group in going), key=self.executors.index)
+        count = executor.groups(len(going), self.config.smc_groups)
         if count > len(going):
             for group in self.groups:
-                if group not in going:  # it has just come to its end, and picks before a round runs over it
-                    with suppress(NotFinite):
+                if group not in going:  # it has just finished: pick now, before this round runs over its position
+                    with suppress(NonFiniteLogits):
                         self.finish(group)
-            self.particles.idle(slice(len(going), count))
-        width = min(steps.window(max(group.used for group in going)), self._slots)
-        told = [Told(group, group.used, group.compactions) for group in going]
-        self._told.append((told, steps.round(self.round, width, count)))
+            self.particles.reset_idle(slice(len(going), count))
+        width = min(executor.window(max(group.used_slots for group in going)), self._slots)
+        launched = [LaunchedGroup(group, group.used_slots, group.compactions) for group in going]
+        self._in_flight.append((launched, executor.round(self.round, width, count)))
         return True
 
     def collect(self) -> None:
-        """Takes in what is known by now: the last round's outcome, or that of the one `lag` rounds before."""
-        while len(self._told) > self.lag:
-            self._take_in()
+        """Reads the results of all rounds but the last `lag` ones."""
+        while len(self._in_flight) > self.lag:
+            self._read_result()
 
-    def finish(self, group: Group) -> Answer:
-        """Picks one particle of a group, once. Waits for the device. Raises NotFinite where there is none to pick."""
-        self._take_in_all_of(group)
-        if group.broken:
-            raise NotFinite(WHOSE)
+    def finish(self, group: SequenceGroup) -> GroupResult:
+        """Picks one particle of a group as its answer, once. Waits for the device. Raises NonFiniteLogits if the group's
+        logits or weights are not finite."""
+        self._read_results_of(group)
+        if group.not_finite:
+            raise NonFiniteLogits(EITHER_MODEL)
         if group.answer is None:
             group.answer = self._pick(group)
         return group.answer
 
-    def leave(self, group: Group) -> None:
-        """Ends a request, wherever it stands, and frees its place. What has settled stays in the cache."""
+    def release(self, group: SequenceGroup) -> None:
+        """Ends a request in any state and frees its sequence. Its committed tokens stay in the cache."""
         if group in self.groups:
-            self._take_in_all_of(group)  # what it has left in its sequence may have to be wiped
+            self._read_results_of(group)  # its sequence may have to be wiped
             self.groups.remove(group)
-            self._texts.hold(group.sequence, [*group.prompt, *group.tokens][: group.settled])
-            self.particles.drop(self._order.index(group.sequence))
+            self._prefixes.set_prefix(group.sequence, [*group.prompt, *group.tokens][: group.committed_tokens])
+            self.particles.release(self._order.index(group.sequence))
 
-    def _pick(self, group: Group) -> Answer:
+    def _pick(self, group: SequenceGroup) -> GroupResult:
         at, p, rounds = self._order.index(group.sequence), self.particles, max(group.rounds, 1)
         uniform, lengths = self.round.streams.pick(at), p.length[at].tolist()
-        row, shares = weights.pick(p.log_weights[at].tolist(), uniform)
+        row, shares = weights.pick_particle(p.log_weights[at].tolist(), uniform)
         texts = zip(p.tokens[at, :, : max(lengths)].tolist(), lengths, strict=True)
         found = zip(texts, p.stopped[at].tolist(), shares, strict=True)
         particles = tuple(Particle(tuple(text[:n]), stopped, share) for (text, n), stopped, share in found)
-        return Answer(
+        return GroupResult(
             tokens=[*particles[row].tokens],
             stopped=particles[row].stopped,
             coalesced_prefix=len(group.tokens),
             ess_mean=float(p.ess[at]) / rounds,
             resample_rate=int(p.resampled[at]) / rounds,
-            log_z=float(p.evidence()[at]),
+            log_z=float(p.log_evidence()[at]),
             full=group.full,
             compactions=group.compactions,
             moved_slots=group.moved_slots,
@@ -207,19 +220,19 @@ class SMC:
             uniform=uniform,
         )
 
-    def _read_prompt(self, opening: Opening) -> tuple[int, int]:
-        """Into a free sequence of both caches. Returns it, and how many tokens were kept from earlier requests."""
-        tokens = opening.tokens
-        if self.places == 1:
-            return 0, min(runner.open(tokens, most=opening.kept) for runner in (self.target, self.draft))
-        sequence, kept = self._texts.begin(tokens, [group.sequence for group in self.groups])
-        for runner in (self.target, self.draft):
-            runner.prefill(tokens[kept:-1], [sequence])
-        self._texts.hold(sequence, tokens[:-1])
-        return sequence, kept
+    def _prefill_prompt(self, opening: RequestStart) -> tuple[int, int]:
+        """Prefills a free sequence of both caches. Returns the sequence and the number of cached prompt tokens."""
+        tokens, runners = opening.tokens, (self.target, self.draft)
+        if self.max_requests == 1:
+            return 0, min(runner.open(tokens, max_cached=opening.num_cached_tokens) for runner in runners)
+        sequence, num_cached = self._prefixes.acquire(tokens, [group.sequence for group in self.groups])
+        for runner in runners:
+            runner.prefill(tokens[num_cached:-1], [sequence])
+        self._prefixes.set_prefix(sequence, tokens[:-1])
+        return sequence, num_cached
 
-    def _put_first(self, sequences: list[int]) -> None:
-        """Has the groups of these sequences at the first positions, where a round runs over them, in that order."""
+    def _move_to_front(self, sequences: list[int]) -> None:
+        """Moves the groups of these sequences, in this order, to the first positions, which the next round runs over."""
         if self._order[: len(sequences)] != sequences:
             order = [*self._order]
             for place, sequence in enumerate(sequences):
@@ -228,63 +241,65 @@ class SMC:
             self.round.rearrange([self._order.index(sequence) for sequence in order])
             self._order = order
 
-    def _has_slots(self, group: Group) -> bool:
-        """Whether another round of a group fits, after a compaction where that is due."""
-        most = self._slots - self.config.slots
-        if group.used >= group.due:
+    def _ensure_slots(self, group: SequenceGroup) -> bool:
+        """Returns whether another round of a group fits, and compacts the group first if that is due."""
+        limit = self._slots - self.config.slots_per_round
+        if group.used_slots >= group.compact_at:
             self._compact(group)
-        if group.used > most:
-            self._take_in_all_of(group)  # there may be more to drop than is known
+        if group.used_slots > limit:
+            self._read_results_of(group)  # newer results may allow a larger compaction
             self._compact(group)
-        group.full = group.used > most
+        group.full = group.used_slots > limit
         return not group.full
 
-    def _take_in_all_of(self, group: Group) -> None:
-        """What its rounds have left. Waits for the device."""
-        while any(about.group is group for told, _ in self._told for about in told):
-            self._take_in()
+    def _read_results_of(self, group: SequenceGroup) -> None:
+        """Reads the results of all rounds of a group that are in flight. Waits for the device."""
+        while any(each.group is group for launched, _ in self._in_flight for each in launched):
+            self._read_result()
 
-    def _take_in(self) -> None:
-        """The oldest mail."""
-        told, mail = self._told.popleft()
-        with self.target.naming_lost():
-            heads = mail.read()
-        for about, head in zip(told, heads, strict=False):  # of idle groups nobody wants to know
-            group = about.group
-            common, finished, accepted = head[:3].tolist()
+    def _read_result(self) -> None:
+        """Reads the result of the oldest round in flight."""
+        launched, result = self._in_flight.popleft()
+        with self.target.translate_peer_errors():
+            rows = result.read()
+        for each, row in zip(launched, rows, strict=False):  # rows of idle groups follow
+            group = each.group
+            common, finished, accepted = row[:3].tolist()
             if common < 0:
-                group.broken = True
+                group.not_finite = True
                 self._wipe(group)
-            elif not group.done:  # a round too many may have begun before that was known
-                group.tokens += head[3 + len(group.tokens) : 3 + common].tolist()
-                group.done = finished == self.config.particles
+            elif not group.all_finished:  # one more round may have been launched before the host learned of the end
+                group.tokens += row[3 + len(group.tokens) : 3 + common].tolist()
+                group.all_finished = finished == self.config.particles
                 group.accepted.append(accepted)
-                if about.compactions == group.compactions:
-                    group.columns = head[self.round.told :][: about.used]
+                if each.compactions == group.compactions:
+                    group.slot_states = row[self.round.header_len :][: each.used_slots]
 
-    def _wipe(self, group: Group) -> None:
-        """Forgets a group in the caches: NaN would spoil the sums of a later request, even where it is masked."""
+    def _wipe(self, group: SequenceGroup) -> None:
+        """Zeroes a group's KV in both caches: NaN would propagate into later requests even where it is masked."""
         for cache in (self.target.cache, self.draft.cache):
             for part in (cache.k, cache.v):
-                part[:, group.sequence, :, : cache.prefix_len[group.sequence] + group.used].zero_()
+                part[:, group.sequence, :, : cache.prefix_len[group.sequence] + group.used_slots].zero_()
             cache.prefix_len[group.sequence] = 0
 
-    def _compact(self, group: Group) -> None:
-        """Promotes the slots that all live rows share to the prefix and drops those that nobody holds, as far as that
-        is known: what rounds have handed out since stays. Waits for nothing. Now and then: at the earliest when as many
-        slots as survived, or two rounds', have been handed out."""
-        if group.columns is None:
+    def _compact(self, group: SequenceGroup) -> None:
+        """Commits the slots that all live particles share to the prefix region and frees the dead ones.
+
+        Uses the slot states of the last result read and does not wait; slots handed out since then stay. The next
+        compaction is due once as many slots as survived, or two rounds' worth if that is more, have been handed out.
+        """
+        if group.slot_states is None:
             return
-        path = (group.columns == SHARED).nonzero()[0].tolist()
-        keep = [*(group.columns == LIVE).nonzero()[0].tolist(), *range(len(group.columns), group.used)]
-        group.due = len(keep) + max(len(keep), 2 * self.config.slots)
-        if len(path) + len(keep) == group.used and not path:
+        path = (group.slot_states == SHARED).nonzero()[0].tolist()
+        keep = [*(group.slot_states == LIVE).nonzero()[0].tolist(), *range(len(group.slot_states), group.used_slots)]
+        group.compact_at = len(keep) + max(len(keep), 2 * self.config.slots_per_round)
+        if len(path) + len(keep) == group.used_slots and not path:
             return  # nothing to gain
         for runner in (self.target, self.draft):
-            runner.cache.promote(group.sequence, path, keep)
-        group.steps.compact(self.round, self._order.index(group.sequence), path, keep)
-        # the path is in the text of those that go on, and so is what all share
-        group.settled = min(group.settled + len(path), len(group.prompt) + len(group.tokens))
-        group.used, group.columns = len(keep), None
+            runner.cache.commit_sequence(group.sequence, path, keep)
+        group.executor.compact(self.round, self._order.index(group.sequence), path, keep)
+        # the path is a prefix of every live particle, and so are the shared tokens
+        group.committed_tokens = min(group.committed_tokens + len(path), len(group.prompt) + len(group.tokens))
+        group.used_slots, group.slot_states = len(keep), None
         group.compactions += 1
         group.moved_slots += sum(slot != place for place, slot in enumerate([*path, *keep]))

@@ -28,27 +28,27 @@ from swiftspec.backends.reference.resampling import Resample
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import shaping
-from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
-from swiftspec.smc.logits_processor import Shaper, Span, joined, penalised, spans_of
-from swiftspec.smc.noise_streams import Streams
+from swiftspec.runtime.executors.graph import logits_key
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
+from swiftspec.smc.logits_processor import GroupSpan, LogitsProcessor, concatenate, group_spans, penalise_spans
+from swiftspec.smc.noise_streams import ParticleStreams
 from swiftspec.smc.particles import Particles
-from swiftspec.smc.verification import Drafted, Judged, judge
+from swiftspec.smc.verification import DraftedTokens, RoundVerdict, verify_round
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class RoundContext:
     """Where a round is."""
 
     particles: Particles  # of the groups that take part
-    spans: list[Span]
+    spans: list[GroupSpan]
     width: int
     slots: Tensor  # [A, N, K + 1], of its tokens
     kv_len: Tensor  # [S], where the windows end
 
 
 @dataclass(frozen=True, slots=True)
-class Chains:
+class DraftChains:
     """The draft's chains. `views`: K + 1 of [A, N, W], what the pending token and then each draft token sees."""
 
     tokens: Tensor  # [A, N, K]
@@ -60,30 +60,30 @@ class Chains:
     counts: list[Tensor]  # K + 1 of [A, N, V], of the text up to each; none where there are no penalties
 
 
-class SMCRound:
+class PopulationRound:
     """Both models, all groups and their noise."""
 
-    def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, longest: int) -> None:
+    def __init__(self, target: Runner, draft: Runner, config: PopulationConfig, max_tokens: int) -> None:
         vocab, groups, device = target.vocab, config.smc_groups, target.model.device
         self._target, self._draft, self._config, self._vocab = target, draft, config, vocab
         slots = min(target.tree_slots, draft.tree_slots)
         # reference/ has it apart from the operators that every model needs, and so may others
         resample: Resample = getattr(target.ops, "resample", resampling.resample)
-        shape = groups, config.particles, config.smc_draft_tokens, slots, longest
+        shape = groups, config.particles, config.smc_draft_tokens, slots, max_tokens
         self.particles = Particles(*shape, device, resample)
-        self._some = [self.particles.first(count) for count in range(groups + 1)]
+        self._by_count = [self.particles.first_groups(count) for count in range(groups + 1)]
         # every round adds a token at least, so there are no more of them than tokens
-        self.streams = Streams(groups, config.particles, device, longest)
+        self.streams = ParticleStreams(groups, config.particles, device, max_tokens)
         self._prefix = torch.zeros(groups, dtype=torch.int64, device=device)  # slots before the tree's, in both caches
         self._sequences = torch.arange(groups, device=device)
         self._stops = torch.zeros(groups, vocab, dtype=torch.bool, device=device)
         self._prompts = torch.zeros_like(self._stops)  # the tokens of each prompt, which penalties count
-        self._shapers: list[Shaper | None] = [None] * groups
-        self._shaped: dict[int, list[tuple[int, float, Tensor | None]]] = {}  # `shaped`, of these shapers
+        self._processors: list[LogitsProcessor | None] = [None] * groups
+        self._sampling_spans: dict[int, list[tuple[int, float, Tensor | None]]] = {}  # `shaped`, of these shapers
         self._ticks = torch.arange(config.smc_draft_tokens + 1, device=device)
-        self._nowhere = torch.zeros(groups, dtype=torch.int64, device=device)
+        self._no_kv_len = torch.zeros(groups, dtype=torch.int64, device=device)
         books = [self._prefix, self._sequences, self._stops]
-        self._told = 3 + self.particles.tokens.shape[-1]
+        self._header_len = 3 + self.particles.tokens.shape[-1]
         self._tensors = [*self.particles.state, *self.streams.state, *books]
 
     def open(
@@ -91,12 +91,12 @@ class SMCRound:
     ) -> None:
         """Fans out the group at that position from a prompt that is prefilled but for its last token, which has tree
         slot 0."""
-        key = shaping(sampling)
-        alike = [shaper for shaper in self._shapers if shaper is not None and shaper.key == key]
+        key = logits_key(sampling)
+        alike = [processor for processor in self._processors if processor is not None and processor.key == key]
         # the same one again where there is one: the tensors that graphs have captured stay
-        shaper = alike[0] if alike else Shaper(sampling, self._vocab, self._stops.device, self._target.ops)
-        self._shapers[group] = shaper
-        self._shaped.clear()
+        processor = alike[0] if alike else LogitsProcessor(sampling, self._vocab, self._stops.device, self._target.ops)
+        self._processors[group] = processor
+        self._sampling_spans.clear()
         self.streams.seed(group, sampling.seed)
         self._stops[group] = False
         known = torch.tensor([token for token in stops if token < self._vocab], dtype=torch.int64)
@@ -111,11 +111,11 @@ class SMCRound:
         moved = torch.tensor([pair for pair in enumerate(order) if pair[0] != pair[1]], device=self._prefix.device)
         for tensor in (*self.tensors, self._prompts):
             tensor.index_copy_(0, moved[:, 0], tensor.index_select(0, moved[:, 1]))
-        self._shapers = [self._shapers[place] for place in order]
-        self._shaped.clear()
+        self._processors = [self._processors[place] for place in order]
+        self._sampling_spans.clear()
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        """Follows `KVCache.promote` on both caches."""
+        """Follows `KVCache.commit_sequence` on both caches."""
         self.particles.compact(group, path, keep)
         self._prefix[group] += len(path)
 
@@ -134,23 +134,28 @@ class SMCRound:
         return self._tensors
 
     @property
-    def told(self) -> int:
+    def header_len(self) -> int:
         """How many numbers a round leaves for each group, beside one for each slot of the window."""
-        return self._told
+        return self._header_len
 
-    def shaped(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
+    def sampling_spans(self, groups: int) -> list[tuple[int, float, Tensor | None]]:
         """How the logits of the first groups are shaped, where there are no filters or penalties: so many neighbours,
         their temperature and bias."""
-        if groups not in self._shaped:
-            shapers = [(span.groups.stop - span.groups.start, span.shaper) for span in spans_of(self._shapers[:groups])]
-            assert not any(shaper.filtered or shaper.penalised for _, shaper in shapers)
-            self._shaped[groups] = [(count, shaper.temperature, shaper.bias) for count, shaper in shapers]
-        return self._shaped[groups]
+        if groups not in self._sampling_spans:
+            processors = [
+                (span.groups.stop - span.groups.start, span.processor)
+                for span in group_spans(self._processors[:groups])
+            ]
+            assert not any(processor.filtered or processor.penalised for _, processor in processors)
+            self._sampling_spans[groups] = [
+                (count, processor.temperature, processor.bias) for count, processor in processors
+            ]
+        return self._sampling_spans[groups]
 
     @property
     def key(self) -> Hashable:
         """Equal for rounds that have the same tensors and operators by value."""
-        return tuple((span.shaper, span.groups.stop) for span in spans_of(self._shapers))
+        return tuple((span.processor, span.groups.stop) for span in group_spans(self._processors))
 
     @torch.inference_mode()  # saves a microsecond an operator
     def __call__(self, width: int, groups: int) -> Tensor:
@@ -161,134 +166,144 @@ class SMCRound:
         logits or weights are no numbers; number of finished particles; draft tokens that stay; row 0's tokens; what
         each slot of the window is (`Particles.columns`).
         """
-        p = self._some[groups]
-        kv_len = self._nowhere.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
-        here = Here(p, spans_of(self._shapers[:groups]), width, p.new_slots(), kv_len)
-        keys = self._keys(here)
-        chains = self._draft_tokens(here, keys)
-        judged = self._judge(here, self._score(here, chains), chains, next(keys))
-        broken = (judged.extra < 0).any(-1) | judged.terms.isnan().flatten(1).any(-1)
-        p.take(chains.tokens, judged.kept, judged.extra.clamp_min(0), judged.terms, self._stops[:groups], width)
+        p = self._by_count[groups]
+        kv_len = self._no_kv_len.index_copy(0, self._sequences[:groups], self._prefix[:groups] + width)
+        context = RoundContext(p, group_spans(self._processors[:groups]), width, p.new_slots(), kv_len)
+        keys = self._keys(context)
+        chains = self._draft_tokens(context, keys)
+        verdict = self._verify(context, self._score(context, chains), chains, next(keys))
+        broken = (verdict.bonus < 0).any(-1) | verdict.terms.isnan().flatten(1).any(-1)
+        p.append_round(
+            chains.tokens, verdict.accepted, verdict.bonus.clamp_min(0), verdict.terms, self._stops[:groups], width
+        )
         if self._config.chains is None:
             p.resample(self._config.ess_threshold, self.streams.resampling(p.rounds), width)
-        books = torch.stack((torch.where(broken, -1, p.common()), p.finished.sum(-1), judged.kept.sum(-1)), 1)
-        return torch.cat((books, p.tokens[:, 0], p.columns(width)), 1)
+        books = torch.stack(
+            (torch.where(broken, -1, p.common_lengths()), p.finished.sum(-1), verdict.accepted.sum(-1)), 1
+        )
+        return torch.cat((books, p.tokens[:, 0], p.slot_states(width)), 1)
 
-    def _keys(self, here: Here) -> Iterator[Tensor | None]:
+    def _keys(self, context: RoundContext) -> Iterator[Tensor | None]:
         """Of the noise of the draft's tokens [A N], step by step, and of the one after them. Where chains are matched
         it is that of plain decoding, so that the draft looks where the target will look."""
-        p = here.particles
+        p = context.particles
         if self._config.chains != "match":
-            return self.streams.round(p.clock[:, None] + self._ticks)
-        if all(span.shaper.greedy for span in here.spans):
+            return self.streams.round_keys(p.clock[:, None] + self._ticks)
+        if all(span.processor.greedy for span in context.spans):
             return repeat(None)
-        return self.streams.target(p.tail_positions[..., 1:] + 1 + self._ticks)
+        return self.streams.target_keys(p.tail_positions[..., 1:] + 1 + self._ticks)
 
-    def _draft_tokens(self, here: Here, keys: Iterator[Tensor | None]) -> Chains:
+    def _draft_tokens(self, context: RoundContext, keys: Iterator[Tensor | None]) -> DraftChains:
         """K forwards of the draft, the first over the two tokens of each row that it has no KV of."""
-        p, n = here.particles, here.particles.count
-        tail, last, pending = self._tail(here)
+        p, n = context.particles, context.particles.count
+        tail, last, pending = self._tail(context)
         count, deferred = self._config.smc_draft_tokens, self._config.deferred_bonus
         m = 2 if deferred else 1  # without the last draft token, read at the end of the round that drew it
         tails = p.tail_tokens, p.tail_positions, tail
         unread, at, slots = (each[..., -m:].transpose(1, 2).contiguous() for each in tails)
-        logits = self._forward(self._draft, here, unread, at, slots, torch.stack((last, pending)[-m:], 1))
+        logits = self._forward(self._draft, context, unread, at, slots, torch.stack((last, pending)[-m:], 1))
         logits = logits.view(p.groups, m, n, -1)[:, -1].flatten(0, 1)
         views, tokens, log_q = [pending], list[Tensor](), list[Tensor]()
-        shaped: list[list[Tensor]] = [[] for _ in here.spans]
+        shaped: list[list[Tensor]] = [[] for _ in context.spans]
         drawn_by = list[Tensor | None]()
-        counts = [p.counts(self._vocab)] if any(span.shaper.penalised for span in here.spans) else []
+        counts = [p.counts(self._vocab)] if any(span.processor.penalised for span in context.spans) else []
         for step in range(count):
             if step > 0:
                 at = p.tail_positions[..., 1] + step
-                logits = self._forward(self._draft, here, tokens[-1], at, here.slots[..., step - 1], views[-1])
+                logits = self._forward(self._draft, context, tokens[-1], at, context.slots[..., step - 1], views[-1])
             if counts:
-                logits = penalised(here.spans, logits.view(p.groups, n, -1), self._prompts, counts[-1]).flatten(0, 1)
+                logits = penalise_spans(context.spans, logits.view(p.groups, n, -1), self._prompts, counts[-1]).flatten(
+                    0, 1
+                )
             given, drawn, log = next(keys), list[Tensor](), list[Tensor]()
             if self._config.chains == "match":
                 drawn_by.append(given)
-            for span, kept in zip(here.spans, shaped, strict=True):
+            for span, kept in zip(context.spans, shaped, strict=True):
                 mine = span.rows(n)
-                token, log_of = self._draw(span.shaper, logits[mine], None if given is None else given[mine])
+                token, log_of = self._draw(span.processor, logits[mine], None if given is None else given[mine])
                 drawn.append(token)
                 log.append(log_of)
-                if self._keeps_logits(span.shaper, step):
-                    kept.append(span.shaper.tempered(logits[mine]))
-            tokens.append(joined(drawn).view(p.groups, n))
-            log_q.append(joined(log).view(p.groups, n))
-            views.append(views[-1].scatter(-1, here.slots[..., step : step + 1], True))
+                if self._keeps_logits(span.processor, step):
+                    kept.append(span.processor.tempered(logits[mine]))
+            tokens.append(concatenate(drawn).view(p.groups, n))
+            log_q.append(concatenate(log).view(p.groups, n))
+            views.append(views[-1].scatter(-1, context.slots[..., step : step + 1], True))
             if counts:
                 counts.append(counts[-1].scatter_add(-1, tokens[-1][..., None], torch.ones_like(counts[-1][..., :1])))
         if not deferred:
             at = p.tail_positions[..., 1] + count
-            self._forward(self._draft, here, tokens[-1], at, here.slots[..., count - 1], views[-1])
+            self._forward(self._draft, context, tokens[-1], at, context.slots[..., count - 1], views[-1])
         log = torch.stack(log_q, -1).to(torch.float64)
-        return Chains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
+        return DraftChains(torch.stack(tokens, -1), log, shaped, drawn_by, tail[..., 1], views, counts)
 
-    def _draw(self, shaper: Shaper, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _draw(self, processor: LogitsProcessor, logits: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """The draft's tokens [n] after rows of its logits, and their log-probabilities [n], 0 where nobody weighs
         them."""
         if self._config.chains == "match":
-            tokens = shaper.plain(logits, keys).clamp_min_(0)  # where its logits are no numbers it guesses badly
+            tokens = processor.draw_autoregressive(logits, keys).clamp_min_(
+                0
+            )  # where its logits are no numbers it guesses badly
             return tokens, torch.zeros_like(tokens, dtype=torch.float64)
         assert keys is not None
-        tokens, log_probs = shaper.draw(logits, keys)
+        tokens, log_probs = processor.draw(logits, keys)
         return tokens.clamp_min_(0), log_probs  # -1: its weight tells, or it is rejected
 
-    def _keeps_logits(self, shaper: Shaper, step: int) -> bool:
+    def _keeps_logits(self, processor: LogitsProcessor, step: int) -> bool:
         """Whether the target's judgement of a step needs the draft's logits."""
-        outside = shaper.filtered and self._config.chains is None
-        return outside or step < self._config.rejected
+        outside = processor.filtered and self._config.chains is None
+        return outside or step < self._config.num_rejection_tokens
 
-    def _tail(self, here: Here) -> tuple[Tensor, Tensor, Tensor]:
+    def _tail(self, context: RoundContext) -> tuple[Tensor, Tensor, Tensor]:
         """The two tokens of each row without draft KV: their slots [A, N, 2], and what each of them sees [A, N, W].
 
         A finished row has given its slots back, so it writes into its own new one, which nobody else ever reads.
         """
-        p = here.particles
-        window = p.mask[..., : here.width]
-        tail = torch.where(p.finished[..., None], here.slots[..., -1:], p.tail_slots)
+        p = context.particles
+        window = p.mask[..., : context.width]
+        tail = torch.where(p.finished[..., None], context.slots[..., -1:], p.tail_slots)
         last, pending = tail[..., :1], tail[..., 1:]
         # at the fan-out both are the prompt's last token
         return tail, window.scatter(-1, pending, False).scatter(-1, last, True), window.scatter(-1, pending, True)
 
-    def _score(self, here: Here, chains: Chains) -> Tensor:
+    def _score(self, context: RoundContext, chains: DraftChains) -> Tensor:
         """The target's forward over pending and draft tokens, step by step: logits [A, K + 1, N, >= V]."""
-        p = here.particles
+        p = context.particles
         logits = self._forward(
             self._target,
-            here,
+            context,
             torch.cat((p.tail_tokens[..., 1:], chains.tokens), -1).transpose(1, 2),
             p.tail_positions[:, None, :, 1] + self._ticks[:, None],
-            torch.cat((chains.pending_slots[..., None], here.slots[..., :-1]), -1).transpose(1, 2),
+            torch.cat((chains.pending_slots[..., None], context.slots[..., :-1]), -1).transpose(1, 2),
             torch.stack(chains.views, 1),
         )
         logits = logits.view(p.groups, p.step, p.count, -1)
         if not chains.counts:
             return logits
-        return penalised(here.spans, logits, self._prompts, torch.stack(chains.counts, 1))
+        return penalise_spans(context.spans, logits, self._prompts, torch.stack(chains.counts, 1))
 
-    def _judge(self, here: Here, logits: Tensor, chains: Chains, last: Tensor | None) -> Judged:
+    def _verify(self, context: RoundContext, logits: Tensor, chains: DraftChains, last: Tensor | None) -> RoundVerdict:
         """What becomes of the chains, span by span. `last`: the keys of the token after them."""
-        found: list[Judged] = []
+        found: list[RoundVerdict] = []
         keys = [*chains.keys, last]
-        for span, kept in zip(here.spans, chains.logits, strict=True):
+        for span, kept in zip(context.spans, chains.logits, strict=True):
             some = span.groups
-            coins = partial(self._coins, here, some)
-            rows = span.rows(here.particles.count)
+            coins = partial(self._coins, context, some)
+            rows = span.rows(context.particles.count)
             mine = [None if each is None else each[rows] for each in keys]
-            drafted = Drafted(chains.tokens[some], chains.log_q[some], kept, mine, coins)
-            found.append(judge(span.shaper, self._config, logits[some], drafted))
+            drafted = DraftedTokens(chains.tokens[some], chains.log_q[some], kept, mine, coins)
+            found.append(verify_round(span.processor, self._config, logits[some], drafted))
         if len(found) == 1:
             return found[0]
-        return Judged(*(joined([getattr(each, name) for each in found]) for name in ("kept", "extra", "terms")))
+        return RoundVerdict(
+            *(concatenate([getattr(each, name) for each in found]) for name in ("accepted", "bonus", "terms"))
+        )
 
-    def _coins(self, here: Here, groups: slice) -> Tensor:
-        clock = here.particles.clock[:, None] + self._ticks[: self._config.rejected]
+    def _coins(self, context: RoundContext, groups: slice) -> Tensor:
+        clock = context.particles.clock[:, None] + self._ticks[: self._config.num_rejection_tokens]
         return self.streams.coins(clock)[groups]
 
     def _forward(
-        self, runner: Runner, here: Here, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
+        self, runner: Runner, context: RoundContext, tokens: Tensor, positions: Tensor, slots: Tensor, mask: Tensor
     ) -> Tensor:
         """Rows of all groups, whose tree slots are handed out: all [A, ...] of m rows a group, `mask` [A, ..., W] over
         tree slots 0..W-1. Logits [A m, >= V].
@@ -296,19 +311,19 @@ class SMCRound:
         Rows of a group come in topological order, so they may go in chunks. A group's window ends at its slot W - 1;
         those of its slots that nobody has are masked for everyone.
         """
-        began, groups = time.perf_counter(), here.particles.groups
+        began, groups = time.perf_counter(), context.particles.groups
         slots = slots.reshape(groups, -1)
         rows, m = slots.numel(), slots.shape[1]
         slots = (slots + self._prefix[:groups, None]).flatten()
         sequence = self._sequences[:groups].repeat_interleave(m)
-        tokens, positions, mask = tokens.flatten(), positions.flatten(), mask.reshape(rows, here.width)
+        tokens, positions, mask = tokens.flatten(), positions.flatten(), mask.reshape(rows, context.width)
         parts: list[Tensor] = []
         group = runner.model.group
-        for start in range(0, rows, PREFILL_CHUNK):
-            some = slice(start, start + PREFILL_CHUNK)
-            batch = Batch(tokens[some], positions[some], slots[some], mask[some], sequence[some], here.kv_len)
+        for start in range(0, rows, PREFILL_CHUNK_TOKENS):
+            some = slice(start, start + PREFILL_CHUNK_TOKENS)
+            batch = Batch(tokens[some], positions[some], slots[some], mask[some], sequence[some], context.kv_len)
             logits = runner.model.forward(batch, runner.cache)
             assert logits is not None
             parts.append(logits if group is None else torch.cat(group.all_gather(logits).unbind(0), 1))
-        runner.note(began, rows)
-        return joined(parts)
+        runner.record_step(began, rows)
+        return concatenate(parts)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from swiftspec.backends.reference.noise import counters, gumbel, row_bits
-from swiftspec.backends.reference.sampling import best
+from swiftspec.backends.reference.sampling import argmax_token
 from swiftspec.config import PopulationConfig
 from swiftspec.sampling import filters
 from swiftspec.smc import chain_verification, weights
-from swiftspec.smc.logits_processor import Shaper
+from swiftspec.smc.logits_processor import LogitsProcessor
 
 
 @dataclass(frozen=True, slots=True)
-class Drafted:
+class DraftedTokens:
     """What the draft made of a round, and the noise of the token after it."""
 
     tokens: Tensor  # [A, N, K]
@@ -35,97 +35,109 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """What became of it. `kept`: how many leading draft tokens stay; `terms`: log-weights by place."""
+class RoundVerdict:
+    """What became of it. `accepted`: how many leading draft tokens stay; `terms`: log-weights by place."""
 
-    kept: Tensor  # [A, N]
-    extra: Tensor  # [A, N]
+    accepted: Tensor  # [A, N]
+    bonus: Tensor  # [A, N]
     terms: Tensor  # [A, N, K + 1]
 
 
-def judge(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Drafted) -> Judged:
+def verify_round(
+    processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
+) -> RoundVerdict:
     """By the target's raw logits [A, K + 1, N, >= V]."""
     if config.chains is not None:
-        return _matched(shaper, logits, drafted) if config.chains == "match" else _rejected(shaper, logits, drafted)
-    if shaper.filtered or config.smc_exact > 0:
-        return _in_part(shaper, config, logits, drafted)
-    return _whole(shaper, config.power, logits, drafted)
+        return (
+            _verify_coupled(processor, logits, drafted)
+            if config.chains == "match"
+            else _verify_by_rejection(processor, logits, drafted)
+        )
+    if processor.filtered or config.smc_exact > 0:
+        return _accept_part(processor, config, logits, drafted)
+    return _accept_all(processor, config.power, logits, drafted)
 
 
-def _matched(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+def _verify_coupled(processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
     """Tokens stay as long as plain decoding says them."""
     keys = [each for each in drafted.keys if each is not None]
     rows = logits.transpose(1, 2).flatten(0, 2)  # by group, then by step
-    best = shaper.plain(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
+    best = processor.draw_autoregressive(rows, torch.stack(keys, 1).flatten(0, 1) if keys else None)
     tokens = drafted.tokens.flatten(0, 1)
-    return _unweighed(chain_verification.as_far_as_equal(best.view(len(tokens), -1), tokens), drafted)
+    return _without_weights(chain_verification.accept_matching_prefix(best.view(len(tokens), -1), tokens), drafted)
 
 
-def _rejected(shaper: Shaper, logits: Tensor, drafted: Drafted) -> Judged:
+def _verify_by_rejection(processor: LogitsProcessor, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
     """Rejection sampling."""
     groups, steps, particles, _ = logits.shape
-    target = shaper.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
+    target = processor.target(logits.transpose(1, 2).flatten(0, 2)).view(groups * particles, steps, -1)
     tokens, coins = drafted.tokens.flatten(0, 1), drafted.coins().flatten(0, 1)
-    found = chain_verification.reject(target, torch.stack(drafted.logits, 1), tokens, coins, _noise(drafted, target))
+    found = chain_verification.verify_by_rejection(
+        target, torch.stack(drafted.logits, 1), tokens, coins, _bonus_noise(drafted, target)
+    )
     last = target.gather(1, found.count[:, None, None].expand(-1, 1, target.shape[-1]))
     bonus = torch.where(last.isnan().flatten(1).any(-1), -1, found.bonus)
-    return _unweighed(chain_verification.Verified(found.accepted, found.count, bonus), drafted)
+    return _without_weights(chain_verification.ChainVerdict(found.accepted, found.count, bonus), drafted)
 
 
-def _unweighed(found: chain_verification.Verified, drafted: Drafted) -> Judged:
+def _without_weights(found: chain_verification.ChainVerdict, drafted: DraftedTokens) -> RoundVerdict:
     shape = drafted.tokens.shape[:2]
     terms = torch.zeros(*shape, drafted.tokens.shape[2] + 1, dtype=torch.float64, device=found.count.device)
-    return Judged(found.count.view(shape), found.bonus.view(shape), terms)
+    return RoundVerdict(found.count.view(shape), found.bonus.view(shape), terms)
 
 
-def _whole(shaper: Shaper, power: float, logits: Tensor, drafted: Drafted) -> Judged:
+def _accept_all(processor: LogitsProcessor, power: float, logits: Tensor, drafted: DraftedTokens) -> RoundVerdict:
     """All draft tokens stay."""
     groups, particles, steps = drafted.tokens.shape
     ahead, last = (part.reshape(-1, logits.shape[-1]) for part in (logits[:, :-1], logits[:, -1]))
-    log_p = shaper.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
+    log_p = processor.log_probs(ahead, drafted.tokens.transpose(1, 2).flatten())
     log_p = log_p.view(groups, steps, particles).transpose(1, 2)
-    extra, _ = shaper.draw(last, _after(drafted), power)
+    bonus, _ = processor.draw(last, _bonus_keys(drafted), power)
     norm = torch.zeros_like(drafted.log_q[..., :1])
     if power != 1:
-        shaped = shaper.tempered(last)
+        shaped = processor.tempered(last)
         norm = weights.log_normaliser(shaped, shaped.logsumexp(-1), power).view_as(norm)
-    extra = extra.view(groups, particles)
-    return Judged(torch.full_like(extra, steps), extra, torch.cat((power * log_p - drafted.log_q, norm), -1))
+    bonus = bonus.view(groups, particles)
+    return RoundVerdict(torch.full_like(bonus, steps), bonus, torch.cat((power * log_p - drafted.log_q, norm), -1))
 
 
-def _in_part(shaper: Shaper, config: PopulationConfig, logits: Tensor, drafted: Drafted) -> Judged:
+def _accept_part(
+    processor: LogitsProcessor, config: PopulationConfig, logits: Tensor, drafted: DraftedTokens
+) -> RoundVerdict:
     """Draft tokens may be rejected. Rows go by particle here: R = A N."""
     power, exact = config.power, config.smc_exact
     groups, step, particles, _ = logits.shape
-    logits = shaper.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
+    logits = processor.target(logits.flatten(0, 2)).view(groups, step, particles, -1).transpose(1, 2).flatten(0, 1)
     tokens, log_q = drafted.tokens.flatten(0, 1), drafted.log_q.flatten(0, 1)
     whole = logits.logsumexp(-1)
     norms = weights.log_normaliser(logits, whole, power)
     terms = power * weights.log_prob(logits[:, :-1], whole[:, :-1], tokens) - log_q
     draft = torch.stack(drafted.logits, 1)
-    if shaper.filtered:
-        terms = terms + weights.inside(logits[:, :-1], draft)
-    kept, scores = _reject(config, logits, draft, drafted)
+    if processor.filtered:
+        terms = terms + weights.log_mass_inside(logits[:, :-1], draft)
+    accepted, scores = _reject_drafts(config, logits, draft, drafted)
     terms = torch.cat((norms[:, :exact], terms[:, exact:], norms[:, -1:]), 1)
-    terms = terms.scatter(1, kept[:, None], norms.gather(1, kept[:, None]))
-    extra, shape = best(scores + _noise(drafted, scores)), (groups, particles)
-    return Judged(kept.view(shape), extra.view(shape), terms.view(*shape, -1))
+    terms = terms.scatter(1, accepted[:, None], norms.gather(1, accepted[:, None]))
+    bonus, shape = argmax_token(scores + _bonus_noise(drafted, scores)), (groups, particles)
+    return RoundVerdict(accepted.view(shape), bonus.view(shape), terms.view(*shape, -1))
 
 
-def _after(drafted: Drafted) -> Tensor:
+def _bonus_keys(drafted: DraftedTokens) -> Tensor:
     """The keys [A N] of the token after the draft's."""
     keys = drafted.keys[-1]
     assert keys is not None
     return keys
 
 
-def _noise(drafted: Drafted, logits: Tensor) -> Tensor:
+def _bonus_noise(drafted: DraftedTokens, logits: Tensor) -> Tensor:
     """Its noise [A N, V], for logits [..., V]."""
-    keys = _after(drafted)
+    keys = _bonus_keys(drafted)
     return gumbel(row_bits(keys, counters(range(logits.shape[-1]), keys.device)), logits.dtype)
 
 
-def _reject(config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
+def _reject_drafts(
+    config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: DraftedTokens
+) -> tuple[Tensor, Tensor]:
     """How many leading draft tokens stay [R], and the scores [R, V] of the token after them, by shaped logits
     [R, K + 1, V] of the target and [R, K or E, V] of the draft.
 
@@ -135,12 +147,12 @@ def _reject(config: PopulationConfig, logits: Tensor, draft: Tensor, drafted: Dr
     stays = logits[:, :-1].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > filters.NEG_INF
     if exact:
         coins = drafted.coins().flatten(0, 1)
-        verified = weights.accept(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
+        verified = weights.accept_drafts(logits[:, :exact], draft[:, :exact], tokens[:, :exact], coins, power)
         stays = torch.cat((verified, stays[:, exact:]), 1)
-    kept = stays.cumprod(1).sum(1)
-    here = kept[:, None, None].expand(-1, 1, logits.shape[-1])
+    accepted = stays.cumprod(1).sum(1)
+    here = accepted[:, None, None].expand(-1, 1, logits.shape[-1])
     target = logits.gather(1, here).squeeze(1)
     if not exact:
-        return kept, power * target
-    rest = weights.residual(target, draft.gather(1, here.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
-    return kept, torch.where((kept < exact)[:, None], rest, power * target)
+        return accepted, power * target
+    rest = weights.log_residual(target, draft.gather(1, here.clamp_max(draft.shape[1] - 1)).squeeze(1), power)
+    return accepted, torch.where((accepted < exact)[:, None], rest, power * target)

@@ -29,7 +29,7 @@ Exact verification of the first tokens of a round (mixed mode) is the same with 
 of A. Its particles differ in length, which the weights bear: each is right for the text that it is about. With all K
 tokens verified and alpha = 1 nothing is approximate, for any N.
 
-Of the N texts a few can stand for all (`thinned`): the heavy ones for themselves, others drawn, each with a weight that
+Of the N texts a few can stand for all (`thin_weights`): the heavy ones for themselves, others drawn, each with a weight that
 is on average its share. So whatever the whole population estimates without bias, the few do too.
 
 Nothing of this needs more of p than a law over tokens after each prefix. Penalties, which follow a particle's own text,
@@ -52,7 +52,7 @@ from torch import Tensor
 
 from swiftspec.sampling.filters import NEG_INF
 
-TINY = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
+RESIDUAL_FLOOR = 1e-30  # share of b in a residual, which decides only where b = q leaves nothing else
 
 
 def log_prob(logits: Tensor, whole: Tensor, tokens: Tensor) -> Tensor:
@@ -67,13 +67,13 @@ def log_normaliser(logits: Tensor, whole: Tensor, power: float) -> Tensor:
     return ((power * logits).logsumexp(-1) - power * whole).to(torch.float64)
 
 
-def inside(target: Tensor, draft: Tensor) -> Tensor:
+def log_mass_inside(target: Tensor, draft: Tensor) -> Tensor:
     """log q(A) [...] float64: the draft's mass on the tokens that the target's filters leave; both logits [..., V]."""
     left = draft.masked_fill(target == NEG_INF, NEG_INF)
     return (left.logsumexp(-1) - draft.logsumexp(-1)).to(torch.float64)
 
 
-def accept(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
+def accept_drafts(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: float) -> Tensor:
     """Which draft tokens pass exact verification against b, each on its own path, no siblings: [N, E] bool.
 
     `target`, `draft`: logits [N, E, V] before each token; `tokens` [N, E]; `coins` [N, E] uniform.
@@ -83,13 +83,13 @@ def accept(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor, power: 
     return coins.log() < ratio.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 
-def residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
+def log_residual(target: Tensor, draft: Tensor, power: float) -> Tensor:
     """log (b - q)+ [N, V], not normalised: the law of the token that replaces a rejected one; logits [N, V]."""
     b, q = (power * target).softmax(-1), draft.softmax(-1)
-    return ((b - q).clamp_min(0) + TINY * b).log()
+    return ((b - q).clamp_min(0) + RESIDUAL_FLOOR * b).log()
 
 
-def pick(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
+def pick_particle(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]]:
     """A row of one group, by one number `uniform` in (0, 1), with the probability of its share of the weight; and the
     shares [N]. On the host, since a request needs it once. Source: SMC-SD engine v0.1 section 3.5."""
     top = max(log_weights)
@@ -99,7 +99,7 @@ def pick(log_weights: Sequence[float], uniform: float) -> tuple[int, list[float]
     return min(bisect_right([*accumulate(shares)], uniform), len(shares) - 1), shares
 
 
-def thinned(shares: Tensor, count: int, uniform: float) -> Tensor:
+def thin_weights(shares: Tensor, count: int, uniform: float) -> Tensor:
     """Weights [N] that leave `count` of N texts in place of their shares of the weight [N], all above 0, and are 0 for
     the others: on average each text's share, by one number `uniform` in (0, 1).
 

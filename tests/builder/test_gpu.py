@@ -11,9 +11,9 @@ import torch
 
 from swiftspec.backends import cuda, library
 from swiftspec.builder import model_pair as assembled
-from swiftspec.builder.load_options import operators
-from swiftspec.builder.memory_estimate import GB, Need, check_memory
-from swiftspec.builder.model_pair import Models
+from swiftspec.builder.load_options import select_operators
+from swiftspec.builder.memory_estimate import BYTES_PER_GB, MemoryEstimate, check_memory
+from swiftspec.builder.model_pair import ModelPair
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.model.config_json import parse_config
@@ -39,15 +39,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with a GPU of 24 GB that the CUDA operators can use."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(23.5 * GB), int(24 * GB)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(23.5 * BYTES_PER_GB), int(24 * BYTES_PER_GB)))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "RTX 4090")
-    monkeypatch.setattr(cuda, "usable", torch.device)
+    monkeypatch.setattr(cuda, "require_usable", torch.device)
 
 
-def need(slots: int = 8192, ranks: int = 1, **more: Any) -> Need:
-    return Need(parse_config(LLAMA_8B | more), BF16, slots, ranks)
+def need(slots: int = 8192, ranks: int = 1, **more: Any) -> MemoryEstimate:
+    return MemoryEstimate(parse_config(LLAMA_8B | more), BF16, slots, ranks)
 
 
 def test_what_a_model_needs() -> None:
@@ -77,17 +77,17 @@ def test_a_pair_is_checked_as_its_ranks_hold_it(
 ) -> None:
     held: list[int] = []
     monkeypatch.setattr(assembled, "check_memory", lambda needs, device: held.append(len(needs)))
-    stands_in: Any = type("Ranks", (), {"size": plan.ranks, "local_rank": 0, "local_size": plan.ranks})
-    Models.check(pair, pair, plan, None if plan.ranks == 1 else stands_in, {"device": "cuda:0"})
+    stands_in: Any = type("Ranks", (), {"size": plan.num_ranks, "local_rank": 0, "local_size": plan.num_ranks})
+    ModelPair.check(pair, pair, plan, None if plan.num_ranks == 1 else stands_in, {"device": "cuda:0"})
     assert held == ([2] if plan.mode == "serial" else [1, 1])
 
 
 def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after an engine of this process that has gone."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * GB), int(24 * GB)))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * GB))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(2 * BYTES_PER_GB), int(24 * BYTES_PER_GB)))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: int(20 * BYTES_PER_GB))
     check_memory([need(**AWQ)], GPU)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(18 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: int(18 * BYTES_PER_GB))
     with pytest.raises(UserError, match=r"has 4\.0 free"):
         check_memory([need(**AWQ)], GPU)
 
@@ -95,7 +95,7 @@ def test_memory_that_torch_holds_and_does_not_use_counts_as_free(monkeypatch: py
 def test_a_pair_too_large_is_refused(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 2000))
     with pytest.raises(UserError, match="take a smaller max_model_len"):
-        Models.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
+        ModelPair.check(pair, pair, EngineConfig("serial"), None, {"device": "cuda:0"})
 
 
 def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
@@ -106,7 +106,7 @@ def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
     def said(**options: Any) -> list[str]:
         lines: list[str] = []
         wanted: Any = {"device": "cuda:0", "note": lines.append, **options}
-        Models.check(pair, None, EngineConfig("ar"), None, wanted)
+        ModelPair.check(pair, None, EngineConfig("ar"), None, wanted)
         return lines
 
     assert said(dtype=torch.float32) == [
@@ -122,8 +122,8 @@ def test_what_the_cuda_operators_do_not_fit_goes_to_torchs_and_is_told(
         raise UserError("the CUDA operators need compute capability 8.0 (Ampere) or more, T4 has 7.5")
 
     large = parse_config(LLAMA_8B)
-    assert operators("auto", large, BF16, GPU) is cuda
-    monkeypatch.setattr(cuda, "usable", too_old)
-    assert operators("auto", large, BF16, GPU) is library
+    assert select_operators("auto", large, BF16, GPU) is cuda
+    monkeypatch.setattr(cuda, "require_usable", too_old)
+    assert select_operators("auto", large, BF16, GPU) is library
     with pytest.raises(UserError, match="T4 has 7"):
-        operators("cuda", large, BF16, GPU)
+        select_operators("cuda", large, BF16, GPU)

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.observe.acceptance import Acceptance
-from swiftspec.tree.acceptance import walk
+from swiftspec.tree.acceptance import match_path
 
 
 def test_one_round_by_hand() -> None:
     counts = Acceptance()
     #    0: root;  1, 2, 3 below it;  4, 5 below 2;  6 below 5
     parents = (-1, 0, 0, 0, 2, 2, 5)
-    counts.count(parents, (0, 2, 5))  # second child, second child, then the only one is refused
+    counts.add(parents, (0, 2, 5))  # second child, second child, then the only one is refused
     assert counts.histogram == [0, 0, 1]
     assert (counts.tried_at_depth, counts.accepted_at_depth) == ([1, 1, 1], [1, 1])
     assert (counts.tried_child, counts.accepted_child) == ([3, 2, 1], [0, 2])
-    counts.count((-1,), (0,))  # a plain round: nothing was tried
+    counts.add((-1,), (0,))  # a plain round: nothing was tried
     assert counts.histogram == [1, 0, 1]
     assert counts.tried_at_depth == [1, 1, 1]
     assert counts.expected_rate is None
-    counts.count((-1, 0, 1), (0, 1), (0.5, 0.25))
-    counts.count((-1,), (0,))
+    counts.add((-1, 0, 1), (0, 1), (0.5, 0.25))
+    counts.add((-1,), (0,))
     assert counts.expected_rate == 0.375
 
 
@@ -35,8 +35,8 @@ def test_sums(data: st.DataObject) -> None:
         size = data.draw(st.integers(1, 9))
         parents = (-1, *(data.draw(st.integers(0, i - 1)) for i in range(1, size)))
         sampled = data.draw(st.lists(st.integers(0, size + 2), min_size=size, max_size=size))
-        path, _ = walk(range(size), parents, sampled)
-        counts.count(parents, path)
+        path, _ = match_path(range(size), parents, sampled)
+        counts.add(parents, path)
         accepted += len(path) - 1
     assert sum(counts.histogram) == rounds
     assert sum(j * n for j, n in enumerate(counts.histogram)) == accepted

@@ -13,10 +13,10 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.observe import recorder as module
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.round_records import Noted, Round, opened
+from swiftspec.observe.round_records import RoundRecord, TraceEntry, to_record
 from swiftspec.params import SamplingParams
 from tests.support.roles import drafter_of, verifier_of
 
@@ -32,8 +32,8 @@ def engine(mode: str, dtype: torch.dtype) -> LLM:
 class Heard(list[dict[str, Any]]):
     """The lines of what a listener hears."""
 
-    def __call__(self, noted: Sequence[Noted]) -> None:
-        self.extend(map(opened, noted))
+    def __call__(self, noted: Sequence[TraceEntry]) -> None:
+        self.extend(map(to_record, noted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -83,7 +83,7 @@ def test_the_target_s_probabilities_are_its_softmax() -> None:
         llm.listen(heard)
         llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=penalty))
         found.append(heard[1:-1])
-        assert verifier_of(llm).steps.name == ("eager" if penalty > 1 else "native")
+        assert verifier_of(llm).executor.name == ("eager" if penalty > 1 else "native")
         llm.close()
     for native, eager in zip(*found, strict=True):
         assert native["proposal"]["tokens"] == eager["proposal"]["tokens"]
@@ -99,7 +99,7 @@ def test_how_a_request_ends() -> None:
     next(stream)
     stream.close()
     assert heard[-1]["end"]["reason"] == "abort"
-    drafter_of(llm).runner.pause = _broken
+    drafter_of(llm).runner.cancel_check = _broken
     with pytest.raises(UserError, match="broken"):
         llm.generate([1, 2, 3], SamplingParams(max_tokens=24))
     assert heard[-1]["end"] == {"at": heard[-1]["end"]["at"], "reason": "error", "tokens": 0}
@@ -110,27 +110,27 @@ def _broken() -> None:
     raise UserError("broken")
 
 
-def verified(round_: int) -> Round:
+def verified(round_: int) -> RoundRecord:
     """A round of request 2 whose draft is elsewhere."""
     proposal, result = Proposal(2, round_, 1, (4,), (-1,)), VerifyResult(2, round_, 1, (0,), (5,))
-    return Round(proposal, result, [float(at) for at in range(7)], True, 0.5, None, None)
+    return RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, None, None)
 
 
 def test_what_the_draft_says_late_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TOGETHER", 0.0)
+    monkeypatch.setattr(module, "LISTENER_INTERVAL_S", 0.0)
     heard, recorder, drained = Heard(), Recorder(), list[int]()
     recorder.listener, recorder.drain = heard, drained.append
-    recorder.begin(Opening(2, (1, 2), SamplingParams(), 2))
+    recorder.begin(RequestStart(2, (1, 2), SamplingParams(), 2))
     recorder.add(verified(0))
     recorder.draft(1, 0, lambda: {"nodes": 1})
     recorder.draft(2, 1, lambda: {"nodes": 1})
-    assert recorder.lacks(0)
+    assert recorder.awaits_draft(0)
     recorder.draft(2, 0, lambda: {"nodes": 2})
-    assert not recorder.lacks(0)
-    recorder.hand()
+    assert not recorder.awaits_draft(0)
+    recorder.deliver()
     recorder.draft(2, 0, lambda: {"nodes": 3})
     recorder.add(verified(1))
-    assert recorder.lacks(1) and len(heard) == 2
+    assert recorder.awaits_draft(1) and len(heard) == 2
     recorder.end(Stats())
     assert drained == [1]
     assert heard[1:-1] == [
@@ -149,10 +149,10 @@ def test_rounds_are_heard_several_at_once() -> None:
     """The first line of a request at once, the rounds together, all at its end; a trace file changes nothing."""
     recorder, heard = Recorder(), list[int]()
     recorder.listener = lambda noted: heard.append(len(noted))
-    recorder.begin(Opening(2, (1, 2), SamplingParams(), 2))
+    recorder.begin(RequestStart(2, (1, 2), SamplingParams(), 2))
     for round_ in range(3):
         recorder.add(verified(round_))
-        recorder.hand()
+        recorder.deliver()
     recorder.end(Stats())
     assert heard[0] == 1 and sum(heard) == 5 and len(heard) <= 5
 
@@ -163,4 +163,4 @@ def test_a_lane_that_makes_no_sense_is_left_out() -> None:
 
     noted = verified(0)
     noted.draft = read
-    assert "draft" not in opened(noted)
+    assert "draft" not in to_record(noted)

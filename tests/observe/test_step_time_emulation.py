@@ -13,7 +13,7 @@ import torch
 from swiftspec.config import EngineConfig
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.observe.step_time_emulation import Emulation, StepTimes, wait_until
+from swiftspec.observe.step_time_emulation import StepTimeEmulation, StepTimes, wait_until
 from swiftspec.params import SamplingParams
 from swiftspec.profiles import emulation
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -30,15 +30,17 @@ def test_step_times_between_and_beyond_what_is_given() -> None:
 
 
 def test_what_emulate_can_say(tmp_path: Path) -> None:
-    both = emulation.parse("target=10.48ms,draft=3250us")
+    both = emulation.parse_emulation("target=10.48ms,draft=3250us")
     assert both.target is not None and both.draft is not None
     assert (both.target.at(3, 8), both.draft.at(1, 8)) == (pytest.approx(10.48e-3), pytest.approx(3.25e-3))
-    paper = emulation.parse("target=llama3-70b")
+    paper = emulation.parse_emulation("target=llama3-70b")
     assert paper.target is not None and paper.draft is None
     assert [paper.target.at(tp, 8) for tp in (1, 2, 4, 8)] == pytest.approx([24.78e-3, 15.9e-3, 11.86e-3, 11.22e-3])
     assert 11.86e-3 < paper.target.at(3, 8) < 15.9e-3
     (tmp_path / "t.json").write_text(json.dumps({"draft": {"1": {"8": 2.0, "16": 3.0}}}))
-    assert emulation.parse(str(tmp_path / "t.json")) == Emulation(None, StepTimes(((1, 8, 2e-3), (1, 16, 3e-3))))
+    assert emulation.parse_emulation(str(tmp_path / "t.json")) == StepTimeEmulation(
+        None, StepTimes(((1, 8, 2e-3), (1, 16, 3e-3)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def test_what_emulate_can_say(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_emulate_cannot_say(text: str) -> None:
     with pytest.raises(UserError, match="--emulate") as caught:
-        emulation.parse(text)
+        emulation.parse_emulation(text)
     assert "\n" not in str(caught.value)
 
 
@@ -58,7 +60,7 @@ def test_what_emulate_cannot_say(text: str) -> None:
 def test_a_table_that_makes_no_sense(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match="--emulate"):
-        emulation.parse(str(tmp_path / "t.json"))
+        emulation.parse_emulation(str(tmp_path / "t.json"))
 
 
 @pytest.mark.parametrize(
@@ -72,17 +74,17 @@ def test_a_table_that_makes_no_sense(text: str, tmp_path: Path) -> None:
 def test_a_hostile_table_is_refused_in_a_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(UserError, match=r"^--emulate .*t\.json") as caught:
-        emulation.parse(str(tmp_path / "t.json"))
+        emulation.parse_emulation(str(tmp_path / "t.json"))
     assert str(caught.value).isprintable() and len(str(caught.value)) < 600
 
 
 def test_a_pipe_of_step_times_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "t.json")
     with pytest.raises(UserError, match="it is a pipe"):
-        emulation.parse(str(tmp_path / "t.json"))
+        emulation.parse_emulation(str(tmp_path / "t.json"))
     for text in ("target=" + "9" * 5000, "x" * 5000):
         with pytest.raises(UserError) as caught:
-            emulation.parse(text)
+            emulation.parse_emulation(text)
         assert len(str(caught.value)) < 300
 
 
@@ -101,7 +103,7 @@ def test_forwards_take_as_long_as_they_are_told(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "target", seed=1)
     make_checkpoint(tmp_path / "draft", layers=1, seed=1)
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    slow = emulation.parse("target=8ms,draft=2ms")
+    slow = emulation.parse_emulation("target=8ms,draft=2ms")
     pair = (tmp_path / "target", tmp_path / "draft", EngineConfig("serial", draft_steps=2))
     answers = [LLM(*pair, dtype=torch.float64, emulate=e).generate([3, 4, 5], sampling) for e in (None, slow)]
     stats = answers[1].stats

@@ -17,9 +17,9 @@ from swiftspec.lab.measurement import rounds_of
 from swiftspec.lab.profile import main
 from swiftspec.lab.timeline import Trace
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.observe.recorder import Recorder
-from swiftspec.observe.rpc_latency import Hop, Hops
+from swiftspec.observe.rpc_latency import RpcLog, RpcRecord
 from swiftspec.observe.trace import TreeTrace
 from swiftspec.observe.trace_file import TraceFile
 from swiftspec.params import SamplingParams
@@ -104,10 +104,10 @@ def test_the_lane_of_a_draft_in_another_process(pair: tuple[Path, Path], pool: P
 
 
 def test_a_request_on_record_has_its_own_exchanges_alone() -> None:
-    hops = Hops()
-    hops.add(Hop("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
+    hops = RpcLog()
+    hops.add(RpcRecord("draft", 7, 1, 2, 255, 3, 4, 5, 6), b"")
     trace = TreeTrace(Recorder(None), lambda: 0.0, lambda: True, lambda tokens, parents: None, hops=hops.take)
-    trace.acts["opening"](Opening(2, tuple(PROMPT), GREEDY, len(PROMPT)))
+    trace.handlers["opening"](RequestStart(2, tuple(PROMPT), GREEDY, len(PROMPT)))
     assert hops.take() == []
 
 
@@ -201,7 +201,7 @@ def test_a_full_disk_costs_no_answer(pair: tuple[Path, Path], mode: str, tmp_pat
     assert traced(pair, plan, Path("/dev/full"), requests=3) == traced(pair, plan, tmp_path / "trace", requests=3)
     log = TraceFile(Path("/dev/full"))
     log.write([{"who": "me"}])
-    assert log.lost == "No space left on device"
+    assert log.error == "No space left on device"
     log.write([{"who": "me"}])
     log.close()
 
@@ -218,5 +218,5 @@ def test_a_pipe(tmp_path: Path) -> None:
     assert json.loads(os.read(reader, 1000)) == {"who": "me"}
     os.close(reader)
     log.write([{"who": "me"}])
-    assert log.lost == "Broken pipe"
+    assert log.error == "Broken pipe"
     log.close()

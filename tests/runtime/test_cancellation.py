@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.engine import Chunk
+from swiftspec.engine import TokenChunk
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.tiny_checkpoints import make_checkpoint
 
-LONG = [(5 * i + i // 7) % 60 for i in range(3 * PREFILL_CHUNK + 9)]  # four chunks of each model
+LONG = [(5 * i + i // 7) % 60 for i in range(3 * PREFILL_CHUNK_TOKENS + 9)]  # four chunks of each model
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 WARM = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -58,11 +58,11 @@ def test_the_next_request_goes_on_from_what_was_read(pair: tuple[Path, Path]) ->
     for _ in range(3):
         assert list(llm.stream(LONG, GREEDY, after(1)[0])) == []
     assert llm.generate(LONG, GREEDY).token_ids == want
-    assert llm.stats.kept_tokens == 3 * PREFILL_CHUNK
+    assert llm.stats.cached_tokens == 3 * PREFILL_CHUNK_TOKENS
 
 
 def test_nobody_is_asked_once_the_prompt_is_read(pair: tuple[Path, Path]) -> None:
-    llm, read = make(pair, "serial"), list[Chunk]()
+    llm, read = make(pair, "serial"), list[TokenChunk]()
     for chunk in llm.stream(LONG, GREEDY, lambda: bool(read)):
         read.append(chunk)
     assert sum(len(chunk.token_ids) for chunk in read) == 8 and read[-1].finish_reason == "length"

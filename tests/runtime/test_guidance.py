@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from bench.heldout import DEMO, read_prompts
 from bench.peers import load_transformers
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.transport.codec import pack, read_opening
+from swiftspec.distributed.transport.codec import pack, unpack_request_start
 from swiftspec.errors import UserError
 from swiftspec.llm import LLM
-from swiftspec.messages import Opening
+from swiftspec.messages import RequestStart
 from swiftspec.observe.acceptance import Acceptance
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.guidance import Guidance
@@ -145,9 +145,9 @@ def test_rejection_judges_by_the_guided_law(pair: Pair) -> None:
     """Target and draft the same model: at scale 1 q is p, and every first child passes; guided p is another."""
     values = {"temperature": 0.8, "seed": 5, "max_tokens": 60}
     llm = LLM(pair[0], pair[0], EngineConfig(verify="reject"), dtype=torch.float64)
-    free = Acceptance.of(llm.generate(PROMPT, guided(1.0, **values)).stats.verified)
+    free = Acceptance.from_rounds(llm.generate(PROMPT, guided(1.0, **values)).stats.verified)
     assert free.expected_rate == pytest.approx(1, abs=1e-6) and free.accepted_child[0] == free.tried_child[0]
-    away = Acceptance.of(llm.generate(PROMPT, guided(3.0, **values)).stats.verified)
+    away = Acceptance.from_rounds(llm.generate(PROMPT, guided(3.0, **values)).stats.verified)
     assert away.expected_rate is not None and away.expected_rate < 0.9
 
 
@@ -189,8 +189,8 @@ def test_a_population_is_not_guided() -> None:
 
 
 def test_guidance_goes_over_the_bridge() -> None:
-    opening = Opening(3, (1, 2, 3), guided(1.7, LONG), 2)
-    assert read_opening(pack(opening)) == opening
+    opening = RequestStart(3, (1, 2, 3), guided(1.7, LONG), 2)
+    assert unpack_request_start(pack(opening)) == opening
     guidance = Guidance.of(opening.sampling, opening.tokens, opening.prompt_len)
     assert guidance == Guidance((*LONG, 3), 1.7)
 

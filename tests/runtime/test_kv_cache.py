@@ -42,7 +42,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6))
     def append(self, count: int) -> None:
-        if count > self.cache.room:
+        if count > self.cache.free_slots:
             return
         first = self.cache.append_tree(count)
         for slot in range(first, first + count):
@@ -75,7 +75,7 @@ class CacheMachine(RuleBasedStateMachine):
             for tensor in (self.cache.k, self.cache.v):
                 for layer in tensor[:, sequence, 0, : len(live), 0]:
                     assert layer.tolist() == live
-        assert self.cache.room == CAPACITY - max(len(p) for p in self.prefix) - len(self.tree)
+        assert self.cache.free_slots == CAPACITY - max(len(p) for p in self.prefix) - len(self.tree)
 
 
 CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)

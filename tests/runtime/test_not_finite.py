@@ -19,7 +19,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends import library, reference
 from swiftspec.backends.reference import Scores
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.errors import NotFinite
+from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
 from tests.support.ranks import Pool
@@ -73,7 +73,7 @@ def engine(folder: Path, kind: str, plan: dict[str, Any], dtype: torch.dtype, dr
 def one_fails_the_next_is_sound(damaged: LLM, sound: LLM, sampling: SamplingParams) -> None:
     want = sound.generate(GOOD, sampling).token_ids
     for _ in range(2):
-        with pytest.raises(NotFinite, match="logits are not finite"):
+        with pytest.raises(NonFiniteLogits, match="logits are not finite"):
             damaged.generate(BAD, sampling)
         assert damaged.generate(GOOD, sampling).token_ids == want
 
@@ -98,7 +98,7 @@ def test_a_population_ends(models: Path, exact: int, side: str) -> None:
     damaged = engine(models, kinds[0], plan, torch.float64, kinds[1])
     one_fails_the_next_is_sound(damaged, engine(models, "sound", plan, torch.float64), WANTED)
     filtered = replace(WANTED, top_k=20)
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteLogits):
         damaged.generate(BAD, filtered)
 
 
@@ -130,7 +130,7 @@ def test_wherever_the_damage_is(tmp_path: Path, where: str, dtype: torch.dtype) 
     damage(tmp_path, *DAMAGE[where])
     llm = LLM(tmp_path, None, EngineConfig(mode="ar"), dtype=dtype)
     for sampling in (REQUESTS["sampled"], REQUESTS["greedy"], REQUESTS["top-p"]):
-        with pytest.raises(NotFinite):
+        with pytest.raises(NonFiniteLogits):
             llm.generate(GOOD, sampling)
 
 

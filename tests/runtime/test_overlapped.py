@@ -22,7 +22,13 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.drafter import NoDrafter
 from swiftspec.runtime.executors.graph import CudaCapture
-from swiftspec.runtime.overlapped import FIRST, Beside, BesideDrafter, ThreadedVerifier, warm_up
+from swiftspec.runtime.overlapped import (
+    DRAFT_STREAM_PRIORITY,
+    OverlappedDrafter,
+    StreamContext,
+    ThreadedVerifier,
+    warm_up,
+)
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
 from swiftspec.serve.rank_plan import split_ranks
@@ -99,18 +105,18 @@ def test_the_draft_goes_first_on_a_shared_gpu(checkpoint: Path, monkeypatch: pyt
     streams = Streams(monkeypatch)
     plan = EngineConfig("async", verify_batch=4, draft_leaves=3, draft_steps=2, draft_tp=0)
     drafter = make_drafter(runner(checkpoint), plan)
-    assert isinstance(drafter, BesideDrafter)
-    drafter._on_stream = Beside(torch.device("cuda"), FIRST)
+    assert isinstance(drafter, OverlappedDrafter)
+    drafter._on_stream = StreamContext(torch.device("cuda"), DRAFT_STREAM_PRIORITY)
     forward, seen = drafter.runner.model.forward, []
     monkeypatch.setattr(drafter.runner.model, "forward", lambda *a, **k: seen.append(streams.now) or forward(*a, **k))
     verifier = make_verifier(runner(checkpoint))
     for role in (drafter, verifier):
         role.open(opening(PROMPT, SAMPLED))
     assert len(list(islice(decode(drafter, verifier), 4))) == 4
-    assert set(seen) == {FIRST} and len(seen) > 4 and streams.now == 0
-    for priority in (FIRST, 0):
+    assert set(seen) == {DRAFT_STREAM_PRIORITY} and len(seen) > 4 and streams.now == 0
+    for priority in (DRAFT_STREAM_PRIORITY, 0):
         CudaCapture(Lock(), priority)
-    assert streams.made == [FIRST, FIRST, 0]
+    assert streams.made == [DRAFT_STREAM_PRIORITY, DRAFT_STREAM_PRIORITY, 0]
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SAMPLED], ids=["greedy", "sampled"])
@@ -130,7 +136,7 @@ class Waits(LocalVerifier):
     """A target that is not ready before the draft has grown."""
 
     def __init__(self, verifier: LocalVerifier) -> None:
-        super().__init__(verifier.runner, verifier.steps_known)
+        super().__init__(verifier.runner, verifier.executors)
         self.began, self.grown = Event(), Event()
 
     def verify(self, proposal: Proposal) -> VerifyResult:
@@ -172,12 +178,12 @@ def test_what_fails_is_raised_where_it_is_waited_for_and_closing_waits(checkpoin
 
 
 def test_one_rank_takes_both_on_a_gpu_alone(checkpoint: Path) -> None:
-    assert split_ranks("async", 1, None, None, alone=True) == (1, 0)
+    assert split_ranks("async", 1, None, None, single_rank_ok=True) == (1, 0)
     with pytest.raises(UserError, match="two ranks"):
         split_ranks("async", 1, None, None)
     with pytest.raises(UserError, match="two ranks"):
-        split_ranks("async", 1, None, 1, alone=True)
-    assert EngineConfig("async", draft_tp=0).ranks == 1
+        split_ranks("async", 1, None, 1, single_rank_ok=True)
+    assert EngineConfig("async", draft_tp=0).num_ranks == 1
     settings = Settings.model_validate({"mode": "async", "device": "cuda"})
     assert settings.make_plan(has_draft=True).draft_tp == 0
     with pytest.raises(UserError, match="draft_tp"):

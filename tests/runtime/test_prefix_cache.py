@@ -15,11 +15,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from swiftspec import _C
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.errors import NotFinite
+from swiftspec.errors import NonFiniteLogits
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.prefix_cache import KeepingRunner, told
-from swiftspec.runtime.runner import PREFILL_CHUNK
+from swiftspec.runtime.prefix_cache import PrefixCachingRunner, with_cached_lengths
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
 from tests.support.roles import drafter_of, opening, population_of, verifier_of
 from tests.support.tiny_checkpoints import make_checkpoint, make_pair
 
@@ -46,19 +46,19 @@ def make(pair: Pair, mode: str = "serial", kept: int = 1, **config: Any) -> LLM:
     return LLM(pair[0], draft, plan, dtype=torch.float64, max_model_len=CONTEXT, kept_memory=kept)
 
 
-def runners(llm: LLM) -> list[KeepingRunner]:
+def runners(llm: LLM) -> list[PrefixCachingRunner]:
     if llm.config.mode == "smc":
         both: list[Any] = [population_of(llm).target, population_of(llm).draft]
     else:
         both = [verifier_of(llm).runner, *([] if llm.config.mode == "ar" else [drafter_of(llm).runner])]
-    assert all(isinstance(runner, KeepingRunner) for runner in both)
+    assert all(isinstance(runner, PrefixCachingRunner) for runner in both)
     return both
 
 
 def keep(llm: LLM, budget: int, least: int = LEAST) -> LLM:
     """With another budget of tokens."""
     for runner in runners(llm):
-        runner.store.budget, runner.store.least = budget, least
+        runner.prefix_cache.budget, runner.prefix_cache.min_tokens = budget, least
     return llm
 
 
@@ -84,14 +84,14 @@ class Requests(RuleBasedStateMachine):
             self.makers.update({"keeps": make(self.pair), "reads": make(self.pair, kept=0)})
         self.keeps, self.reads = self.makers["keeps"], self.makers["reads"]
         for runner in runners(self.keeps):
-            runner.store.texts, runner._texts = [], []
+            runner.prefix_cache.entries, runner._sequences = [], []
         self.texts = [A]
 
     @rule(budget=st.sampled_from([0, 30, 60, 100, 1000]))
     def give(self, budget: int) -> None:
         keep(self.keeps, budget)
         for runner in runners(self.keeps):
-            runner.store.change([], [])
+            runner.prefix_cache.update([], [])
 
     @rule(
         data=st.data(), sampling=st.sampled_from([GREEDY, GREEDY, WARM, PENALISED, GUIDED, LONG]),
@@ -102,9 +102,9 @@ class Requests(RuleBasedStateMachine):
         kept = data.draw(st.sampled_from([len(before), len(before) - 1]) | st.integers(0, len(before)))
         new = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
         prompt = [*before[:kept], *new][: CONTEXT - 40]
-        found = runners(self.keeps)[0].find([prompt] if not sampling.guided else [prompt, new])
+        found = runners(self.keeps)[0].cached_lengths([prompt] if not sampling.guided else [prompt, new])
         answer = ask(self.keeps, prompt, sampling, rounds)
-        assert self.keeps.stats.kept_tokens == found[0] < len(prompt)
+        assert self.keeps.stats.cached_tokens == found[0] < len(prompt)
         assert answer == ask(self.reads, prompt, sampling, rounds)
         self.same_cache()
         self.texts.append(prompt + answer)
@@ -120,8 +120,8 @@ class Requests(RuleBasedStateMachine):
     @invariant()
     def within_the_budget(self) -> None:
         for runner in runners(self.keeps):
-            copies = runner.store.texts
-            assert sum(kept.k.shape[2] for kept in copies) == runner.store.size <= runner.store.budget
+            copies = runner.prefix_cache.entries
+            assert sum(kept.k.shape[2] for kept in copies) == runner.prefix_cache.size <= runner.prefix_cache.budget
             assert all(kept.k.shape == kept.v.shape and len(kept.tokens) == kept.k.shape[2] for kept in copies)
 
 
@@ -168,7 +168,7 @@ def test_conversations_by_turns(pair: Pair, plan: str) -> None:
 
     def answer(prompt: list[int], sampling: SamplingParams, rounds: int | None) -> list[int]:
         tokens = ask(keeps, prompt, sampling, rounds)
-        kept.append(len(prompt) - keeps.stats.kept_tokens)
+        kept.append(len(prompt) - keeps.stats.cached_tokens)
         return tokens
 
     warm = plan in ("reject", "smc")
@@ -188,7 +188,7 @@ def test_a_longer_text_reads_what_is_new(pair: Pair, sampling: SamplingParams) -
         runner.hooks.append(lambda began, count: rows.append(count))
     stream = llm.stream([*text, 8, 9], sampling)
     next(stream)
-    assert llm.stats.kept_tokens in (len(text) - 1, len(text))
+    assert llm.stats.cached_tokens in (len(text) - 1, len(text))
     assert max(rows) <= 2 * llm.config.verify_batch, "no prompt chunk"
 
 
@@ -197,7 +197,7 @@ def test_the_prompt_alone_is_read_once(pair: Pair) -> None:
     llm, fresh = make(pair), make(pair, kept=0)
     for sampling in (GREEDY, WARM, replace(WARM, seed=4), PENALISED):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
-        assert llm.stats.kept_tokens == (0 if sampling is GREEDY else len(A) - 1)
+        assert llm.stats.cached_tokens == (0 if sampling is GREEDY else len(A) - 1)
 
 
 def test_the_text_that_rested_longest_goes(pair: Pair) -> None:
@@ -207,13 +207,13 @@ def test_the_text_that_rested_longest_goes(pair: Pair) -> None:
     once = replace(GREEDY, max_tokens=1)
     for prompt in (*prompts, prompts[1]):
         ask(llm, prompt, once)
-    stored = [int(kept.tokens[0]) for kept in runner.store.texts]
-    assert stored == [0, 2, 3] and int(runner._held()[0][0]) == 1, "what is in use has no copy"
+    stored = [int(kept.tokens[0]) for kept in runner.prefix_cache.entries]
+    assert stored == [0, 2, 3] and int(runner._live_tokens()[0][0]) == 1, "what is in use has no copy"
     ask(llm, [9, *prompts[0]], once)
-    assert [int(kept.tokens[0]) for kept in runner.store.texts] == [2, 3, 1]
+    assert [int(kept.tokens[0]) for kept in runner.prefix_cache.entries] == [2, 3, 1]
     ask(llm, [2, 2], once)
     ask(llm, prompts[2], once)
-    assert llm.stats.kept_tokens == 29
+    assert llm.stats.cached_tokens == 29
 
 
 def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
@@ -221,8 +221,8 @@ def test_a_copy_of_which_a_part_is_used_stays(pair: Pair) -> None:
     (runner,) = runners(llm)
     for prompt in (A, B, [*A[:12], 39]):
         ask(llm, prompt, replace(GREEDY, max_tokens=1))
-    assert llm.stats.kept_tokens == 12
-    assert [len(kept.tokens) for kept in runner.store.texts] == [len(B), len(A)]
+    assert llm.stats.cached_tokens == 12
+    assert [len(kept.tokens) for kept in runner.prefix_cache.entries] == [len(B), len(A)]
 
 
 def test_guided_and_not(pair: Pair) -> None:
@@ -230,10 +230,10 @@ def test_guided_and_not(pair: Pair) -> None:
     llm, fresh = keep(make(pair), 200), make(pair, kept=0)
     for sampling, least in ((GREEDY, 0), (LONG, len(A) - 1), (GREEDY, len(A) - 1), (LONG, len(A) - 1)):
         assert ask(llm, A, sampling) == ask(fresh, A, sampling)
-        assert llm.stats.kept_tokens >= least
-    held = runners(llm)[0]._held()
+        assert llm.stats.cached_tokens >= least
+    held = runners(llm)[0]._live_tokens()
     assert [len(text) for text in held] == [len(A) + 11, 30 + 11]
-    assert runners(llm)[0].find([A, LONG.negative_prompt_ids]) == [len(A) - 1, 29]
+    assert runners(llm)[0].cached_lengths([A, LONG.negative_prompt_ids]) == [len(A) - 1, 29]
 
 
 def test_a_leader_has_the_last_word(pair: Pair) -> None:
@@ -241,13 +241,15 @@ def test_a_leader_has_the_last_word(pair: Pair) -> None:
     (runner,) = runners(llm)
     ask(llm, A, GREEDY)
     asked = opening([*A, 3], GREEDY)
-    assert told(asked, runner).kept == (len(A),)
-    assert told(replace(asked, kept=(7,)), runner).kept == (7,)
-    assert told(replace(asked, kept=()), runner).kept == (0,)
-    assert told(replace(asked, sampling=GUIDED), runner, guided=True).kept == (len(A), 0)
-    runner.store.least = 100
-    assert told(replace(asked, sampling=GUIDED), runner, guided=True).kept == (0, 0), "not worth a copy"
-    assert verifier_of(llm).open(replace(asked, kept=(7,))) == 7
+    assert with_cached_lengths(asked, runner).num_cached_tokens == (len(A),)
+    assert with_cached_lengths(replace(asked, num_cached_tokens=(7,)), runner).num_cached_tokens == (7,)
+    assert with_cached_lengths(replace(asked, num_cached_tokens=()), runner).num_cached_tokens == (0,)
+    assert with_cached_lengths(replace(asked, sampling=GUIDED), runner, guided=True).num_cached_tokens == (len(A), 0)
+    runner.prefix_cache.min_tokens = 100
+    assert with_cached_lengths(replace(asked, sampling=GUIDED), runner, guided=True).num_cached_tokens == (0, 0), (
+        "not worth a copy"
+    )
+    assert verifier_of(llm).open(replace(asked, num_cached_tokens=(7,))) == 7
     assert runner.cache.prefix_len == [len(A)]
 
 
@@ -262,18 +264,18 @@ def test_what_is_not_finite_is_not_kept(pair: Pair) -> None:
         return None if logits is None else logits * float("nan")
 
     runner.model.forward = broken  # type: ignore[method-assign]
-    with pytest.raises(NotFinite):
+    with pytest.raises(NonFiniteLogits):
         ask(llm, [*A, 4], GREEDY)
     runner.model.forward = forward  # type: ignore[method-assign]
-    assert runner._held() == []
-    assert ask(llm, A, GREEDY) == want and llm.stats.kept_tokens == 0
+    assert runner._live_tokens() == []
+    assert ask(llm, A, GREEDY) == want and llm.stats.cached_tokens == 0
 
 
 def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(pair[0], dtype=torch.float64)
     fresh = LLM(pair[0], dtype=torch.float64, kept_memory=0)
     (runner,), calls = runners(llm), 0
-    prompt = [7 * i % VOCAB for i in range(PREFILL_CHUNK + 100)]
+    prompt = [7 * i % VOCAB for i in range(PREFILL_CHUNK_TOKENS + 100)]
     forward = runner.model.forward
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -287,7 +289,7 @@ def test_a_prompt_that_was_interrupted_leaves_whole_chunks(pair: Pair, monkeypat
         patch.setattr(runner.model, "forward", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(prompt, GREEDY)
-    assert runner._held() == [], "the second chunk has slots and nothing in them"
+    assert runner._live_tokens() == [], "the second chunk has slots and nothing in them"
     assert ask(llm, prompt, GREEDY) == ask(fresh, prompt, GREEDY)
 
 
@@ -296,7 +298,7 @@ def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.M
     (runner,) = runners(llm)
     for prompt in (A, B):
         ask(llm, prompt, GREEDY)
-    assert runner.store.size > 0
+    assert runner.prefix_cache.size > 0
 
     def full(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("out of memory")
@@ -304,18 +306,18 @@ def test_no_memory_for_a_copy_costs_the_copies(pair: Pair, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", full)
         assert ask(llm, A, GREEDY) == ask(fresh, A, GREEDY)
-    assert runner.store.size == 0
+    assert runner.prefix_cache.size == 0
 
 
 @pytest.mark.skipif(_C.level() == "none", reason="this CPU has no AVX2")
 def test_on_native_operators_every_bit_is_that_of_a_fresh_read(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, vocab=64, layers=2, dtype=torch.float32, seed=3, hidden_size=64, intermediate_size=64)
     llm, fresh = (LLM(tmp_path, tmp_path, kept_memory=kept) for kept in (1, 0))
-    text = [11 * i % 61 for i in range(PREFILL_CHUNK + 45)]
+    text = [11 * i % 61 for i in range(PREFILL_CHUNK_TOKENS + 45)]
     for _ in range(3):
         text = [*text, *ask(llm, text, GREEDY), 4, 2, 9]
     assert ask(llm, text, GREEDY) == ask(fresh, text, GREEDY)
-    assert llm.stats.kept_tokens >= len(text) - 4
+    assert llm.stats.cached_tokens >= len(text) - 4
     for ours, theirs in zip(every(llm), every(fresh), strict=True):
         count = ours.cache.prefix_len[0]
         assert torch.equal(ours.cache.k[:, 0, :, :count], theirs.cache.k[:, 0, :, :count])

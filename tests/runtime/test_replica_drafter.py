@@ -16,7 +16,7 @@ from swiftspec.backends import cpu, reference
 from swiftspec.config import EngineConfig
 from swiftspec.decode import decode
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Opening, Proposal, VerifyResult
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.ahead_drafter import AheadDrafter
@@ -24,7 +24,7 @@ from swiftspec.runtime.drafter import Drafter, NoDrafter
 from swiftspec.runtime.replica_drafter import ReplicaDrafter
 from swiftspec.runtime.runner import Runner
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.tree.replica import Replica, TreeDelta
+from swiftspec.tree.replica import TreeDelta, TreeReplica
 from swiftspec.tree.tree import DraftTree
 from tests.support.roles import make_drafter, make_runner, make_verifier, opening
 from tests.support.toy_pair import VOCAB, make_pair
@@ -80,7 +80,7 @@ def rounds(drafter: Drafter, verifier: LocalVerifier, sampling: SamplingParams, 
 
 def fed(path: Path, config: EngineConfig, steps: str, pause: Callable[[], None]) -> ReplicaDrafter:
     link = FedLink(drafter_on(path, config, steps), config, pause)
-    return ReplicaDrafter(link, Replica(DraftTree(1 + SLOTS * config.children, SLOTS), link.vocab), config)
+    return ReplicaDrafter(link, TreeReplica(DraftTree(1 + SLOTS * config.children_per_leaf, SLOTS), link.vocab), config)
 
 
 SHAPES = {
@@ -128,23 +128,23 @@ def text(found: Rounds) -> list[list[int]]:
 class Script:
     """A link that hands out what it was given, and notes whether it was waited for."""
 
-    busy, patience = 0.0, 30.0
+    busy, answer_timeout_s = 0.0, 30.0
 
     def __init__(self, deltas: list[TreeDelta | None]) -> None:
         """None: nothing is here; a wait goes past it."""
         self.deltas, self.waits = deltas, 0
 
-    def open(self, opening: Opening) -> None:
+    def open(self, opening: RequestStart) -> None:
         pass
 
     def send(self, result: VerifyResult) -> None:
         pass
 
-    def take(self, until: float | None) -> TreeDelta | None:
+    def receive(self, deadline: float | None) -> TreeDelta | None:
         delta = self.deltas.pop(0) if self.deltas else None
-        if delta is None and until is not None:
+        if delta is None and deadline is not None:
             self.waits += 1
-            return self.take(until)
+            return self.receive(deadline)
         return delta
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ def scripted(
 ) -> tuple[ReplicaDrafter, Script]:
     config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=catch_up)
     link = Script(list(deltas))
-    drafter = ReplicaDrafter(link, Replica(DraftTree(40, 20), VOCAB), config)
+    drafter = ReplicaDrafter(link, TreeReplica(DraftTree(40, 20), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY))
     return drafter, link
 
@@ -231,8 +231,8 @@ def test_a_draft_that_sends_nonsense_is_lost(reason: str) -> None:
 class Late(Script):
     """A link that gives up waiting where nothing is there."""
 
-    def take(self, until: float | None) -> TreeDelta | None:
-        if until is not None and not self.deltas:
+    def receive(self, deadline: float | None) -> TreeDelta | None:
+        if deadline is not None and not self.deltas:
             raise DrafterLost("late")
         return self.deltas.pop(0) if self.deltas else None
 
@@ -242,19 +242,19 @@ def test_one_that_was_late_is_in_step_once_it_has_answered(steps: int | None) ->
     """With d fixed, rounds of late growth are told apart as if they had been waited for."""
     config = EngineConfig("async", verify_batch=3, draft_leaves=2, draft_steps=steps, catch_up=False)
     link = Late([])
-    drafter = ReplicaDrafter(link, Replica(DraftTree(40, 20), VOCAB), config)
+    drafter = ReplicaDrafter(link, TreeReplica(DraftTree(40, 20), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY))
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
-    assert not drafter.answered()
+    assert not drafter.poll()
     link.deltas += [grown(0, 1, [0, 0], [8, 9]), grown(0, 3, [1], [7])]
-    assert drafter.answered()
+    assert drafter.poll()
     at = len(PROMPT) - 1
     drafter.catch_up(VerifyResult(1, 3, at, (0, 1, 2), (8, 7, 5)))  # it has the first two of these
     with pytest.raises(DrafterLost, match="late"):
         drafter.propose()
     link.deltas += [grown(4, 5, [4, 4], [1, 2])]
-    assert drafter.answered()
+    assert drafter.poll()
     assert drafter.propose() == Proposal(1, 4, at + 3, (5, 1, 2), (-1, 0, 0))
 
 
@@ -268,15 +268,15 @@ def test_that_there_is_no_more_to_come_is_heard_among_growth() -> None:
     ]
 
     class Told(FedLink):
-        patience = 0.0
+        answer_timeout_s = 0.0
 
         def __init__(self) -> None: ...
-        def open(self, opening: Opening) -> None: ...
-        def take(self, until: float | None) -> TreeDelta | None:
-            if not come and until is not None:
+        def open(self, opening: RequestStart) -> None: ...
+        def receive(self, deadline: float | None) -> TreeDelta | None:
+            if not come and deadline is not None:
                 raise DrafterLost("it waits in vain")
             return come.pop(0) if come else None
 
-    drafter = ReplicaDrafter(Told(), Replica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
+    drafter = ReplicaDrafter(Told(), TreeReplica(DraftTree(1 + SLOTS * 16, SLOTS), VOCAB), config)
     drafter.open(opening(PROMPT, GREEDY, request=1))
     assert len(drafter.propose().tokens) == 4

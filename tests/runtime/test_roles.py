@@ -22,7 +22,7 @@ from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.local_drafter import LocalDrafter
-from swiftspec.runtime.runner import PREFILL_CHUNK, Runner
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS, Runner
 from tests.support import roles
 from tests.support.roles import opening
 from tests.support.tiny_checkpoints import make_checkpoint
@@ -208,7 +208,7 @@ def test_nothing_is_computed_twice(checkpoint: Path, truth: list[int]) -> None:
 
 
 def test_a_prompt_in_chunks_equals_a_prompt_in_tree_rows(checkpoint: Path) -> None:
-    tokens = torch.randint(VOCAB, (PREFILL_CHUNK + 30,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(VOCAB, (PREFILL_CHUNK_TOKENS + 30,), generator=torch.Generator().manual_seed(0)).tolist()
     whole, single = make_runner(checkpoint), make_runner(checkpoint)
     whole.prefill(tokens)
     for token in tokens:

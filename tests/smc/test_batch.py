@@ -14,13 +14,13 @@ from swiftspec import _C
 from swiftspec.backends import cpu, reference
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.engine import Stats, StopCriteria
-from swiftspec.errors import NotFinite, UserError
+from swiftspec.errors import NonFiniteLogits, UserError
 from swiftspec.llm import LLM
 from swiftspec.model.batch import Batch
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.smc.decoding import ParticleDecoding, Request
-from swiftspec.smc.limits import region
+from swiftspec.smc.decoding import BatchRequest, ParticleDecoding
+from swiftspec.smc.limits import region_slots
 from tests.model.test_loader import quantise
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.roles import opening, population_of
@@ -120,18 +120,18 @@ class Ill(HistoryModel):
 def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
     """A prompt may end with the token that nothing can follow; the others do without it."""
     plan = PopulationConfig(3, 2, smc_groups=3)
-    worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, longest=12, slots=64, lag=lag)
+    worker = make_worker(Ill(4, 1), HistoryModel(4, 2), plan, max_tokens=12, slots=64, lag=lag)
     decoding = ParticleDecoding(worker)
     bias = {3: -1e9}  # nobody says it
     ends = StopCriteria(9, ())
     requests = [
-        Request(
+        BatchRequest(
             opening((1, 3 if i == 1 else 2), SamplingParams(0.8, seed=i, logit_bias=bias), request=i), ends, Stats()
         )
         for i in range(4)
     ]
 
-    def run(asked: Sequence[Request]) -> dict[int, list[int]]:
+    def run(asked: Sequence[BatchRequest]) -> dict[int, list[int]]:
         waiting, told = iter(asked), dict[int, list[int]]()
         for request, chunk in decoding.batch(lambda: next(waiting, None), lambda request: False):
             told.setdefault(request.number, []).extend(chunk.token_ids)
@@ -140,7 +140,7 @@ def test_one_whose_logits_are_no_numbers_ends_alone(lag: int) -> None:
     found = run(requests)
     assert {n: found[n] for n in (0, 2, 3)} == {n: run([requests[n]])[n] for n in (0, 2, 3)}
     assert [request.stats.finish_reason for request in requests] == ["length", "error", "length", "length"]
-    assert isinstance(requests[1].error, NotFinite) and found[1] == [] and not worker.groups
+    assert isinstance(requests[1].error, NonFiniteLogits) and found[1] == [] and not worker.groups
 
 
 def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
@@ -160,4 +160,4 @@ def test_what_makes_no_batch_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(
         UserError, match=r"8 particles with 64 draft tokens in each of 40 groups do not fit .* at most 5"
     ):
-        region(PopulationConfig(8, 64, smc_groups=40), 512)
+        region_slots(PopulationConfig(8, 64, smc_groups=40), 512)

@@ -61,7 +61,7 @@ def thresholds(target: Tensor, draft: Tensor, tokens: Tensor) -> Tensor:
         for _ in range(45):
             coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
             coins[:, k] = middle = (low + high) / 2
-            passes = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1)).count > k
+            passes = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1)).count > k
             low, high = torch.where(passes, middle, low), torch.where(passes, high, middle)
         found[:, k] = high
     return found
@@ -72,7 +72,7 @@ def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> 
     which the one gives way to the other."""
     n, vocab = len(tokens), target.shape[-1]
     silent = torch.full((n, vocab), -1e6, dtype=torch.float64)
-    first = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1)).bonus[:, None]
+    first = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1)).bonus[:, None]
     logs = torch.zeros(n, vocab, dtype=torch.float64)
     for token in range(vocab):
         low, high = (torch.full((n, 1), end, dtype=torch.float64) for end in (-1.0, 60.0))
@@ -80,7 +80,7 @@ def left_after(target: Tensor, draft: Tensor, tokens: Tensor, coins: Tensor) -> 
             middle = (low + high) / 2
             noise = silent.scatter(1, first, 0)
             noise[:, token : token + 1] = torch.where(first == token, 0.0, middle)
-            wins = verify.reject(target, draft, tokens, coins, noise).bonus[:, None] == token
+            wins = verify.verify_by_rejection(target, draft, tokens, coins, noise).bonus[:, None] == token
             low, high = torch.where(wins, low, middle), torch.where(wins, middle, high)
         logs[:, token] = torch.where(first == token, 0.0, -high).squeeze(1)
     return torch.where(logs < -50, -math.inf, logs).softmax(-1)
@@ -105,7 +105,7 @@ def test_whole_chains_follow_p(kind: str, vocab: int, steps: int) -> None:
         coins = torch.full(tokens.shape, 1e-300, dtype=torch.float64)
         if fails < steps:
             coins[:, fails] = 1 - 1e-16
-        found = verify.reject(target, draft, tokens, coins, torch.zeros(1, 1))
+        found = verify.verify_by_rejection(target, draft, tokens, coins, torch.zeros(1, 1))
         here = mass * (1 - passes[:, fails]) if fails < steps else mass
         bonus = left_after(target, draft, tokens, coins)
         for row in torch.nonzero(here > 1e-12).flatten().tolist():
@@ -133,7 +133,9 @@ def test_what_replaces_a_token_follows_the_residual() -> None:
     draft = torch.tensor([q]).double().log().expand(n, 1, V)
     tokens = torch.multinomial(torch.tensor(q), n, replacement=True, generator=noise)[:, None]
     gumbel = -torch.rand(n, V, generator=noise, dtype=torch.float64).log().neg().log()
-    found = verify.reject(target, draft, tokens, torch.rand(n, 1, generator=noise, dtype=torch.float64), gumbel)
+    found = verify.verify_by_rejection(
+        target, draft, tokens, torch.rand(n, 1, generator=noise, dtype=torch.float64), gumbel
+    )
     first = torch.where(found.accepted[:, 0], tokens[:, 0], found.bonus)
     for drawn in (first, found.bonus[found.count == 1]):  # and the bonus token follows p too
         expected = torch.tensor(p, dtype=torch.float64) * len(drawn)
@@ -151,12 +153,15 @@ def test_what_replaces_a_token_follows_the_residual() -> None:
 def test_a_batch_is_its_rows(seed: int, batch: int, steps: int, dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(seed, batch, steps, dtype)
     best = (target + noise[:, None]).argmax(-1)
-    together = (verify.as_far_as_equal(best, tokens), verify.reject(target, draft, tokens, coins, noise))
+    together = (
+        verify.accept_matching_prefix(best, tokens),
+        verify.verify_by_rejection(target, draft, tokens, coins, noise),
+    )
     for b in range(batch):
         one = slice(b, b + 1)
         alone = (
-            verify.as_far_as_equal(best[one], tokens[one]),
-            verify.reject(target[one], draft[one], tokens[one], coins[one], noise[one]),
+            verify.accept_matching_prefix(best[one], tokens[one]),
+            verify.verify_by_rejection(target[one], draft[one], tokens[one], coins[one], noise[one]),
         )
         for single, every in zip(alone, together):
             for name in ("accepted", "count", "bonus"):
@@ -170,8 +175,8 @@ def test_a_batch_is_its_rows(seed: int, batch: int, steps: int, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision_decides_as_float64_does(dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(4, 500, 3, dtype)
-    low = verify.reject(target, draft, tokens, coins, noise)
-    high = verify.reject(target.double(), draft.double(), tokens, coins, noise)
+    low = verify.verify_by_rejection(target, draft, tokens, coins, noise)
+    high = verify.verify_by_rejection(target.double(), draft.double(), tokens, coins, noise)
     assert (low.count == high.count).double().mean() > 0.99 and (low.bonus == high.bonus).double().mean() > 0.99
 
 
@@ -180,9 +185,9 @@ def test_tokens_are_accepted_while_they_equal_those_of_autoregressive_decoding()
     best = (target + noise[:, None]).argmax(-1)
     drafts = best[:, :3].clone()
     drafts[1, 0], drafts[2, 1], drafts[3, 2] = V - 1 - best[1, 0], V - best[2, 1] - 2, (best[3, 2] + 1) % V
-    found = verify.as_far_as_equal(best, drafts)
+    found = verify.accept_matching_prefix(best, drafts)
     for b in range(6):
-        text, _ = tree_walk.walk([0, *drafts[b].tolist()], [-1, 0, 1, 2], best[b].tolist())
+        text, _ = tree_walk.match_path([0, *drafts[b].tolist()], [-1, 0, 1, 2], best[b].tolist())
         assert int(found.count[b]) == len(text) - 1 and int(found.bonus[b]) == int(best[b, len(text) - 1])
 
 
@@ -190,7 +195,7 @@ def test_tokens_are_accepted_while_they_equal_those_of_autoregressive_decoding()
 def test_a_draft_that_allows_nothing_leaves_p(dtype: torch.dtype) -> None:
     target, draft, tokens, coins, noise = chain(2, 64, 2, dtype)
     draft[:, 1] = -math.inf
-    found = verify.reject(target, draft, tokens, coins, noise)
+    found = verify.verify_by_rejection(target, draft, tokens, coins, noise)
     reached = found.count == 1
     assert (found.count < 2).all() and reached.any()
     assert torch.equal(found.bonus[reached], (target[:, 1].double() + noise).argmax(-1)[reached])
@@ -199,12 +204,12 @@ def test_a_draft_that_allows_nothing_leaves_p(dtype: torch.dtype) -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     target, draft, tokens, coins, noise = chain(1, 3, 2)
     with pytest.raises(ValueError, match=r"target must be \[3, 3, 7\] for tokens \[3, 2\], not \[3, 2, 7\]"):
-        verify.reject(draft, draft, tokens, coins, noise)
+        verify.verify_by_rejection(draft, draft, tokens, coins, noise)
     with pytest.raises(ValueError, match=r"target must be \[3, 2, 7\] for tokens \[3, 1\]"):
-        verify.reject(target, draft, tokens[:, :1], coins, noise)
+        verify.verify_by_rejection(target, draft, tokens[:, :1], coins, noise)
     with pytest.raises(ValueError, match=r"draft must be \[3, 2, 7\] for tokens \[3, 2\], not \[3, 3, 7\]"):
-        verify.reject(target, target, tokens, coins, noise)
+        verify.verify_by_rejection(target, target, tokens, coins, noise)
     with pytest.raises(ValueError, match=r"coins must be \[3, 2\], as the tokens are, not \[3\]"):
-        verify.reject(target, draft, tokens, coins[:, 0], noise)
+        verify.verify_by_rejection(target, draft, tokens, coins[:, 0], noise)
     with pytest.raises(ValueError, match=r"tokens must be \[requests, draft tokens\], not \[3\]"):
-        verify.reject(target, draft, tokens[:, 0], coins, noise)
+        verify.verify_by_rejection(target, draft, tokens[:, 0], coins, noise)

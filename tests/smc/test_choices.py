@@ -8,7 +8,7 @@ import pytest
 
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.group_result import Answer, Particle
+from swiftspec.smc.group_result import GroupResult, Particle
 from tests.smc.test_smc_law import PROMPT, STOPS, Found, check_unbiased
 from tests.support.histories import HistoryModel, global_power, make_worker, population
 from tests.support.histories import run as decode
@@ -17,14 +17,14 @@ SOME = (
     Particle((1,), True, 0.125), Particle((2, 3), False, 0.125), Particle((1,), True, 0.375),
     Particle((4,), True, 0.25), Particle((5,), False, 0.125), Particle((6,), False, 0.0),
 )  # fmt: skip
-ANSWER = Answer([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
+ANSWER = GroupResult([1], True, 0, 3.0, 0.0, 0.0, False, 0, 0, SOME)
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_choices_follow_the_law_of_the_population(count: int) -> None:
     """The estimate of Z times a choice's weight is unbiased for p(text)^power, as for the population as a whole."""
     plan, sampling, target = PopulationConfig(24, 2, 0.7, 2.0), SamplingParams(temperature=0.7), HistoryModel(3, 1)
-    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots)
+    worker = make_worker(target, HistoryModel(3, 2, 0.6), plan, slots=1 + 4 * plan.slots_per_round)
     found = Found(target, [])
     for seed in range(80):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, 4)

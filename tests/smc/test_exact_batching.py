@@ -83,7 +83,7 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
     """By enumeration of all texts of up to four tokens: chi-square over the likely ones."""
     plan = PopulationConfig(1, 2, smc_groups=16, chains=verify)
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2)
-    worker = make_worker(target, draft, plan, longest=8, slots=32)
+    worker = make_worker(target, draft, plan, max_tokens=8, slots=32)
     warm = SamplingParams(temperature=0.8, **shaped)
     runs = 800
     asked = [Asked((0, 1), replace(warm, seed=seed), frozenset({2}), 4) for seed in range(runs)]
@@ -101,11 +101,11 @@ def test_texts_follow_the_target(verify: str, shaped: dict[str, Any]) -> None:
 def test_chains_come_and_go_beside_each_other() -> None:
     """With the host a round behind, too."""
     requests = mixed(10)
-    alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), longest=24, slots=64)
+    alone = make_worker(*MODELS, PopulationConfig(1, 3, smc_groups=1, chains="match"), max_tokens=24, slots=64)
     wanted = together(alone, requests)
     for lag in (0, 1):
         plan = PopulationConfig(1, 3, smc_groups=4, chains="match")
-        found = together(make_worker(*MODELS, plan, longest=24, slots=64, lag=lag), requests)
+        found = together(make_worker(*MODELS, plan, max_tokens=24, slots=64, lag=lag), requests)
         assert {n: found[n].tokens for n in found} == {n: wanted[n].tokens for n in wanted}
         assert sum(answer.compactions for answer in found.values()) > 5
 
@@ -123,7 +123,7 @@ def test_what_chains_are_not_for_is_refused(pair: tuple[Path, Path]) -> None:
         with pytest.raises(UserError, match=said):
             EngineConfig(max_num_seqs=2, **config)
     llm = engine(pair, 2)
-    assert (llm.config.verify_batch, llm.config.draft_leaves, llm.at_once) == (4, 1, 2)
+    assert (llm.config.verify_batch, llm.config.draft_leaves, llm.max_num_seqs) == (4, 1, 2)
     requests: Sequence[tuple[dict[str, Any], str]] = [
         ({"guidance_scale": 2.0}, r"a batch knows no guidance \(a group has one sequence .* or take max_num_seqs 1"),
         ({"logprobs": 1}, "a batch gives no log-probabilities"),

@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.params import SamplingParams
-from swiftspec.smc.decoding import decode_smc
-from swiftspec.smc.group_result import Answer
+from swiftspec.smc.decoding import decode_population
+from swiftspec.smc.group_result import GroupResult
 from swiftspec.smc.particles import DEAD
-from swiftspec.smc.population import Group
+from swiftspec.smc.population import SequenceGroup
 from tests.smc.test_smc_law import Found, check_unbiased
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel, global_power, make_worker, population
@@ -39,7 +39,7 @@ class Asked:
     stops: frozenset[int]
     limit: int
 
-    def admit(self, worker: Alone) -> Group:
+    def admit(self, worker: Alone) -> SequenceGroup:
         return worker.admit(opening(self.prompt, self.sampling), self.stops, self.limit)
 
 
@@ -52,11 +52,11 @@ def mixed(count: int) -> list[Asked]:
     return [Asked(*asked, *end) for asked, end in zip(zip(prompts, sampling), ends)]
 
 
-def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, Answer]:
+def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, GroupResult]:
     """All of them, as places become free; and what is streamed of each is its answer."""
-    waiting, numbers = iter(enumerate(requests)), dict[Group, int]()
+    waiting, numbers = iter(enumerate(requests)), dict[SequenceGroup, int]()
     told: dict[int, list[int]] = {}
-    answers: dict[int, Answer] = {}
+    answers: dict[int, GroupResult] = {}
 
     def admit() -> bool:
         number, asked = next(waiting, (0, None))
@@ -64,7 +64,7 @@ def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, Answer]:
             numbers[asked.admit(worker)] = number
         return asked is not None
 
-    for group, tokens in decode_smc(worker, admit):
+    for group, tokens in decode_population(worker, admit):
         told.setdefault(numbers[group], []).extend(tokens)
         if group.answer is not None:
             answers[numbers[group]] = group.answer
@@ -75,14 +75,14 @@ def together(worker: Alone, requests: Sequence[Asked]) -> dict[int, Answer]:
 @pytest.mark.parametrize("plan", [PopulationConfig(3, 3, 0.7), PopulationConfig(3, 2, 0.7, 2.0, 1)], ids=str)
 def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
     """However many there are beside it, with room or compacted often, and with the host a round behind."""
-    requests, alone = mixed(10), make_worker(*MODELS, plan, longest=24, slots=400)
-    wanted = dict[int, Answer]()
+    requests, alone = mixed(10), make_worker(*MODELS, plan, max_tokens=24, slots=400)
+    wanted = dict[int, GroupResult]()
     for number, asked in enumerate(requests):
         decode(alone, asked.prompt, asked.sampling, set(asked.stops), asked.limit)
         wanted[number] = alone.answer()
     compactions = 0
     for groups, slots, lag in ((4, 400, 0), (3, 75, 0), (4, 90, 1)):
-        worker = make_worker(*MODELS, replace(plan, smc_groups=groups), longest=24, slots=slots, lag=lag)
+        worker = make_worker(*MODELS, replace(plan, smc_groups=groups), max_tokens=24, slots=slots, lag=lag)
         found = together(worker, requests)
         assert {n: found[n].tokens for n in wanted} == {n: wanted[n].tokens for n in wanted}
         assert all(found[n].log_z == pytest.approx(wanted[n].log_z) for n in wanted)
@@ -93,7 +93,7 @@ def test_each_is_what_it_is_alone(plan: PopulationConfig) -> None:
 class Capturing:
     """The reference's operators, as ones whose forwards can be graphs whatever the sequences."""
 
-    CAPTURES = 64
+    MAX_CAPTURED_SEQUENCES = 64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(reference, name)
@@ -106,12 +106,12 @@ def test_captured_rounds_leave_groups_that_rest_alone(slots: int, lag: int) -> N
     plan = PopulationConfig(3, 2, 0.0, smc_groups=4)
     asked = [(0, 24, ()), (1, 4, ()), (2, 4, {1}), (3, 4, ()), *((seed, 24, ()) for seed in (4, 5, 6)), (7, 9, {1})]
     requests = [Asked((0, 1), replace(WARM, seed=seed), frozenset(stops), limit) for seed, limit, stops in asked]
-    found: list[dict[int, Answer]] = []
+    found: list[dict[int, GroupResult]] = []
     for capture in (None, Rerun()):
         target, draft = (make_runner(model, Capturing(), context=40, tree_slots=slots) for model in MODELS)
-        worker = make_population(target, draft, plan, longest=24, lag=lag, captures=(capture, capture))
+        worker = make_population(target, draft, plan, max_tokens=24, lag=lag, captures=(capture, capture))
         found.append(together(worker, requests))
-        assert (worker.steps_known[0].name == "graph") == (capture is not None)
+        assert (worker.executors[0].name == "graph") == (capture is not None)
         assert capture is None or capture.captures > 2
     for number, eager in found[0].items():
         graphed = found[1][number]
@@ -124,7 +124,7 @@ def test_several_groups_follow_the_law() -> None:
     in its place, with another prompt and penalties."""
     plan, limit = PopulationConfig(48, 2, 0.7, 2.0, smc_groups=3), 4
     target, draft = HistoryModel(3, 1), HistoryModel(3, 2, 0.6)
-    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots)
+    worker = make_worker(target, draft, plan, slots=1 + 4 * plan.slots_per_round)
     asked = [((0, 1), replace(WARM, temperature=0.7)), ((0, 1), replace(WARM, **FILTERED))]
     asked.append(((2, 0), replace(WARM, **PENALISED)))
     found = [Found(target, []) for _ in asked]
@@ -134,15 +134,15 @@ def test_several_groups_follow_the_law() -> None:
         here = [each.admit(worker) for each in first]
         worker.launch()
         worker.collect()
-        assert not visitor.over
-        worker.leave(visitor)
+        assert not visitor.is_finished
+        worker.release(visitor)
         here.append(late.admit(worker))
         assert here[-1].sequence == visitor.sequence
         while worker.launch():
             worker.collect()
         for group, each in zip(here, found, strict=True):
             each.laws.append(population(worker, worker._order.index(group.sequence)))
-            worker.leave(group)
+            worker.release(group)
     for (prompt, sampling), each in zip(asked, found, strict=True):
         check_unbiased(each, global_power(target, prompt, sampling, 2.0, {2}, limit))
 
@@ -156,9 +156,9 @@ class Places(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.worker = make_worker(*MODELS, self.PLAN, longest=self.LIMIT, slots=self.SLOTS)
-        self.alone = make_worker(*MODELS, replace(self.PLAN, smc_groups=1), longest=self.LIMIT, slots=self.SLOTS)
-        self.here: dict[Group, Asked] = {}
+        self.worker = make_worker(*MODELS, self.PLAN, max_tokens=self.LIMIT, slots=self.SLOTS)
+        self.alone = make_worker(*MODELS, replace(self.PLAN, smc_groups=1), max_tokens=self.LIMIT, slots=self.SLOTS)
+        self.here: dict[SequenceGroup, Asked] = {}
 
     def wanted(self, asked: Asked) -> list[int]:
         """What a request gives alone."""
@@ -181,13 +181,13 @@ class Places(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        going = {group: group.rounds for group in self.here if not group.over}
+        going = {group: group.rounds for group in self.here if not group.is_finished}
         assert self.worker.launch() == bool(going)
         self.worker.collect()
         assert all(group.rounds == rounds + 1 for group, rounds in going.items() if not group.full)
-        for group in [group for group in self.here if group.over]:
+        for group in [group for group in self.here if group.is_finished]:
             asked, answer = self.here.pop(group), self.worker.finish(group)
-            self.worker.leave(group)
+            self.worker.release(group)
             assert answer.tokens == self.wanted(asked)
             assert answer.tokens[: len(group.tokens)] == group.tokens
 
@@ -196,7 +196,7 @@ class Places(RuleBasedStateMachine):
     def cancel(self, which: int) -> None:
         group = [*self.here][which % len(self.here)]
         del self.here[group]
-        self.worker.leave(group)
+        self.worker.release(group)
 
     @invariant()
     def no_place_is_lost(self) -> None:
@@ -204,9 +204,9 @@ class Places(RuleBasedStateMachine):
         assert worker.groups == [*self.here] and worker.has_room == (len(self.here) < self.G)
         assert sorted(worker._order) == [*range(self.G)] == sorted(worker.round._sequences.tolist())
         assert len({group.sequence for group in self.here}) == len(self.here)
-        used = {group.sequence: group.used for group in self.here}
+        used = {group.sequence: group.used_slots for group in self.here}
         for at, sequence in enumerate(worker._order):
-            state = p.columns(self.SLOTS)[at]
+            state = p.slot_states(self.SLOTS)[at]
             if sequence not in used:
                 assert (state == DEAD).all() and p.finished[at].all(), "a slot is leaked"
                 continue

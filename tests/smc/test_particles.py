@@ -97,7 +97,7 @@ class Population(RuleBasedStateMachine):
         stops[0, STOP] = True
         terms = [[float(10 * i + j + 1) for j in range(K + 1)] for i in range(N)]
         log_terms = torch.tensor([terms], dtype=torch.float64)
-        p.take(torch.tensor([drafts]), torch.tensor([kept]), torch.tensor([extra]), log_terms, stops, SLOTS)
+        p.append_round(torch.tensor([drafts]), torch.tensor([kept]), torch.tensor([extra]), log_terms, stops, SLOTS)
         for i, row in enumerate(self.rows):
             if not row.finished:
                 new = [*drafts[i][: kept[i]], extra[i]]
@@ -127,18 +127,18 @@ class Population(RuleBasedStateMachine):
         threshold = 1.0 if always else 0.5
         u = torch.tensor([uniform], dtype=torch.float64)
         shares = p.log_weights.softmax(-1)
-        poor = float(resampling.effective(shares)) < threshold * N
-        source = resampling.systematic(shares, u)[0].tolist()
-        evidence = float(p.evidence())
+        poor = float(resampling.effective_sample_size(shares)) < threshold * N
+        source = resampling.systematic_resample(shares, u)[0].tolist()
+        evidence = float(p.log_evidence())
         p.resample(threshold, u, SLOTS)
         self.rows = [replace(rows[i], weight=0.0) for i in source] if poor else rows
-        assert abs(float(p.evidence()) - evidence) < 1e-9, "resampling changes no estimate"
+        assert abs(float(p.log_evidence()) - evidence) < 1e-9, "resampling changes no estimate"
         assert torch.equal(self.cache.k, before), "resampling moves no KV"
 
     @rule()
     def promote_and_free(self) -> None:
         p = self.particles
-        state = p.columns(SLOTS)[0][: self.cache.tree_len].tolist()
+        state = p.slot_states(SLOTS)[0][: self.cache.tree_len].tolist()
         live = [row for row in self.rows if not row.finished]
         path = [slot for slot, kind in enumerate(state) if kind == SHARED]
         keep = [slot for slot, kind in enumerate(state) if kind == LIVE]
@@ -185,8 +185,8 @@ class Population(RuleBasedStateMachine):
             self.cache.append_tree(N * (K + 1))
             zeros = torch.zeros(1, N, dtype=torch.int64)
             terms = torch.zeros(1, N, K + 1, dtype=torch.float64)
-            self.particles.take(torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
-            assert (self.particles.columns(SLOTS)[0] == DEAD).all()
+            self.particles.append_round(torch.zeros(1, N, K, dtype=torch.int64), zeros + K, zeros, terms, stops, SLOTS)
+            assert (self.particles.slot_states(SLOTS)[0] == DEAD).all()
 
 
 Population.TestCase.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
@@ -201,10 +201,10 @@ def test_the_common_prefix_counts_finished_rows_too() -> None:
     stops = torch.tensor([[False, False, True], [False, False, False]])
     terms = torch.zeros(2, 2, 2, dtype=torch.float64)
     whole, ones = torch.ones(2, 2, dtype=torch.int64), torch.ones(2, 2, 1, dtype=torch.int64)
-    p.take(ones, whole, torch.tensor([[0, 2], [0, 2]]), terms, stops, 16)
-    assert p.common().tolist() == [1, 1] and p.finished.tolist() == [[False, True], [False, False]]
-    p.take(ones, whole, whole, terms, stops, 16)
-    assert p.length.tolist() == [[4, 2], [4, 4]] and p.common().tolist() == [1, 1]
+    p.append_round(ones, whole, torch.tensor([[0, 2], [0, 2]]), terms, stops, 16)
+    assert p.common_lengths().tolist() == [1, 1] and p.finished.tolist() == [[False, True], [False, False]]
+    p.append_round(ones, whole, whole, terms, stops, 16)
+    assert p.length.tolist() == [[4, 2], [4, 4]] and p.common_lengths().tolist() == [1, 1]
 
 
 def test_a_group_is_resampled_by_its_own_weights() -> None:

@@ -16,7 +16,7 @@ from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM, Completion
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.kv_cache import KVCache
-from swiftspec.smc.prefix_reuse import Texts
+from swiftspec.smc.prefix_reuse import SequencePrefixes
 from tests.support.roles import population_of
 from tests.support.tiny_checkpoints import make_pair
 
@@ -29,28 +29,28 @@ CHAINS = EngineConfig("serial", draft_steps=3, max_num_seqs=3)
 def test_what_is_kept_is_what_was_read(asked: Sequence[tuple[list[int], bool]]) -> None:
     """A cache whose keys are the tokens: whatever stays or is copied is the text's own. `bool`: the request goes on."""
     cache = KVCache(1, 1, 1, 80, reference.mover, sequences=3)
-    texts, busy = Texts([cache]), list[int]()
+    texts, busy = SequencePrefixes([cache]), list[int]()
     for text, goes_on in asked:
-        sequence, kept = texts.begin(text, busy)
+        sequence, kept = texts.acquire(text, busy)
         assert sequence not in busy and kept <= len(text) - 1
         assert cache.k[0, sequence, 0, :kept, 0].tolist() == text[:kept]
         first = cache.append_prefix(len(text) - 1 - kept, sequence)
         cache.k[0, sequence, 0, first : len(text) - 1, 0] = torch.tensor(text[kept:-1], dtype=torch.float32)
-        texts.hold(sequence, text[:-1])
-        again = [texts.begin(text, [*busy, sequence])[1]] if len(busy) < 2 else []
+        texts.set_prefix(sequence, text[:-1])
+        again = [texts.acquire(text, [*busy, sequence])[1]] if len(busy) < 2 else []
         assert again in ([], [len(text) - 1])
         busy = [*busy, sequence][-2:] if goes_on else busy
 
 
 def test_a_text_that_rests_longest_gives_way() -> None:
     cache = KVCache(1, 1, 1, 200, reference.mover, sequences=3)
-    texts = Texts([cache])
+    texts = SequencePrefixes([cache])
 
     def read(*tokens: int) -> tuple[int, int]:
         text = [token for token in tokens for _ in range(40)] + [0]
-        sequence, kept = texts.begin(text, ())
+        sequence, kept = texts.acquire(text, ())
         cache.append_prefix(len(text) - 1 - kept, sequence)
-        texts.hold(sequence, text[:-1])
+        texts.set_prefix(sequence, text[:-1])
         return sequence, kept
 
     one, two, three = read(1, 2), read(3, 4), read(5)
@@ -80,13 +80,13 @@ def test_a_batch_reads_what_is_new(pair: tuple[Path, Path], plan: EngineConfig) 
         return found
 
     first = ask(asks)
-    assert [each.stats.kept_tokens for each in first] == [0, 40, 40]
+    assert [each.stats.cached_tokens for each in first] == [0, 40, 40]
     turns = [[*asks[i], *first[i].token_ids, 9, 9] for i in (2, 0)]
     next_turn = ask([*turns, [60] * 50])
     least = len(asks[0]) + (12 if plan is CHAINS else 0)  # particles share their last tokens only once one is picked
     for each, turn in zip(next_turn, turns, strict=False):
-        assert least - 1 <= each.stats.kept_tokens < len(turn)
-    assert next_turn[2].stats.kept_tokens == 0
+        assert least - 1 <= each.stats.cached_tokens < len(turn)
+    assert next_turn[2].stats.cached_tokens == 0
     assert not population_of(engine).groups
     forgetful = LLM(*pair, plan, kept_memory=0, **options).generate_batch(asks, sampling)
-    assert [(each.token_ids, each.stats.kept_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]
+    assert [(each.token_ids, each.stats.cached_tokens) for each in forgetful] == [(each.token_ids, 0) for each in first]

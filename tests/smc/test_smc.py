@@ -16,9 +16,9 @@ from swiftspec.errors import UserError
 from swiftspec.llm import LLM
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.runner import PREFILL_CHUNK
-from swiftspec.smc.decoding import decode_smc
-from swiftspec.smc.limits import region
+from swiftspec.runtime.runner import PREFILL_CHUNK_TOKENS
+from swiftspec.smc.decoding import decode_population
+from swiftspec.smc.limits import region_slots
 from tests.support.histories import HistoryModel, make_worker
 from tests.support.histories import run as decode
 from tests.support.roles import make_population, make_runner, opening, population_of
@@ -92,9 +92,9 @@ def test_the_guards_see_what_they_forbid() -> None:
 def test_slots_and_lag_do_not_change_the_answer(exact: int, filters: dict[str, Any]) -> None:
     """A region with room for few rounds is compacted again and again; the tokens are those of a roomy one."""
     plan, target, draft = PopulationConfig(3, 3, 0.7, 1.0, exact), HistoryModel(3, 1), HistoryModel(3, 2)
-    roomy = make_worker(target, draft, plan, longest=20, slots=400)
-    tight = make_worker(target, draft, plan, longest=20, slots=75)
-    late = make_worker(target, draft, plan, longest=20, slots=90, lag=1)
+    roomy = make_worker(target, draft, plan, max_tokens=20, slots=400)
+    tight = make_worker(target, draft, plan, max_tokens=20, slots=75)
+    late = make_worker(target, draft, plan, max_tokens=20, slots=90, lag=1)
     compactions = 0
     for seed in range(12):
         sampling = replace(WARM, seed=seed, **filters)
@@ -115,7 +115,7 @@ def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
     for seed in range(16):
         worker.open(opening([0, 1], replace(WARM, seed=seed)), {1}, 14)
         told: list[int] = []
-        for group, tokens in decode_smc(worker):
+        for group, tokens in decode_population(worker):
             if group.answer is None:
                 told += tokens
                 rows, lengths = worker.particles.tokens[0].tolist(), worker.particles.length[0].tolist()
@@ -128,11 +128,11 @@ def test_streaming_shows_what_all_share_and_the_rest_at_the_end() -> None:
 
 def test_particles_that_never_meet_fill_the_cache_and_end_the_request() -> None:
     model = HistoryModel(5, 1)
-    worker = make_worker(model, model, PopulationConfig(4, 2), longest=16, slots=70)
+    worker = make_worker(model, model, PopulationConfig(4, 2), max_tokens=16, slots=70)
     decode(worker, [0, 1], replace(WARM, temperature=1.0), set(), 16)
     answer = worker.answer()
     assert answer.full and answer.resample_rate == 0 and not answer.stopped
-    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.used <= 70
+    assert answer.tokens and all(0 <= token < 5 for token in answer.tokens) and worker.group.used_slots <= 70
 
 
 def test_rows_go_in_chunks() -> None:
@@ -140,7 +140,7 @@ def test_rows_go_in_chunks() -> None:
     target = HistoryModel(3, 1)
     whole = make_worker(target, HistoryModel(3, 2), plan, slots=2000)
     decode(whole, [0, 1], WARM, set(), 8)
-    assert 96 * 4 > PREFILL_CHUNK == max(target.forwards) and sum(target.forwards) == 1 + 2 * 96 * 4
+    assert 96 * 4 > PREFILL_CHUNK_TOKENS == max(target.forwards) and sum(target.forwards) == 1 + 2 * 96 * 4
 
 
 # Real models.
@@ -167,7 +167,7 @@ def test_every_live_slot_holds_the_kv_of_its_path(pair: tuple[Path, Path], exact
         model = load_model(path, dtype=torch.float64, ops=reference, max_positions=400)
         runners.append(make_runner(model, reference, context=64, tree_slots=128))
         oracles.append(make_runner(model, reference, context=64, tree_slots=128))
-    worker = make_population(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), longest=40)
+    worker = make_population(runners[0], runners[1], PopulationConfig(4, 2, 0.8, 1.0, exact), max_tokens=40)
     worker.open(opening(PROMPT, replace(WARM, temperature=0.5, seed=9)), {7}, 30)
     checked = 0
     while worker.launch():
@@ -237,11 +237,11 @@ def test_a_long_prompt_is_shared(pair: tuple[Path, Path]) -> None:
     assert move is not None
     cache._move = lambda s, source, start: (moves.append(len(source)), move(s, source, start))[1]
     group = smc.admit(opening([i % 40 for i in range(1000)], WARM), (), 24)
-    assert cache.prefix_len[0] + group.used == 1000 and not moves
+    assert cache.prefix_len[0] + group.used_slots == 1000 and not moves
     rounds = []
     while smc.launch():
         smc.collect()
-        rounds.append((cache.prefix_len[0] + group.used - 1000, sum(moves)))
+        rounds.append((cache.prefix_len[0] + group.used_slots - 1000, sum(moves)))
     assert all(grown <= 64 * 4 * (i + 1) for i, (grown, _) in enumerate(rounds))
     assert int(smc.particles.resampled) > group.compactions and sum(moves) == group.moved_slots
     assert rounds[-1][0] < 64 * 24, "lineages coalesce"
@@ -265,16 +265,16 @@ def test_populations_that_make_no_sense_are_refused(values: dict[str, Any], mess
 
 
 def test_a_population_runs_on_one_group() -> None:
-    assert (EngineConfig("smc").ranks, EngineConfig("smc").draft_tp) == (1, 1)
-    assert (EngineConfig("smc", target_tp=3).ranks, EngineConfig("smc", target_tp=3).draft_tp) == (3, 3)
+    assert (EngineConfig("smc").num_ranks, EngineConfig("smc").draft_tp) == (1, 1)
+    assert (EngineConfig("smc", target_tp=3).num_ranks, EngineConfig("smc", target_tp=3).draft_tp) == (3, 3)
     with pytest.raises(UserError, match="draft_tp must be 3 in mode smc, not 1"):
         EngineConfig("smc", target_tp=3, draft_tp=1)
 
 
 def test_a_population_beyond_the_cache_is_told_how_many_fit() -> None:
     with pytest.raises(UserError, match="at most 252 particles do"):
-        region(PopulationConfig(1024, 64), 512)
-    assert region(PopulationConfig(252, 64), 512) <= 32768
+        region_slots(PopulationConfig(1024, 64), 512)
+    assert region_slots(PopulationConfig(252, 64), 512) <= 32768
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,9 @@ def sample(
     """The draft is flatter than the target: else rare texts of great weight would want many more runs."""
     target = HistoryModel(vocab, 1)
     found = Found(target, [])
-    worker = make_worker(target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots_per_round)
+    worker = make_worker(
+        target, target if same else HistoryModel(vocab, 2, sharpness), plan, slots=1 + 4 * plan.slots_per_round
+    )
     for seed in range(runs):
         decode(worker, PROMPT, replace(sampling, seed=seed), STOPS, limit)
         answer = worker.answer()

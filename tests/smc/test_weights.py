@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swiftspec.backends.reference import resampling
 from swiftspec.backends.reference.noise import counters, noise_bits, row_bits, row_key
 from swiftspec.smc import weights
-from swiftspec.smc.noise_streams import Purpose, Streams, stream_of
+from swiftspec.smc.noise_streams import ParticleStreams, StreamPurpose, stream_of
 
 POWERS = [0.5, 1.0, 2.0]
 
@@ -20,25 +20,27 @@ POWERS = [0.5, 1.0, 2.0]
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**64 - 1), clock=st.integers(0, 2**31 - 1))
 def test_noise_is_that_of_every_backend(seed: int, clock: int) -> None:
-    streams = Streams(1, 3, "cpu")
+    streams = ParticleStreams(1, 3, "cpu")
     streams.seed(0, seed)
     clocks = torch.tensor([[clock, clock + 1]])
     for purpose, keys, at in zip(
-        (Purpose.DRAFT, Purpose.EXTRA), streams.round(clocks), clocks[0].tolist(), strict=True
+        (StreamPurpose.DRAFT, StreamPurpose.BONUS), streams.round_keys(clocks), clocks[0].tolist(), strict=True
     ):
         want = [noise_bits(seed, stream_of(particle, purpose), [at], range(17)) for particle in range(3)]
         assert torch.equal(row_bits(keys, counters(range(17))), torch.cat(want))
-    plain = torch.cat([*streams.target(torch.tensor([[[clock]] * 3]))])
+    plain = torch.cat([*streams.target_keys(torch.tensor([[[clock]] * 3]))])
     assert torch.equal(row_bits(plain, counters(range(17))), noise_bits(seed, 0, [clock] * 3, range(17)))
-    bits = [int(noise_bits(seed, stream_of(i, Purpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)]
+    bits = [
+        int(noise_bits(seed, stream_of(i, StreamPurpose.COIN), [clock], range(1)).to(torch.int64)) for i in range(3)
+    ]
     assert streams.coins(torch.tensor([[clock]]))[0, :, 0].tolist() == [(b + 0.5) / 2**32 for b in bits]
 
 
 def test_no_two_particles_or_purposes_share_noise() -> None:
     """At one tick every stream has a key of its own: the hash is a bijection."""
-    keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in Purpose}
-    assert len(keys) == 64 * len(Purpose) and row_key(7, 0, 99) not in keys
-    streams = Streams(1, 1, "cpu")
+    keys = {row_key(7, stream_of(i, p), 99) for i in range(64) for p in StreamPurpose}
+    assert len(keys) == 64 * len(StreamPurpose) and row_key(7, 0, 99) not in keys
+    streams = ParticleStreams(1, 1, "cpu")
     streams.seed(0, 7)
     tick = torch.tensor([4])
     drawn = {float(streams.resampling(torch.tensor([0]))), streams.pick(0), float(streams.coins(tick[None]))}
@@ -65,26 +67,26 @@ def test_rejection_gives_the_power_target_whatever_the_draft(power: float) -> No
     for token in range(7):
         asked = torch.full((5, len(fine)), token)
         p, d = (logits[:, None].expand(-1, len(fine), -1) for logits in (target, draft))
-        accepted[:, token] = weights.accept(p, d, asked, fine.expand(5, -1), power).double().mean(1)
+        accepted[:, token] = weights.accept_drafts(p, d, asked, fine.expand(5, -1), power).double().mean(1)
     rejected = (q * (1 - accepted)).sum(-1, keepdim=True)
-    law = q * accepted + rejected * weights.residual(target, draft, power).softmax(-1)
+    law = q * accepted + rejected * weights.log_residual(target, draft, power).softmax(-1)
     torch.testing.assert_close(law, b, atol=2e-4, rtol=0)
 
 
 def test_a_residual_that_is_empty_is_the_target() -> None:
     logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    torch.testing.assert_close(weights.residual(logits, logits, 1.0).softmax(-1), logits.softmax(-1))
+    torch.testing.assert_close(weights.log_residual(logits, logits, 1.0).softmax(-1), logits.softmax(-1))
 
 
 def test_mass_inside_the_filters() -> None:
     draft = torch.tensor([0.5, 0.3, 0.2]).log()
     target = torch.tensor([0.0, -math.inf, 1.0])
-    assert float(weights.inside(target, draft)) == pytest.approx(math.log(0.7))
+    assert float(weights.log_mass_inside(target, draft)) == pytest.approx(math.log(0.7))
 
 
 def test_effective_sample_size() -> None:
     for shares, want in (([1 / 8] * 8, 8), ([1, 0, 0], 1), ([0.5, 0.25, 0.25], 1 / (0.25 + 2 / 16))):
-        assert float(resampling.effective(torch.tensor(shares, dtype=torch.float64))) == pytest.approx(want)
+        assert float(resampling.effective_sample_size(torch.tensor(shares, dtype=torch.float64))) == pytest.approx(want)
 
 
 log_weights = st.lists(st.floats(-8, 8), min_size=1, max_size=12)
@@ -98,7 +100,7 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
     want = len(values) * shares
     copies, grid = torch.zeros(len(values), dtype=torch.float64), 200
     for step in range(grid):
-        source = resampling.systematic(shares, torch.tensor((step + 0.5) / grid, dtype=torch.float64))
+        source = resampling.systematic_resample(shares, torch.tensor((step + 0.5) / grid, dtype=torch.float64))
         got = torch.bincount(source, minlength=len(values))
         assert ((got - want).abs() < 1 + 1e-9).all()
         copies += got / grid
@@ -109,7 +111,7 @@ def test_resampling_is_unbiased(values: list[float]) -> None:
 @given(values=log_weights, uniform=st.floats(0.001, 0.999))
 def test_survivors_keep_their_rows(values: list[float], uniform: float) -> None:
     shares = torch.tensor(values, dtype=torch.float64).softmax(0)
-    source = resampling.systematic(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
+    source = resampling.systematic_resample(shares, torch.tensor(uniform, dtype=torch.float64)).tolist()
     assert all(source[row] == row for row in source)
 
 
@@ -117,7 +119,7 @@ def test_flat_weights_change_nothing() -> None:
     for count in (1, 3, 7, 64):
         flat = torch.full((count,), -3.0, dtype=torch.float64).softmax(0)
         for uniform in (1e-9, 0.3, 1 - 1e-9):
-            source = resampling.systematic(flat, torch.tensor(uniform, dtype=torch.float64))
+            source = resampling.systematic_resample(flat, torch.tensor(uniform, dtype=torch.float64))
             assert source.tolist() == list(range(count))
 
 
@@ -127,10 +129,12 @@ def test_a_few_texts_stand_for_all(parts: list[int], count: int) -> None:
     """Over all uniform numbers the mean weight of each is its share; so many are left, and heavy ones as they are."""
     shares = torch.tensor(parts, dtype=torch.float64) / sum(parts)
     many = 4 * sum(parts)  # a multiple of 1 / many is never where a text begins, in the middle of two
-    drawn = [weights.thinned(shares, count, (i + 0.5) / many) for i in range(many)]
+    drawn = [weights.thin_weights(shares, count, (i + 0.5) / many) for i in range(many)]
     assert all(int((each > 0).sum()) == min(count, len(parts)) for each in drawn)
     fine = 400 // many + 1
-    mean = torch.stack([weights.thinned(shares, count, (i + 0.5) / (fine * many)) for i in range(fine * many)]).mean(0)
+    mean = torch.stack(
+        [weights.thin_weights(shares, count, (i + 0.5) / (fine * many)) for i in range(fine * many)]
+    ).mean(0)
     torch.testing.assert_close(mean, shares, atol=0.01, rtol=0)
     level = min(float(each[each > 0].min()) for each in drawn)
     for share, *seen in zip(shares.tolist(), *(each.tolist() for each in drawn), strict=True):
@@ -142,13 +146,13 @@ def test_a_few_texts_stand_for_all(parts: list[int], count: int) -> None:
 def test_a_draw_of_one_is_a_draw_by_the_shares() -> None:
     shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     for uniform, row in ((0.1, 0), (0.21, 1), (0.69, 1), (0.71, 2), (0.999999, 2)):
-        assert weights.thinned(shares, 1, uniform).tolist() == [float(at == row) for at in range(3)]
+        assert weights.thin_weights(shares, 1, uniform).tolist() == [float(at == row) for at in range(3)]
 
 
 def test_the_pick_follows_the_weights() -> None:
     uniforms = [(i + 0.5) / 1000 for i in range(1000)]
     logs = [5 + math.log(share) for share in (0.2, 0.5, 0.3)]
-    picks = [weights.pick(logs, uniform)[0] for uniform in uniforms]
+    picks = [weights.pick_particle(logs, uniform)[0] for uniform in uniforms]
     assert [picks.count(row) for row in range(3)] == [200, 500, 300]
-    assert weights.pick(logs, 0.1)[1] == pytest.approx([0.2, 0.5, 0.3])
-    assert {weights.pick([-math.inf, -math.inf, 0.0], uniform)[0] for uniform in uniforms} == {2}
+    assert weights.pick_particle(logs, 0.1)[1] == pytest.approx([0.2, 0.5, 0.3])
+    assert {weights.pick_particle([-math.inf, -math.inf, 0.0], uniform)[0] for uniform in uniforms} == {2}

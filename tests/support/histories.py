@@ -16,7 +16,7 @@ from swiftspec.backends import reference
 from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch
 from swiftspec.model.config_json import parse_config
-from swiftspec.model.tensor_parallel import Group
+from swiftspec.model.tensor_parallel import TensorParallelGroup
 from swiftspec.params import SamplingParams
 from swiftspec.runtime.executors.native import NativeModel
 from swiftspec.runtime.kv_cache import KVCache
@@ -37,7 +37,7 @@ class HistoryModel:
     """Logits that depend on every token before, `sharpness` times something between -1 and 1."""
 
     dtype = cache_dtype = torch.float64
-    group: Group | None = None
+    group: TensorParallelGroup | None = None
     fused: NativeModel | None = None
     kv_heads = 1
 
@@ -76,14 +76,14 @@ def make_worker(
     draft: HistoryModel,
     plan: PopulationConfig,
     *,
-    longest: int = 16,
+    max_tokens: int = 16,
     slots: int = 64,
     lag: int = 0,
 ) -> Alone:
-    runners = [make_runner(model, reference, context=longest + 16, tree_slots=slots) for model in (target, draft)]
+    runners = [make_runner(model, reference, context=max_tokens + 16, tree_slots=slots) for model in (target, draft)]
     for runner in runners:
         runner.cache.k.fill_(POISON)
-    return make_population(runners[0], runners[1], plan, longest=longest, lag=lag)
+    return make_population(runners[0], runners[1], plan, max_tokens=max_tokens, lag=lag)
 
 
 def texts(model: HistoryModel, stops: set[int], limit: int) -> Iterator[tuple[int, ...]]:
@@ -174,7 +174,7 @@ def run(worker: Alone, prompt: Sequence[int], sampling: SamplingParams, stops: s
 def population(worker: Alone, group: int = 0) -> Law:
     """The law over texts of the group at that position, weighted, times its estimate of Z."""
     p = worker.particles
-    shares = p.log_weights[group].softmax(0) * p.evidence()[group].exp()
+    shares = p.log_weights[group].softmax(0) * p.log_evidence()[group].exp()
     out: Law = {}
     for row, length, share in zip(p.tokens[group].tolist(), p.length[group].tolist(), shares.tolist(), strict=True):
         text = tuple(row[:length])

@@ -1,4 +1,4 @@
-"""A drafter behind a `TreeFeed` in a thread of its own: what a replica's link is elsewhere, without a wire."""
+"""A drafter behind a `TreeDeltaSender` in a thread of its own: what a replica's link is elsewhere, without a wire."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from threading import Thread
 
 from swiftspec.config import EngineConfig
 from swiftspec.errors import DrafterLost
-from swiftspec.messages import Opening, VerifyResult
+from swiftspec.messages import RequestStart, VerifyResult
 from swiftspec.runtime.ahead_drafter import AheadDrafter
-from swiftspec.runtime.tree_delta_sender import TreeFeed
+from swiftspec.runtime.tree_delta_sender import TreeDeltaSender
 from swiftspec.tree.replica import TreeDelta
 
 LONG = 30.0  # seconds that nothing takes
 
 
 class FedLink:
-    """A `FeedLink`. `pause` is called before the thread does anything."""
+    """A `TreeDeltaLink`. `pause` is called before the thread does anything."""
 
-    busy, patience = 0.0, LONG
+    busy, answer_timeout_s = 0.0, LONG
 
     def __init__(self, drafter: AheadDrafter, config: EngineConfig, pause: Callable[[], None]) -> None:
         self._pause, self.vocab = pause, drafter.runner.vocab
         self._grown: Queue[TreeDelta] = Queue()
-        self._feed = TreeFeed(drafter, lambda delta: self._grown.put(delta), config)
+        self._feed = TreeDeltaSender(drafter, lambda delta: self._grown.put(delta), config)
 
-    def open(self, opening: Opening) -> None:
-        self._told: Queue[Opening | VerifyResult | None] = Queue()
+    def open(self, opening: RequestStart) -> None:
+        self._told: Queue[RequestStart | VerifyResult | None] = Queue()
         self._grown = Queue()
         self._thread = Thread(target=self._serve, daemon=True)
         self._thread.start()
@@ -38,11 +38,11 @@ class FedLink:
     def send(self, result: VerifyResult) -> None:
         self._told.put(result)
 
-    def take(self, until: float | None) -> TreeDelta | None:
+    def receive(self, deadline: float | None) -> TreeDelta | None:
         try:
-            return self._grown.get(until is not None, LONG)
+            return self._grown.get(deadline is not None, LONG)
         except Empty:
-            if until is not None:
+            if deadline is not None:
                 raise DrafterLost("nothing more came") from None
             return None
 
@@ -53,7 +53,7 @@ class FedLink:
     def _serve(self) -> None:
         while (told := self._told.get()) is not None:
             self._pause()
-            if isinstance(told, Opening):
+            if isinstance(told, RequestStart):
                 self._feed.open(told)
             else:
                 self._feed.observe(told)

@@ -19,7 +19,7 @@ from torch import Tensor
 from swiftspec.messages import Proposal
 from swiftspec.params import SamplingParams
 from swiftspec.sampling.sampler import Paths, Sampler
-from swiftspec.tree.acceptance import Accept, Accepted
+from swiftspec.tree.acceptance import Accepted, AcceptFn
 from swiftspec.tree.tree import DraftTree, Leaves
 
 FEATURES = {
@@ -37,10 +37,10 @@ FEATURES = {
     "population": "mode smc",
 }
 Features = frozenset[str]  # keys of FEATURES: what of a request matters to whether steps can take it
-Children = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np.int64], NDArray[np.floating]]]
+RankChildren = Callable[[Tensor, Leaves, Paths | None, Tensor], tuple[NDArray[np.int64], NDArray[np.floating]]]
 
 
-def features(sampling: SamplingParams, *more: str) -> Features:
+def features_of(sampling: SamplingParams, *more: str) -> Features:
     """What a request asks of the steps; `more`: what its role adds, such as `rejection`."""
     found = {
         "greedy": sampling.greedy,
@@ -50,43 +50,45 @@ def features(sampling: SamplingParams, *more: str) -> Features:
         "penalties": sampling.penalised,
         "grammar": sampling.grammar is not None,
     }
-    return frozenset(name for name, asked in found.items() if asked) | frozenset(more)
+    return frozenset(name for name, requested in found.items() if requested) | frozenset(more)
 
 
 @dataclass(frozen=True, slots=True)
-class Expansion:
+class ExpansionShape:
     """How leaves are expanded: the w likeliest of them (`leaves`) into k children each. `coupled` and `tau` as in
-    `Sampler.children`, which steps may do by themselves unless children are drawn; `rank` does it in any case."""
+    `Sampler.children`, which steps may do by themselves unless children are drawn; `rank_children` does it in any case."""
 
     leaves: int
     children: int
     coupled: bool
     tau: float
-    rank: Children  # logits [n, vocab], their leaves, paths, positions [n] -> tokens [n, k], weights [n, k]
+    rank_children: (
+        RankChildren  # logits [n, vocab], their leaves, paths, positions [n] -> tokens [n, k], weights [n, k]
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ExecutorRequest:
     """A request as the steps of one model see it, once the runner has opened it. A target's has `accept`, a draft's
     has `expansion`."""
 
     sampler: Sampler
-    accept: Accept | None = None
-    expansion: Expansion | None = None
+    accept: AcceptFn | None = None
+    expansion: ExpansionShape | None = None
 
 
-class Kind(Protocol):
+class Executor(Protocol):
     """What a request's features choose among."""
 
     @property
     def name(self) -> str: ...
-    def takes(self, wanted: Features) -> bool: ...  # whether it can run a request with these features
+    def supports(self, required: Features) -> bool: ...  # whether it can run a request with these features
 
 
-class Steps(Kind, Protocol):
+class TreeExecutor(Executor, Protocol):
     """One kind of steps on one model."""
 
-    def open(self, request: Request) -> None:
+    def open(self, request: ExecutorRequest) -> None:
         """Begins a request that they take."""
 
     def expand(self, tree: DraftTree, pending: list[int], count: int) -> None:
@@ -103,14 +105,14 @@ class Steps(Kind, Protocol):
     def settle(self, path: Sequence[int]) -> None:
         """Commits the accepted path's KV to the prefix, if `verify` has not done so already."""
 
-    def reply(self, tree: DraftTree, *where: Any) -> Any:
+    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
         """What can answer the next result without Python, at its arrival; None where nothing can. `where`: request,
         position of the root, bs, w, d, and what an expansion is worth (`ahead_drafter.YIELD`)."""
 
 
-T = TypeVar("T", bound=Kind)
+T = TypeVar("T", bound=Executor)
 
 
-def choose(kinds: Sequence[T], wanted: Features, named: str = "") -> T:
+def select_executor(kinds: Sequence[T], required: Features, named: str = "") -> T:
     """The first kind that takes a request; where a leader has named one, that one."""
-    return next(kind for kind in kinds if kind.name == named or (not named and kind.takes(wanted)))
+    return next(kind for kind in kinds if kind.name == named or (not named and kind.supports(required)))

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from swiftspec.messages import Proposal
 from swiftspec.model.batch import HostBatch, Ints
-from swiftspec.runtime.executors import FEATURES, Accepted, Features, Request
+from swiftspec.runtime.executors import FEATURES, Accepted, ExecutorRequest, Features
 from swiftspec.runtime.runner import Runner
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
 
 
-class EagerSteps:
+class EagerExecutor:
     """Forwards through the runner; the host sees the logits of each."""
 
     name = "eager"
@@ -26,10 +26,10 @@ class EagerSteps:
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
-    def takes(self, wanted: Features) -> bool:
+    def supports(self, required: Features) -> bool:
         return True
 
-    def open(self, request: Request) -> None:
+    def open(self, request: ExecutorRequest) -> None:
         self._request = request
         self._logits: Tensor | None = None  # of the proposal verified last
 
@@ -42,7 +42,7 @@ class EagerSteps:
         """Whether tree and cache hold another expansion."""
         shape = self._request.expansion
         assert shape is not None
-        return min(tree.room(shape.children), self.runner.cache.room - len(pending)) >= shape.leaves
+        return min(tree.expandable_leaves(shape.children), self.runner.cache.free_slots - len(pending)) >= shape.leaves
 
     def _expand_once(self, tree: DraftTree, pending: list[int]) -> bool:
         """Whether there was a leaf to expand."""
@@ -51,21 +51,21 @@ class EagerSteps:
         leaves = tree.best_leaves(shape.leaves)
         if len(leaves.nodes) == 0:
             return False
-        with self.runner.naming_lost():  # in a group the ranks also speak to each other after the forward
+        with self.runner.translate_peer_errors():  # in a group the ranks also speak to each other after the forward
             if tree.expanded == 1:  # the root, and with it the pending tokens
                 logits = self.forward(self.runner.chain_batch([*pending, int(leaves.tokens[0])]))[-1:]
                 pending.clear()
             else:
                 logits = self.forward(self.runner.tree_batch(leaves.tokens, leaves.depths, leaves.mask))
-            paths = tree.path_tokens(leaves.nodes) if self._request.sampler.by_path else None
+            paths = tree.path_tokens(leaves.nodes) if self._request.sampler.needs_paths else None
             positions = torch.from_numpy(leaves.depths + self.runner.cache.prefix_len[0]).to(logits.device)
-            children = shape.rank(logits, leaves, paths, positions)
+            children = shape.rank_children(logits, leaves, paths, positions)
         tree.add_children(leaves.nodes, *children)
         return True
 
     def verify(self, proposal: Proposal) -> Accepted:
         batch, depths = self.proposal_batch(proposal)
-        with self.runner.naming_lost():
+        with self.runner.translate_peer_errors():
             return self.accept(proposal, depths, self.forward(batch))
 
     def proposal_batch(self, proposal: Proposal) -> tuple[HostBatch, Ints]:
@@ -78,7 +78,7 @@ class EagerSteps:
         """What stands, by the logits."""
         request, self._logits = self._request, logits
         assert request.accept is not None
-        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.by_path else None
+        paths = tree_mask.paths(proposal.tokens, proposal.parents) if request.sampler.needs_paths else None
         positions = torch.from_numpy(depths + proposal.prefix_len).to(logits.device)
         return request.accept(proposal, logits, paths, positions)
 
@@ -91,7 +91,7 @@ class EagerSteps:
     def settle(self, path: Sequence[int]) -> None:
         self.runner.cache.commit(path)
 
-    def reply(self, tree: DraftTree, *where: Any) -> Any:
+    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
         return None
 
     def forward(self, batch: HostBatch) -> Tensor:

@@ -20,17 +20,17 @@ from torch import Tensor
 
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import FEATURES, Features, Request
-from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors import FEATURES, ExecutorRequest, Features
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.runner import Runner
 
 T = TypeVar("T")
 
-ROWS = (1, 2, 4, 8, 16, 32)  # of a sequence; batches of more are not captured
-FAMILIES = 5  # of graphs that are kept: forwards, and four ways in which requests shaped logits
-WARM_UPS = 2  # runs before a capture: what is set up or tuned on first use must not be captured
-WORD = 8  # bytes of an int64
-FORWARDS, ROUNDS = "forwards", "rounds"  # families: a model's forwards alone, a population's rounds
+CAPTURED_ROWS = (1, 2, 4, 8, 16, 32)  # of a sequence; batches of more are not captured
+MAX_FAMILIES = 5  # of graphs that are kept: forwards, and four ways in which requests shaped logits
+WARM_UP_RUNS = 2  # runs before a capture: what is set up or tuned on first use must not be captured
+INT64_BYTES = 8  # bytes of an int64
+FORWARD_FAMILY, ROUND_FAMILY = "forwards", "rounds"  # families: a model's forwards alone, a population's rounds
 
 
 def _nothing() -> None:
@@ -46,29 +46,29 @@ class Capture(Protocol):
     ) -> tuple[Tensor, Callable[[], None]]: ...
 
 
-class Inputs:
+class GraphInputs:
     """One shape's batch on the device, its parts in one buffer, so that one copy fills it. `rows`: of each sequence."""
 
     def __init__(self, rows: int, width: int, sequences: int, device: torch.device) -> None:
         count = rows * sequences
         words = 3 * count + sequences
-        size = WORD * words + count * width
+        size = INT64_BYTES * words + count * width
         self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._placed = torch.empty(size, dtype=torch.uint8, device=device)
         tokens, positions, slots, kv_len = (
-            self._placed[: WORD * words].view(torch.int64).split((*[count] * 3, sequences))
+            self._placed[: INT64_BYTES * words].view(torch.int64).split((*[count] * 3, sequences))
         )
-        mask = self._placed[WORD * words :].view(torch.bool).view(count, width)
+        mask = self._placed[INT64_BYTES * words :].view(torch.bool).view(count, width)
         sequence = torch.arange(sequences, device=device).repeat_interleave(rows)
         self.batch = Batch(tokens, positions, slots, mask, sequence, kv_len)
         flat = self._staged.numpy()
-        numbers = flat[: WORD * words].view(np.int64)
+        numbers = flat[: INT64_BYTES * words].view(np.int64)
         self._columns, self._kv_len = numbers[: 3 * count].reshape(3, sequences, rows), numbers[3 * count :]
-        self._mask = flat[WORD * words :].view(np.bool_).reshape(sequences, rows, width)
+        self._mask = flat[INT64_BYTES * words :].view(np.bool_).reshape(sequences, rows, width)
 
     def fill(self, batch: HostBatch) -> None:
         """Puts a batch of no more rows than these on the device, which must have taken the one before."""
-        count = rows_of(batch)
+        count = rows_per_sequence(batch)
         parts = (batch.tokens, batch.positions, batch.slots, batch.mask)
         for to, part in zip((*self._columns, self._mask), parts, strict=True):
             each = part.reshape(len(self._kv_len), count, *part.shape[1:])
@@ -78,12 +78,12 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Captured:
+class CapturedGraph:
     """A function that has been captured."""
 
     out: Tensor
     replay: Callable[[], None]
-    inputs: Inputs | None = None
+    inputs: GraphInputs | None = None
 
 
 @dataclass(slots=True)
@@ -91,10 +91,10 @@ class _Family:
     """Graphs that belong together, and what they were captured with."""
 
     owner: Any
-    graphs: dict[Hashable, Captured] = field(default_factory=dict)
+    graphs: dict[Hashable, CapturedGraph] = field(default_factory=dict)
 
 
-class Graphs:
+class GraphCache:
     """The graphs of one model. A function is captured when its key first comes.
 
     Keys come in families. A few families are kept, and the one that rested longest goes with all its graphs. All go
@@ -115,12 +115,12 @@ class Graphs:
     def open(self, name: Hashable, make: Callable[[], T]) -> T:
         """What a family's graphs are captured with, made when the family first comes, and kept as long as they are."""
         family = self._families.pop(name, None) or _Family(make())
-        if len(self._families) == FAMILIES:
+        if len(self._families) == MAX_FAMILIES:
             del self._families[next(iter(self._families))]
         self._families[name] = family
         return family.owner
 
-    def forget(self, name: Hashable) -> None:
+    def evict(self, name: Hashable) -> None:
         """Lets go of a family."""
         self._families.pop(name, None)
 
@@ -135,7 +135,7 @@ class Graphs:
                 for tensor, value in zip(state, before, strict=True):
                     tensor.copy_(value)
 
-            graphs[key] = Captured(*self._capture(work, restore))
+            graphs[key] = CapturedGraph(*self._capture(work, restore))
         graphs[key].replay()
         return graphs[key].out
 
@@ -146,67 +146,67 @@ class Graphs:
         """What `work` gives for each row of a batch of at most ROWS[-1] rows in a sequence, [n, ...] on the device.
         `shape`: that of what it reads besides."""
         graphs = self._families[name].graphs
-        rows, width = padded(rows_of(batch)), batch.mask.shape[1]
+        rows, width = padded_rows(rows_per_sequence(batch)), batch.mask.shape[1]
         key = rows, width, shape
         captured = graphs.get(key)
         if captured is None:
-            inputs = Inputs(rows, width, batch.kv_len.shape[0], device)
+            inputs = GraphInputs(rows, width, batch.kv_len.shape[0], device)
             inputs.fill(batch)  # the runs before the capture are on it
-            captured = graphs[key] = Captured(*self._capture(lambda: work(inputs.batch)), inputs)
+            captured = graphs[key] = CapturedGraph(*self._capture(lambda: work(inputs.batch)), inputs)
         else:
             assert captured.inputs is not None
             captured.inputs.fill(batch)
         captured.replay()
-        return captured.out[: rows_of(batch)]
+        return captured.out[: rows_per_sequence(batch)]
 
 
-def rows_of(batch: HostBatch) -> int:
+def rows_per_sequence(batch: HostBatch) -> int:
     """The rows of each of its sequences."""
     return len(batch) // len(batch.kv_len)
 
 
-def shaping(sampling: SamplingParams) -> str:
+def logits_key(sampling: SamplingParams) -> str:
     """Equal for two requests whose logits are shaped alike: a graph that has these parameters by value serves both."""
     ends = {"prompt_logprobs": None, "max_tokens": None, "stop": (), "stop_token_ids": (), "ignore_eos": False}
     rounds = {"verify_batch": None, "draft_steps": None}
     return repr(replace(sampling, seed=0, negative_prompt_ids=(), **ends, **rounds))
 
 
-def padded(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """How many rows a batch of so many is captured with."""
-    return next(fixed for fixed in ROWS if fixed >= rows)
+    return next(fixed for fixed in CAPTURED_ROWS if fixed >= rows)
 
 
-class GraphForwards(EagerSteps):
+class GraphForwardExecutor(EagerExecutor):
     """Eager steps whose forwards are graphs; what makes tokens of their logits follows operator by operator."""
 
     name = "graph forwards"
     TAKES: Features = frozenset(FEATURES) - {"guidance", "population"}
 
-    def __init__(self, runner: Runner, graphs: Graphs, guided: bool = False) -> None:
+    def __init__(self, runner: Runner, graphs: GraphCache, guided: bool = False) -> None:
         """`guided`: whether a graph may hold two sequences, so that it takes guided requests, too."""
         super().__init__(runner)
         self.graphs = graphs
         self._takes = self.TAKES | {"guidance"} if guided else self.TAKES
 
-    def takes(self, wanted: Features) -> bool:
-        return wanted <= self._takes
+    def supports(self, required: Features) -> bool:
+        return required <= self._takes
 
-    def open(self, request: Request) -> None:
+    def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         self.graphs.bind(self.runner.cache.k)
         guidance = self.runner.guidance
-        self._forwards = FORWARDS if guidance is None else (FORWARDS, guidance.scale)
+        self._forwards = FORWARD_FAMILY if guidance is None else (FORWARD_FAMILY, guidance.scale)
         self.graphs.open(self._forwards, lambda: None)
 
     def forward(self, batch: HostBatch) -> Tensor:
-        if rows_of(batch) > ROWS[-1]:
+        if rows_per_sequence(batch) > CAPTURED_ROWS[-1]:
             return super().forward(batch)
         device, began = self.runner.model.device, time.perf_counter()
         logits = self.graphs.run_batch(self._forwards, batch, self.model_forward, device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        self.runner.note(began, len(batch))
+        self.runner.record_step(began, len(batch))
         return logits
 
     def model_forward(self, batch: Batch) -> Tensor:
@@ -219,12 +219,12 @@ class GraphForwards(EagerSteps):
 class CudaCapture:
     """Captures on the current CUDA device. Its graphs share one pool, for they run one after the other.
 
-    Captures of two threads take turns, by `turn`; meanwhile the other thread may launch, and wait for its own stream.
+    Captures of two threads take turns, by `lock`; meanwhile the other thread may launch, and wait for its own stream.
     `priority`: of the graphs' kernels, whatever the stream on which they are replayed; below 0 they go first.
     """
 
-    def __init__(self, turn: Lock, priority: int = 0) -> None:
-        self._pool, self._turn = torch.cuda.graph_pool_handle(), turn
+    def __init__(self, lock: Lock, priority: int = 0) -> None:
+        self._pool, self._lock = torch.cuda.graph_pool_handle(), lock
         # its own, for what a library keeps by stream is then nobody else's, and there before a capture begins
         self._stream = torch.cuda.Stream(priority=priority)
         self._first: torch.cuda.CUDAGraph | None = None  # kept: a pool that was without graphs takes no more of them
@@ -234,10 +234,10 @@ class CudaCapture:
     ) -> tuple[Tensor, Callable[[], None]]:
         side, here = self._stream, torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
-        with self._turn:
+        with self._lock:
             side.wait_stream(here)
             with torch.cuda.stream(side):
-                for _ in range(WARM_UPS):
+                for _ in range(WARM_UP_RUNS):
                     work()
                     restore()
             here.wait_stream(side)

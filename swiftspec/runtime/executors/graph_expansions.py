@@ -14,15 +14,15 @@ from torch import Tensor
 
 from swiftspec.backends.reference import Scores
 from swiftspec.model.batch import Batch
-from swiftspec.runtime.executors import Features, Request
-from swiftspec.runtime.executors.graph import GraphForwards, Graphs
-from swiftspec.runtime.executors.static_noise import HeldNoise
+from swiftspec.runtime.executors import ExecutorRequest, Features
+from swiftspec.runtime.executors.graph import GraphCache, GraphForwardExecutor
+from swiftspec.runtime.executors.static_noise import StaticNoiseBuffer
 from swiftspec.runtime.runner import Runner
 from swiftspec.sampling.noise import PositionNoise
 from swiftspec.tree.tree import DraftTree
 
 
-class Rows(Protocol):
+class ExpansionRows(Protocol):
     """The rows of one expansion, in tensors that the next one overwrites. `mask` covers the whole tree region."""
 
     @property
@@ -35,36 +35,36 @@ class Rows(Protocol):
     def mask(self) -> Tensor: ...  # [w, slots] bool
 
 
-class DeviceTree(Protocol):
+class DeviceTreeLike(Protocol):
     """A draft tree that grows on the device; backends/cuda/tree.py defines it."""
 
     children: int
     rows: Any
     logprob: Tensor
 
-    def put(self, tree: Any, /) -> None: ...
+    def upload(self, tree: Any, /) -> None: ...
     def restore(self) -> None: ...
-    def take(self, tree: Any, /) -> None: ...
-    def best_leaves(self, prefix: Tensor, /) -> Rows: ...
+    def download(self, tree: Any, /) -> None: ...
+    def best_leaves(self, prefix: Tensor, /) -> ExpansionRows: ...
     def add_children(self, tokens: Tensor, logprobs: Tensor, /) -> None: ...
 
 
-class GraphExpansions(GraphForwards):
+class GraphExpansionExecutor(GraphForwardExecutor):
     """Expansions without the host, but for the root's, whose batch has pending tokens in it."""
 
     name = "graph"
     TAKES: Features = frozenset({"greedy", "sampled"})
 
-    def __init__(self, runner: Runner, graphs: Graphs, tree: DeviceTree) -> None:
+    def __init__(self, runner: Runner, graphs: GraphCache, tree: DeviceTreeLike) -> None:
         super().__init__(runner, graphs)
         self._tree = tree
         device = runner.model.device
         self._numbers = torch.zeros(2, dtype=torch.int64, device=device)  # prefix, end of the region
         self._staged = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sequence = torch.zeros(len(tree.rows.tokens), dtype=torch.int64, device=device)
-        self._noise = HeldNoise(runner.vocab, torch.float32, device)
+        self._noise = StaticNoiseBuffer(runner.vocab, torch.float32, device)
 
-    def open(self, request: Request) -> None:
+    def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         shape, params = request.expansion, request.sampler.params
         assert shape is not None
@@ -77,30 +77,30 @@ class GraphExpansions(GraphForwards):
         if tree.expanded == 0 and count > 0:
             super().expand(tree, pending, 1)
             count -= 1
-        if tree.expanded > 0 and 1 < count <= self.room(tree):
+        if tree.expanded > 0 and 1 < count <= self.expansions_that_fit(tree):
             self._expand_on_device(tree, count)
         else:
             super().expand(tree, pending, count)
 
-    def room(self, tree: DraftTree) -> int:
+    def expansions_that_fit(self, tree: DraftTree) -> int:
         """How many expansions fit into tree and cache; and the tree may not become deeper than a block of noise."""
-        slots = min(tree.room(self._tree.children), self.runner.cache.room)
-        return min(slots // len(self._sequence), PositionNoise.BLOCK - _depth(tree))
+        slots = min(tree.expandable_leaves(self._tree.children), self.runner.cache.free_slots)
+        return min(slots // len(self._sequence), PositionNoise.BLOCK_POSITIONS - _depth(tree))
 
     def _expand_on_device(self, tree: DraftTree, count: int) -> None:
         cache, sampler, began = self.runner.cache, self._request.sampler, time.perf_counter()
         prefix = cache.prefix_len[0]
         if self._noisy:
-            self._noise.hold(sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
+            self._noise.ensure(sampler.noise, prefix + 1, prefix + 1 + _depth(tree) + count)
         self._staged[:] = torch.tensor([prefix, prefix + tree.slots])
         self._numbers.copy_(self._staged, non_blocking=True)
-        self._tree.put(tree)
-        with self.runner.naming_lost():
+        self._tree.upload(tree)
+        with self.runner.translate_peer_errors():
             self.graphs.run(self._family, count, lambda: self._expansions(count))
-            self._tree.take(tree)
+            self._tree.download(tree)
         cache.append_tree(count * len(self._sequence))
         for _ in range(count):
-            self.runner.note(began, len(self._sequence))
+            self.runner.record_step(began, len(self._sequence))
             began = time.perf_counter()
 
     def _expansions(self, count: int) -> Tensor:

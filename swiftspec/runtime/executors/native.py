@@ -17,8 +17,8 @@ from torch import Tensor
 from swiftspec.config import PopulationConfig
 from swiftspec.messages import Proposal
 from swiftspec.model.packed_model import Fused
-from swiftspec.runtime.executors import Accepted, Features, Request
-from swiftspec.runtime.executors.eager import EagerSteps
+from swiftspec.runtime.executors import Accepted, ExecutorRequest, Features
+from swiftspec.runtime.executors.eager import EagerExecutor
 from swiftspec.runtime.executors.native_population import NativePopulation
 from swiftspec.runtime.kv_cache import KVCache
 from swiftspec.runtime.runner import Runner
@@ -26,10 +26,10 @@ from swiftspec.sampling.noise import TARGET_STREAM
 from swiftspec.tree import mask as tree_mask
 from swiftspec.tree.tree import DraftTree
 
-Allowed = Callable[[list[int]], NDArray]  # nodes of leaves -> bits of the tokens that may follow each
+AllowedTokenBits = Callable[[list[int]], NDArray]  # nodes of leaves -> bits of the tokens that may follow each
 
 
-class NativeRounds(Protocol):
+class NativeTreeRounds(Protocol):
     """The inner part of a round as one call, over the only sequence of one cache. What comes back has no logits in it.
     A group's ranks make the same calls; OSError says that one of them is gone. csrc/bind/rounds.cpp defines it."""
 
@@ -38,7 +38,7 @@ class NativeRounds(Protocol):
     ) -> Any: ...
     def expand(
         self, tree: Any, prefix: int, pending: list[int], w: int, k: int, scoring: Any, coupled: bool, tau: float,
-        allowed: Allowed | None, /,
+        allowed: AllowedTokenBits | None, /,
     ) -> tuple[int, float]: ...  # fmt: skip
     def verify(
         self, tokens: Sequence[int], parents: Sequence[int], prefix: int, scoring: Any, allowed: NDArray | None, /
@@ -50,7 +50,7 @@ class NativeModel(Fused, Protocol):
     """A model as one native call, with the inner part of a round and a draft's tree on the native side, too, and a
     population's rounds (native_rounds.py)."""
 
-    def rounds(self, cache: Any, /) -> NativeRounds:
+    def rounds(self, cache: Any, /) -> NativeTreeRounds:
         """The inner part of a round over a cache of one sequence."""
         ...
 
@@ -65,7 +65,7 @@ class NativeModel(Fused, Protocol):
         ...
 
 
-class Handle(Protocol):
+class NativeTreeHandle(Protocol):
     """The native side of a tree."""
 
     def best_subtree(self, bs: int, root: int, /) -> tuple[list[int], list[int], list[int]]: ...
@@ -76,29 +76,29 @@ class Handle(Protocol):
 
 
 class NativeTree(DraftTree):
-    """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeSteps` can expand."""
+    """A `DraftTree` whose arithmetic native code does, on the same arrays, and which `NativeExecutor` can expand."""
 
     def __init__(self, nodes: int, slots: int, fused: NativeModel) -> None:
         super().__init__(nodes, slots)
         arrays = (self.token, self.parent, self.slot, self.logprob, self.visible, self.sizes)
-        self.native: Handle = fused.tree(arrays)
+        self.native: NativeTreeHandle = fused.tree(arrays)
 
     def best_subtree(self, bs: int, root: int = 0, first: int = 0) -> tuple[list[int], list[int], list[int]]:
         if first > 0:
             return super().best_subtree(bs, root, first)
         return self.native.best_subtree(bs, root)
 
-    def prospects(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
+    def expected_mass(self, bs: int, w: int, root: int = 0) -> tuple[float, float]:
         return self.native.prospects(bs, w, root)
 
-    def walk(self, tokens: Sequence[int]) -> list[int]:
+    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
         return self.native.walk(tokens)
 
     def reroot(self, node: int) -> tuple[list[int], list[int]]:
         return self.native.reroot(node)
 
 
-class NativeSteps(EagerSteps):
+class NativeExecutor(EagerExecutor):
     """Expansions and verifications of one decoder that is a native call (`Fused`). A draft's tree is a `NativeTree`."""
 
     name = "native"
@@ -109,14 +109,14 @@ class NativeSteps(EagerSteps):
         self._fused, self._group = fused, runner.model.group
         self._bound: Tensor | None = None  # the cache's keys, whose address `_rounds` knows
 
-    def takes(self, wanted: Features) -> bool:
-        return wanted <= self.EXPANDS
+    def supports(self, required: Features) -> bool:
+        return required <= self.EXPANDS
 
-    def open(self, request: Request) -> None:
+    def open(self, request: ExecutorRequest) -> None:
         super().open(request)
         cache: KVCache = self.runner.cache
         if self._bound is not cache.k:
-            self._rounds: NativeRounds = self._fused.rounds(cache)
+            self._rounds: NativeTreeRounds = self._fused.rounds(cache)
             self._bound = cache.k
         sampler = request.sampler
         p = sampler.params
@@ -129,8 +129,8 @@ class NativeSteps(EagerSteps):
         assert isinstance(tree, NativeTree)
         runner, shape = self.runner, self._request.expansion
         assert shape is not None
-        rules = self._request.sampler.rules
-        allowed = None if rules is None else lambda nodes: rules.bits(tree.path_tokens(nodes))
+        rules = self._request.sampler.constraint
+        allowed = None if rules is None else lambda nodes: rules.bitmask(tree.path_tokens(nodes))
         for _ in range(count):
             if not self.has_room(tree, pending):
                 return
@@ -149,12 +149,12 @@ class NativeSteps(EagerSteps):
                 runner.cache.append_prefix(len(pending))
                 pending.clear()
             runner.cache.append_tree(expanded)
-            runner.note(began, rows, seconds)
+            runner.record_step(began, rows, seconds)
 
     def verify(self, proposal: Proposal) -> Accepted:
         runner, began = self.runner, time.perf_counter()
-        prefix, rules = runner.cache.prefix_len[0], self._request.sampler.rules
-        allowed = None if rules is None else rules.bits(tree_mask.paths(proposal.tokens, proposal.parents))
+        prefix, rules = runner.cache.prefix_len[0], self._request.sampler.constraint
+        allowed = None if rules is None else rules.bitmask(tree_mask.paths(proposal.tokens, proposal.parents))
         try:
             path, tokens, seconds = self._rounds.verify(
                 proposal.tokens, proposal.parents, prefix, self._scoring, allowed
@@ -162,7 +162,7 @@ class NativeSteps(EagerSteps):
         except OSError as error:
             raise self._reason(error) from None
         runner.cache.append_prefix(len(path))
-        runner.note(began, len(proposal.tokens), seconds)
+        runner.record_step(began, len(proposal.tokens), seconds)
         return Accepted(path, tokens)
 
     def probabilities(self, tokens: Sequence[int], parents: Sequence[int]) -> list[float] | None:
@@ -177,6 +177,6 @@ class NativeSteps(EagerSteps):
     def settle(self, path: Sequence[int]) -> None:
         pass  # `verify` has committed it
 
-    def reply(self, tree: DraftTree, *where: Any) -> Any:
+    def fast_reply(self, tree: DraftTree, *where: Any) -> Any:
         assert isinstance(tree, NativeTree)
         return tree.native.fast_reply(*where)

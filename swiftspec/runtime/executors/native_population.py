@@ -17,22 +17,22 @@ from torch import Tensor
 
 from swiftspec.config import PopulationConfig
 from swiftspec.runtime.executors import Features
-from swiftspec.runtime.executors.population_rounds import Work
+from swiftspec.runtime.executors.population_rounds import RoundProgram
 from swiftspec.runtime.runner import Runner
 
-Told = Callable[[bool, int, float], None]  # of a forward: whether it was the target's, its rows, its seconds
+ForwardCallback = Callable[[bool, int, float], None]  # of a forward: whether it was the target's, its rows, its seconds
 
 
 class NativePopulation(Protocol):
     """Rounds on tensors that stay where they are. csrc/bind/population.cpp defines it."""
 
     def round(
-        self, spans: Sequence[tuple[int, float, Tensor | None]], head: NDArray, told: Told | None, /
+        self, spans: Sequence[tuple[int, float, Tensor | None]], head: NDArray, told: ForwardCallback | None, /
     ) -> tuple[float, float]: ...
     def compact(self, group: int, promoted: int, keep: Sequence[int], /) -> None: ...
 
 
-class Both(Protocol):
+class NativePopulationModel(Protocol):
     """A target as one native call, which makes rounds with a draft that is one, too."""
 
     def population(
@@ -41,7 +41,7 @@ class Both(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class ReadyResult:
     """Mail that needs no carrying."""
 
     head: NDArray
@@ -50,20 +50,22 @@ class Here:
         return self.head
 
 
-class NativeRounds:
+class NativePopulationExecutor:
     """Rounds of two models that are each a native call (`Fused`)."""
 
     name = "native"
     TAKES: Features = frozenset({"greedy", "sampled", "logit bias", "population"})
 
-    def __init__(self, target: Runner, draft: Runner, models: tuple[Both, Any], config: PopulationConfig) -> None:
+    def __init__(
+        self, target: Runner, draft: Runner, models: tuple[NativePopulationModel, Any], config: PopulationConfig
+    ) -> None:
         self._runners, self._models, self._config = (target, draft), models, config
-        self._work: Work | None = None  # what `_native` was made of, and the two caches' keys
+        self._program: RoundProgram | None = None  # what `_native` was made of, and the two caches' keys
         self._target: Tensor | None = None
         self._draft: Tensor | None = None
 
-    def takes(self, wanted: Features) -> bool:
-        return wanted <= self.TAKES
+    def supports(self, required: Features) -> bool:
+        return required <= self.TAKES
 
     def window(self, slots: int) -> int:
         """Each group's ends where its slots do."""
@@ -72,27 +74,27 @@ class NativeRounds:
     def groups(self, live: int, most: int) -> int:
         return live
 
-    def round(self, work: Work, width: int, groups: int) -> Here:
-        native = self._native_of(work)
+    def round(self, program: RoundProgram, width: int, groups: int) -> ReadyResult:
+        native = self._native_of(program)
         # no tensor: after forwards torch has to be read from memory anew, and takes longer than what it does here
-        head = np.empty((groups, work.told + width), np.int64)
+        head = np.empty((groups, program.header_len + width), np.int64)
         target, draft = self._runners
-        watched = target.hooks or draft.hooks
-        spent = native.round(work.shaped(groups), head, self._tell if watched else None)
-        if not watched:
+        hooked = target.hooks or draft.hooks
+        spent = native.round(program.sampling_spans(groups), head, self._record_forward if hooked else None)
+        if not hooked:
             draft.busy, target.busy = draft.busy + spent[0], target.busy + spent[1]
-        return Here(head)
+        return ReadyResult(head)
 
-    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        self._native_of(work).compact(group, len(path), keep)
+    def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
+        self._native_of(program).compact(group, len(path), keep)
 
-    def _native_of(self, work: Work) -> NativePopulation:
+    def _native_of(self, program: RoundProgram) -> NativePopulation:
         target, draft = self._runners[0].cache, self._runners[1].cache
-        if self._work is not work or self._target is not target.k or self._draft is not draft.k:
-            self._native = self._models[0].population(target, self._models[1], draft, work.tensors, self._config)
-            self._work, self._target, self._draft = work, target.k, draft.k
+        if self._program is not program or self._target is not target.k or self._draft is not draft.k:
+            self._native = self._models[0].population(target, self._models[1], draft, program.tensors, self._config)
+            self._program, self._target, self._draft = program, target.k, draft.k
         return self._native
 
-    def _tell(self, of_target: bool, rows: int, seconds: float) -> None:
+    def _record_forward(self, of_target: bool, rows: int, seconds: float) -> None:
         """Of a forward that ends now."""
-        self._runners[not of_target].note(time.perf_counter() - seconds, rows, seconds)
+        self._runners[not of_target].record_step(time.perf_counter() - seconds, rows, seconds)

@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swiftspec.runtime.async_copy import AsyncCopy
-from swiftspec.runtime.executors import FEATURES, Features, Kind
-from swiftspec.runtime.executors.graph import ROUNDS, Graphs
-from swiftspec.tree.mask import WIDTHS
+from swiftspec.runtime.executors import FEATURES, Executor, Features
+from swiftspec.runtime.executors.graph import ROUND_FAMILY, GraphCache
+from swiftspec.tree.mask import MASK_WIDTHS
 
-NARROW = 16  # windows of eager rounds are multiples of this many slots
+EAGER_WINDOW_SLOTS = 16  # windows of eager rounds are multiples of this many slots
 
 
-class Mail(Protocol):
+class RoundResult(Protocol):
     """What a round leaves for the host."""
 
     def read(self) -> NDArray:
-        """[groups, `Work.told` + width] int64, waited for."""
+        """[groups, `RoundProgram.header_len` + width] int64, waited for."""
         ...
 
 
-class Work(Protocol):
+class RoundProgram(Protocol):
     """What a round of a population is: operators on tensors that stay where they are. swiftspec/smc/round.py has it."""
 
     @property
@@ -45,15 +45,15 @@ class Work(Protocol):
         ...
 
     @property
-    def told(self) -> int:
+    def header_len(self) -> int:
         """How many numbers it leaves for each group, beside one for each slot of the window."""
         ...
 
     def compact(self, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """Follows `KVCache.promote` of both caches in the group at that position."""
+        """Follows `KVCache.commit_sequence` of both caches in the group at that position."""
         ...
 
-    def shaped(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
+    def sampling_spans(self, groups: int, /) -> Sequence[tuple[int, float, Tensor | None]]:
         """How the logits of the first groups are shaped, by neighbours: so many groups, their temperature and bias."""
         ...
 
@@ -62,7 +62,7 @@ class Work(Protocol):
         ...
 
 
-class Rounds(Kind, Protocol):
+class PopulationExecutor(Executor, Protocol):
     """One kind of rounds."""
 
     def window(self, slots: int) -> int:
@@ -73,64 +73,64 @@ class Rounds(Kind, Protocol):
         """How many groups a round runs over, where so many of at most `most` take part; the others are idle."""
         ...
 
-    def round(self, work: Work, width: int, groups: int, /) -> Mail:
+    def round(self, program: RoundProgram, width: int, groups: int, /) -> RoundResult:
         """One round of the first groups over a window of that width."""
         ...
 
-    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
-        """`Work.compact`, after the rounds that have begun."""
+    def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int], /) -> None:
+        """`RoundProgram.compact`, after the rounds that have begun."""
         ...
 
 
-class EagerRounds:
+class EagerPopulationExecutor:
     """Operator by operator: on any device, for every request."""
 
     name = "eager"
 
-    def takes(self, wanted: Features) -> bool:
+    def supports(self, required: Features) -> bool:
         return True
 
     def window(self, slots: int) -> int:
-        return -(-slots // NARROW) * NARROW
+        return -(-slots // EAGER_WINDOW_SLOTS) * EAGER_WINDOW_SLOTS
 
     def groups(self, live: int, most: int) -> int:
         return live
 
-    def round(self, work: Work, width: int, groups: int) -> Mail:
-        return AsyncCopy(work(width, groups))
+    def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
+        return AsyncCopy(program(width, groups))
 
-    def compact(self, work: Work, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
-        work.compact(group, path, keep)
+    def compact(self, program: RoundProgram, group: int, path: Sequence[int], keep: Sequence[int]) -> None:
+        program.compact(group, path, keep)
 
 
-class GraphRounds(EagerRounds):
+class GraphPopulationExecutor(EagerPopulationExecutor):
     """A population's rounds, each one graph of both models' forwards and all that comes between them. The seconds that
     it spends in either model cannot be told apart, and `Runner.busy` leaves them out."""
 
     name = "graph"
     TAKES: Features = frozenset(FEATURES) - {"guidance"}
 
-    def __init__(self, graphs: Graphs) -> None:
+    def __init__(self, graphs: GraphCache) -> None:
         self.graphs = graphs
         self._key: Hashable = None
 
-    def takes(self, wanted: Features) -> bool:
-        return wanted <= self.TAKES
+    def supports(self, required: Features) -> bool:
+        return required <= self.TAKES
 
     def window(self, slots: int) -> int:
         """One of few, each with its graph."""
-        step = WIDTHS[-1]
+        step = MASK_WIDTHS[-1]
         if slots < step:
-            step = next(width for width in WIDTHS if width >= slots)
+            step = next(width for width in MASK_WIDTHS if width >= slots)
         return -(-slots // step) * step
 
     def groups(self, live: int, most: int) -> int:
         """One of few: a power of two, or all."""
         return min(1 << (live - 1).bit_length(), most)
 
-    def round(self, work: Work, width: int, groups: int) -> Mail:
-        if work.key != self._key:
-            self.graphs.forget(ROUNDS)  # the tensors that they read by value are gone
-            self._key = work.key
-        self.graphs.open(ROUNDS, lambda: None)
-        return AsyncCopy(self.graphs.run(ROUNDS, (width, groups), partial(work, width, groups), work.state))
+    def round(self, program: RoundProgram, width: int, groups: int) -> RoundResult:
+        if program.key != self._key:
+            self.graphs.evict(ROUND_FAMILY)  # the tensors that they read by value are gone
+            self._key = program.key
+        self.graphs.open(ROUND_FAMILY, lambda: None)
+        return AsyncCopy(self.graphs.run(ROUND_FAMILY, (width, groups), partial(program, width, groups), program.state))

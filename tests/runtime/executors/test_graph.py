@@ -20,9 +20,9 @@ from swiftspec.config import PopulationConfig
 from swiftspec.model.batch import Batch, HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors import Request
-from swiftspec.runtime.executors.eager import EagerSteps
-from swiftspec.runtime.executors.graph import FAMILIES, ROWS, GraphForwards, Graphs, Inputs
+from swiftspec.runtime.executors import ExecutorRequest
+from swiftspec.runtime.executors.eager import EagerExecutor
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_FAMILIES, GraphCache, GraphForwardExecutor, GraphInputs
 from swiftspec.tree import mask as tree_mask
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.histories import HistoryModel
@@ -44,7 +44,7 @@ def random_batch(rows: int, width: int, seed: int, sequences: int = 1) -> HostBa
 
 @pytest.mark.parametrize("sequences", [1, 2])
 def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences: int) -> None:
-    inputs = Inputs(8, 16, sequences, CPU)
+    inputs = GraphInputs(8, 16, sequences, CPU)
     for rows, seed in ((8, 0), (5, 1), (1, 2)):
         batch = random_batch(rows, 16, seed, sequences)
         inputs.fill(batch)
@@ -59,23 +59,23 @@ def test_every_part_reaches_the_device_and_added_rows_repeat_the_last(sequences:
 
 def test_few_shapes_serve_all_numbers_of_rows() -> None:
     capture = Rerun()
-    graphs = Graphs(capture)
+    graphs = GraphCache(capture)
     graphs.open("forwards", lambda: None)
 
     def forwards(batch: HostBatch) -> list[float]:
         return graphs.run_batch("forwards", batch, lambda placed: placed.tokens.float(), CPU).tolist()
 
-    for rows in range(1, ROWS[-1] + 1):
+    for rows in range(1, CAPTURED_ROWS[-1] + 1):
         batch = random_batch(rows, 8, rows)
         assert forwards(batch) == torch.from_numpy(batch.tokens).float().tolist()
-    assert capture.captures == len(ROWS) and capture.replays == ROWS[-1]
+    assert capture.captures == len(CAPTURED_ROWS) and capture.replays == CAPTURED_ROWS[-1]
     forwards(random_batch(3, 16, 0))
-    assert capture.captures == len(ROWS) + 1
+    assert capture.captures == len(CAPTURED_ROWS) + 1
 
 
 def test_families_go_when_they_rest_longest_and_all_with_their_buffer() -> None:
     capture = Rerun()
-    graphs, buffers, owners = Graphs(capture), [torch.zeros(3), torch.zeros(3)], []
+    graphs, buffers, owners = GraphCache(capture), [torch.zeros(3), torch.zeros(3)], []
 
     def run(family: int, buffer: int = 0) -> int:
         before = capture.captures
@@ -84,16 +84,16 @@ def test_families_go_when_they_rest_longest_and_all_with_their_buffer() -> None:
         graphs.run(family, "key", lambda: buffers[buffer] + 1)
         return capture.captures - before
 
-    assert [run(family) for family in range(FAMILIES)] == [1] * FAMILIES
+    assert [run(family) for family in range(MAX_FAMILIES)] == [1] * MAX_FAMILIES
     assert run(0) == 0 and owners[-1] is owners[0], "what a family was captured with stays as long"
-    assert run(FAMILIES) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
+    assert run(MAX_FAMILIES) == 1 and run(0) == 0 and run(1) == 1, "the one that rested longest went"
     assert run(0, 1) == 1 and owners[-1] is not owners[0], "they know the buffer by its address"
-    graphs.forget(0)
+    graphs.evict(0)
     assert run(0, 1) == 1
 
 
 def test_a_run_before_the_capture_leaves_its_state_as_it_was() -> None:
-    graphs, state = Graphs(Rerun()), torch.zeros(2)
+    graphs, state = GraphCache(Rerun()), torch.zeros(2)
     graphs.open("rounds", lambda: None)
     for count in (1, 2, 3):
         assert graphs.run("rounds", "key", lambda: state.add_(1), [state]).tolist() == [count, count]
@@ -111,9 +111,9 @@ def test_a_runner_with_graphs_equals_one_without(checkpoint: Path) -> None:
     capture = Rerun()
     model = load_model(checkpoint, dtype=torch.float64, ops=unfused, max_positions=160)
     plain, graphed = (make_runner(model, unfused, context=96, tree_slots=32) for _ in range(2))
-    steps = EagerSteps(plain), GraphForwards(graphed, Graphs(capture))
+    steps = EagerExecutor(plain), GraphForwardExecutor(graphed, GraphCache(capture))
     for kind in steps:
-        kind.open(Request(kind.runner.sampler(SamplingParams(), ())))
+        kind.open(ExecutorRequest(kind.runner.sampler(SamplingParams(), ())))
     noise, prefix = np.random.default_rng(3), noise_tokens(41)
     for runner in (plain, graphed):
         runner.prefill(prefix)
@@ -138,7 +138,7 @@ def test_a_population_with_graphs_equals_one_without(exact: int) -> None:
         models = HistoryModel(3, 1), HistoryModel(3, 2)
         pair = [make_runner(model, reference, context=40, tree_slots=256) for model in models]
         plan = PopulationConfig(3, 2, 0.7, 1.0, exact)
-        workers.append(make_population(pair[0], pair[1], plan, longest=20, captures=(capture, capture)))
+        workers.append(make_population(pair[0], pair[1], plan, max_tokens=20, captures=(capture, capture)))
     shaped: list[dict[str, Any]] = [{}, {}, {"logit_bias": {1: 0.5}}, {"logit_bias": {1: -0.5}}, PENALISED, PENALISED]
     counts = []
     for number, more in enumerate(shaped):
@@ -177,7 +177,7 @@ def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
             runners.append(make_runner(model, unfused, context=64, tree_slots=256))
         capture = None if group is None else Rerun()
         plan = PopulationConfig(3, 2, 0.8, 1.5)
-        worker = make_population(runners[0], runners[1], plan, longest=40, captures=(capture, capture))
+        worker = make_population(runners[0], runners[1], plan, max_tokens=40, captures=(capture, capture))
         found = []
         for seed in (1, 2):
             sampling = SamplingParams(temperature=0.8, seed=seed, **more)
@@ -185,7 +185,7 @@ def test_the_rounds_of_a_group_of_ranks_are_those_of_one(
             while worker.launch():
                 worker.collect()
             answer = worker.answer()
-            found.append((worker.group.steps.name, answer.tokens, f"{answer.log_z:.9f}"))
+            found.append((worker.group.executor.name, answer.tokens, f"{answer.log_z:.9f}"))
         assert capture is None or (capture.captures > 1) == (found[0][0] == "graph")
         return found
 

@@ -20,8 +20,8 @@ from swiftspec.backends.cuda import tree as cuda_tree
 from swiftspec.config import EngineConfig
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import FORWARDS
-from swiftspec.runtime.executors.graph_expansions import GraphExpansions
+from swiftspec.runtime.executors.graph import FORWARD_FAMILY
+from swiftspec.runtime.executors.graph_expansions import GraphExpansionExecutor
 from swiftspec.runtime.local_drafter import LocalDrafter
 from tests.support.fake_cuda_graphs import Rerun
 from tests.support.roles import make_drafter, make_runner, opening
@@ -98,9 +98,11 @@ def drafters(checkpoint: Path, config: EngineConfig, group: Any = None) -> tuple
 def grown(drafter: LocalDrafter) -> list[Any]:
     """The families of graphs that a drafter has for expansions in a row."""
     found: list[Any] = []
-    for kind in drafter.steps_known:
-        if isinstance(kind, GraphExpansions):
-            found += [name for name, family in kind.graphs._families.items() if name != FORWARDS and family.graphs]
+    for kind in drafter.executors:
+        if isinstance(kind, GraphExpansionExecutor):
+            found += [
+                name for name, family in kind.graphs._families.items() if name != FORWARD_FAMILY and family.graphs
+            ]
     return found
 
 
@@ -130,7 +132,7 @@ def test_rounds_are_those_with_the_host(checkpoint: Path, mode: Any, sampling: S
     calls = expansions(ours)
     same_rounds(host, ours, sampling, 64)
     plain = sampling.repetition_penalty == 1 and sampling.top_p == 1
-    assert (ours.steps.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
+    assert (ours.executor.name == "graph") == bool(grown(ours)) == plain and capture.captures > 0
     if plain and mode == "serial":
         assert "tree_batch" not in calls[:10], "after the root no expansion has the host"
 
@@ -158,7 +160,7 @@ def test_a_group_whose_messages_are_too_long_goes_step_by_step(checkpoint: Path)
 
     def work(group: ThreadGroup) -> list[str]:
         made = [drafters(checkpoint, plan, peers(group, most))[1] for most in (longest - 1, longest)]
-        return [drafter.choose(opening([1], SAMPLING[0])).name for drafter in made]
+        return [drafter.select_executor(opening([1], SAMPLING[0])).name for drafter in made]
 
     assert on_ranks(2, work) == [["graph forwards", "graph"]] * 2
 

@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.backends import library as unfused
-from swiftspec.messages import Drawn, Proposal
+from swiftspec.messages import DraftProbs, Proposal
 from swiftspec.model.batch import HostBatch
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.graph import FAMILIES, ROWS, GraphForwards, Inputs
-from swiftspec.runtime.executors.graph_verifications import DeviceHistory, GraphVerifications, Lineage
+from swiftspec.runtime.executors.graph import CAPTURED_ROWS, MAX_FAMILIES, GraphForwardExecutor, GraphInputs
+from swiftspec.runtime.executors.graph_verifications import AncestorPaths, DeviceHistory, GraphVerificationExecutor
 from swiftspec.runtime.verifier import LocalVerifier
-from swiftspec.sampling.vocab import HEAD
+from swiftspec.sampling.vocab import TOP_CANDIDATES
 from swiftspec.tree import mask as tree_mask
 from tests.runtime.executors.test_graph_expansions import peers
 from tests.support.fake_cuda_graphs import Blind, Recorder, Rerun
@@ -56,7 +56,7 @@ def verifiers(
 
 def in_one_graph(verifier: LocalVerifier) -> bool:
     """Whether the request's verifications are."""
-    return isinstance(verifier.steps, GraphVerifications)
+    return isinstance(verifier.executor, GraphVerificationExecutor)
 
 
 GREEDY = SamplingParams(temperature=0)
@@ -78,8 +78,8 @@ SAMPLING = {
 @pytest.mark.parametrize("name", SAMPLING)
 def test_one_graph_draws_what_the_steps_draw(checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every row, in requests with another seed too; where the filters' heads do not settle it, outside the graph."""
-    outside, accept = [], GraphVerifications.accept
-    monkeypatch.setattr(GraphVerifications, "accept", lambda *a: outside.append(a[0]) or accept(*a))
+    outside, accept = [], GraphVerificationExecutor.accept
+    monkeypatch.setattr(GraphVerificationExecutor, "accept", lambda *a: outside.append(a[0]) or accept(*a))
     steps, graphed, capture = verifiers(checkpoint)
     same_verdicts(steps, graphed, SAMPLING[name], VOCAB)
     assert not in_one_graph(steps) and in_one_graph(graphed)
@@ -100,11 +100,16 @@ def test_a_group_draws_the_same(checkpoint: Path, size: int, name: str) -> None:
 
 
 def test_a_group_whose_gathers_a_library_makes_goes_in_steps(checkpoint: Path) -> None:
-    longest = 4 * ROWS[-1] * (HEAD + 1)
+    longest = 4 * CAPTURED_ROWS[-1] * (TOP_CANDIDATES + 1)
 
     def work(group: ThreadGroup) -> list[bool]:
         found = []
-        for most, top_k in ((longest - 1, 0), (longest, 0), (longest, 2 * HEAD - 1), (longest, 2 * HEAD)):
+        for most, top_k in (
+            (longest - 1, 0),
+            (longest, 0),
+            (longest, 2 * TOP_CANDIDATES - 1),
+            (longest, 2 * TOP_CANDIDATES),
+        ):
             _, graphed, _ = verifiers(checkpoint, peers(group, most))
             graphed.open(opening(PROMPT, replace(SAMPLED, top_k=top_k), request=0))
             found.append(in_one_graph(graphed))
@@ -123,7 +128,7 @@ def test_what_cannot_be_one_graph_goes_in_steps(checkpoint: Path) -> None:
     assert not in_one_graph(graphed) and capture.captures == before
     same_verdicts(steps, graphed, SAMPLED, VOCAB, rounds=2)
     assert in_one_graph(graphed) and capture.captures > before
-    many = Proposal(0, 0, 5, tuple(range(ROWS[-1] + 1)), tuple(range(-1, ROWS[-1])))
+    many = Proposal(0, 0, 5, tuple(range(CAPTURED_ROWS[-1] + 1)), tuple(range(-1, CAPTURED_ROWS[-1])))
     before = capture.captures
     for verifier in (steps, graphed):
         verifier.open(opening(PROMPT, SAMPLED, request=0))
@@ -140,7 +145,7 @@ def drawn_proposal(dice: np.random.Generator, at: int, root: int, round_: int) -
     named[:, -1], probs[:, -1] = named[:, 0], 0
     left = {node: list(row[:-1]) for node, row in zip(inner, named, strict=False)}
     tokens = (root, *(int(left[parent].pop(int(dice.integers(0, 3)))) for parent in parents[1:]))
-    return Proposal(0, round_, at, tokens, tuple(parents), Drawn(named, probs) if inner else None)
+    return Proposal(0, round_, at, tokens, tuple(parents), DraftProbs(named, probs) if inner else None)
 
 
 def same_rejections(steps: LocalVerifier, graphed: LocalVerifier, sampling: SamplingParams) -> None:
@@ -180,7 +185,7 @@ def test_a_group_rejects_alike(checkpoint: Path) -> None:
 @pytest.mark.parametrize("name", ["greedy", "sampled", "flat", "all"])
 def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) -> None:
     """Where operators know several sequences without the host; torch's own do not, so a capture looks away here."""
-    ops = SimpleNamespace(**vars(unfused) | {"CAPTURES": 2})
+    ops = SimpleNamespace(**vars(unfused) | {"MAX_CAPTURED_SEQUENCES": 2})
     guided = replace(SAMPLING[name], guidance_scale=1.5, negative_prompt_ids=(7, 2))
 
     def work(group: ThreadGroup | None) -> int:
@@ -192,7 +197,7 @@ def test_guided_requests_in_one_graph(checkpoint: Path, size: int, name: str) ->
         scored = replace(guided, guidance_scale=3.0, logprobs=0)
         assert capture.captures > before  # the scale is held by value
         same_verdicts(steps, graphed, scored, VOCAB, rounds=2)
-        assert type(graphed.steps) is GraphForwards
+        assert type(graphed.executor) is GraphForwardExecutor
         return capture.captures
 
     assert work(None) > 0 if size == 1 else len(set(on_ranks(size, work))) == 1
@@ -209,7 +214,7 @@ def test_graphs_are_kept_for_a_few_ways_to_shape_logits(checkpoint: Path) -> Non
         verifier.close()
         return capture.captures - before
 
-    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(FAMILIES)]
+    ways = [replace(SAMPLED, temperature=0.5 + step / 10) for step in range(MAX_FAMILIES)]
     assert [captured(way) for way in ways[:-1]] == [1] * len(ways[:-1])
     assert [captured(replace(way, seed=9)) for way in ways[:-1]] == [0] * len(ways[:-1])
     assert captured(ways[0]) == 0 and captured(ways[-1]) == 1
@@ -227,10 +232,10 @@ def test_a_graph_counts_the_tokens_of_a_path(nodes: int, data: st.DataObject) ->
     tokens = data.draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes))
     prefix = data.draw(st.integers(0, 20))
     mask, slots = tree_mask.from_parents(parents), np.arange(prefix, prefix + nodes)
-    inputs, zeros = Inputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
+    inputs, zeros = GraphInputs(8, 8, 1, torch.device("cpu")), np.zeros(nodes, np.int64)
     inputs.fill(HostBatch(np.array(tokens), slots, slots, tree_mask.pad_left(mask), zeros, np.array([prefix + nodes])))
     history = DeviceHistory([1, 2], 4, "cpu")
     history.observe([0, 3, 3])
     assert torch.equal(
-        history.counts(Lineage.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
+        history.counts(AncestorPaths.of(inputs.batch))[:nodes], history.counts(tree_mask.paths(tokens, parents))
     )

@@ -19,7 +19,7 @@ from swiftspec.backends import cpu as host
 from swiftspec.backends.cpu import shm
 from swiftspec.backends.cpu.shm import SharedGroup
 from swiftspec.config import EngineConfig
-from swiftspec.distributed.transport.codec import pack, read_proposal
+from swiftspec.distributed.transport.codec import pack, unpack_proposal
 from swiftspec.messages import Proposal, VerifyResult
 from swiftspec.model.loader import load_model
 from swiftspec.params import SamplingParams
@@ -56,7 +56,7 @@ def make_runner(path: Path, dtype: torch.dtype) -> Runner:
 
 def runner_on(model: Any) -> Runner:
     runner = roles.make_runner(model, host, context=200, tree_slots=TREE)
-    runner.rules = lambda grammar: DiceRules(VOCAB)
+    runner.make_constraint = lambda grammar: DiceRules(VOCAB)
     return runner
 
 
@@ -102,7 +102,7 @@ def test_drafts(checkpoint: Path, dtype: torch.dtype, data: st.DataObject) -> No
     roles.only(stepped, "eager")
     fused.open(opening(PROMPT, sampling))
     stepped.open(opening(PROMPT, sampling))
-    assert (fused.steps.name, stepped.steps.name) == ("native", "eager")
+    assert (fused.executor.name, stepped.executor.name) == ("native", "eager")
     for _ in range(data.draw(st.integers(1, 5))):
         proposal = fused.propose()
         assert proposal == stepped.propose()
@@ -127,16 +127,16 @@ def test_what_is_answered_at_once(checkpoint: Path, data: st.DataObject) -> None
     proposal = drafter.propose()
     for _ in range(4):
         drafter.grow()
-        reply, result = drafter.reply(), any_result(proposal, data)
-        answer = reply.to(pack(result))
+        reply, result = drafter.fast_reply(), any_result(proposal, data)
+        answer = reply.reply(pack(result))
         for other in (replace(result, request=2), replace(result, prefix_len=result.prefix_len + 1)):
-            assert reply.to(pack(other)) == []
-        assert reply.to(pack(result)[:-1]) == reply.to([]) == []
+            assert reply.reply(pack(other)) == []
+        assert reply.reply(pack(result)[:-1]) == reply.reply([]) == []
         busy = drafter.busy
         drafter.observe(result)
         proposal = drafter.propose()
         if answer:
-            assert read_proposal(answer) == proposal and drafter.busy == busy
+            assert unpack_proposal(answer) == proposal and drafter.busy == busy
         else:
             assert drafter.busy > busy or plan.verify_batch == 1, "a fresh root, or too few nodes"
 
@@ -190,7 +190,7 @@ class Ranks:
 def in_a_group(size: int, work: Callable[[Ranks], T]) -> list[T]:
     name = shm.new_name()
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout=20))), range(size)))
+        return list(pool.map(lambda r: work(Ranks(SharedGroup(name, r, size, spin=False, timeout_s=20))), range(size)))
 
 
 def group_rounds(path: Path, ranks: Ranks, sampling: SamplingParams, steps: str) -> list[Any]:
@@ -235,13 +235,13 @@ def test_what_python_must_see_goes_in_steps(checkpoint: Path) -> None:
     """And so do the roles of a group's follower whose leader has chosen that."""
     verifier = roles.make_verifier(make_runner(checkpoint, torch.float32))
     for sampling in SAMPLINGS:
-        assert verifier.choose(opening(PROMPT, sampling)).name == "native"
-        assert verifier.choose(replace(opening(PROMPT, sampling), steps="eager")).name == "eager"
+        assert verifier.select_executor(opening(PROMPT, sampling)).name == "native"
+        assert verifier.select_executor(replace(opening(PROMPT, sampling), executor="eager")).name == "eager"
     plain = SamplingParams(temperature=0.8)
     for values in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guidance_scale": 2.0}):
-        assert verifier.choose(opening(PROMPT, replace(plain, **values))).name == "eager"
+        assert verifier.select_executor(opening(PROMPT, replace(plain, **values))).name == "eager"
     drawing = roles.make_drafter(make_runner(checkpoint, torch.float32), EngineConfig(proposal="sample"))
-    assert drawing.choose(opening(PROMPT, plain)).name == "eager"
+    assert drawing.select_executor(opening(PROMPT, plain)).name == "eager"
 
 
 def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:

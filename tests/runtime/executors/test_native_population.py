@@ -15,8 +15,8 @@ from swiftspec import _C
 from swiftspec.config import EngineConfig, PopulationConfig
 from swiftspec.llm import LLM
 from swiftspec.params import SamplingParams
-from swiftspec.runtime.executors.native_population import NativeRounds
-from swiftspec.smc.population import SMC, Group
+from swiftspec.runtime.executors.native_population import NativePopulationExecutor
+from swiftspec.smc.population import LocalPopulation, SequenceGroup
 from tests.model.test_loader import quantise
 from tests.support.roles import only, opening, population_of
 from tests.support.tiny_checkpoints import make_pair
@@ -46,9 +46,11 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return made
 
 
-def worker(pair: tuple[Path, Path], config: EngineConfig, *names: str, dtype: torch.dtype = torch.bfloat16) -> SMC:
+def worker(
+    pair: tuple[Path, Path], config: EngineConfig, *names: str, dtype: torch.dtype = torch.bfloat16
+) -> LocalPopulation:
     smc = population_of(LLM(*pair, config, max_model_len=96, dtype=dtype))
-    assert [kind.name for kind in smc.steps_known] == ["native", "eager"]
+    assert [kind.name for kind in smc.executors] == ["native", "eager"]
     only(smc, *names)
     return smc
 
@@ -60,13 +62,13 @@ def asked_of(count: int, *, greedy: bool) -> Iterator[tuple[list[int], SamplingP
         yield [3 + i * j % 61 for j in range(1 + 31 * (i + 3) % 90)], SamplingParams(seed=i, **shaped), 2 + 9 * i % 31
 
 
-def same(one: SMC, other: SMC, live: Sequence[tuple[Group, Group]]) -> None:
+def same(one: LocalPopulation, other: LocalPopulation, live: Sequence[tuple[SequenceGroup, SequenceGroup]]) -> None:
     """Of the groups that both have: what a round reads, and the keys and values of the slots that somebody holds."""
     for a, b in live:
         for name in ("tokens", "done", "accepted", "used", "compactions"):
             assert getattr(a, name) == getattr(b, name), name
-        assert (a.columns is None) == (b.columns is None)
-        assert a.columns is None or b.columns is None or np.array_equal(a.columns, b.columns)
+        assert (a.slot_states is None) == (b.slot_states is None)
+        assert a.slot_states is None or b.slot_states is None or np.array_equal(a.slot_states, b.slot_states)
         at = one._order.index(a.sequence)
         for x, y in zip(one.round.tensors, other.round.tensors, strict=True):
             if x.is_floating_point():
@@ -94,7 +96,7 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
     pair, config = request.getfixturevalue(models), CONFIGS[name]
     workers = worker(pair, config, "native"), worker(pair, config, "eager")
     waiting = asked_of(9 if models == "bf16" else 5, greedy=name == "match")
-    live, rounds, ended = list[tuple[Group, Group]](), 0, 0
+    live, rounds, ended = list[tuple[SequenceGroup, SequenceGroup]](), 0, 0
     while True:
         while len(live) < 3 and (asked := next(waiting, None)) is not None:
             prompt, sampling, limit = asked
@@ -108,12 +110,12 @@ def test_native_rounds_are_eager_rounds(request: pytest.FixtureRequest, models: 
         rounds += 1
         same(*workers, live)
         for a, b in [*live]:
-            if not a.over and rounds % 7 != 5:
+            if not a.is_finished and rounds % 7 != 5:
                 continue
             one, other = workers[0].finish(a), workers[1].finish(b)
             assert one.tokens == other.tokens and one.log_z == pytest.approx(other.log_z, abs=1e-4)
             for each, group in zip(workers, (a, b), strict=True):
-                each.leave(group)
+                each.release(group)
             live.remove((a, b))
             ended += 1
     assert ended == (9 if models == "bf16" else 5) and rounds >= 5
@@ -134,8 +136,10 @@ def test_what_native_rounds_do_not_take_goes_eagerly_for_all(
     more: dict[str, Any], bf16: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And natively again once that has left; the texts are those of eager rounds."""
-    calls, native = [0], NativeRounds.round
-    monkeypatch.setattr(NativeRounds, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1])
+    calls, native = [0], NativePopulationExecutor.round
+    monkeypatch.setattr(
+        NativePopulationExecutor, "round", lambda *a: (calls.__setitem__(0, calls[0] + 1), native(*a))[1]
+    )
     prompts = [[5, 6, 7], [8, 9], [10]]
     warm = SamplingParams(0.8, max_tokens=60, ignore_eos=True)
     sampling = [replace(warm, seed=1), replace(warm, seed=2, max_tokens=4, **more), replace(warm, seed=3)]
@@ -166,8 +170,8 @@ def test_a_round_that_does_not_fit_is_refused(bf16: tuple[Path, Path]) -> None:
     smc = worker(bf16, CONFIGS["smc"], "native")
     smc.admit(opening([1, 2], SamplingParams(0.8)), (), 9)
     smc.launch()
-    native: Any = smc.steps_known[0]
-    head = np.empty((1, smc.round.told + 16), np.int64)
+    native: Any = smc.executors[0]
+    head = np.empty((1, smc.round.header_len + 16), np.int64)
     spoilt = {"base": "the tree's region is full", "_prefix": "the rows do not fit the cache"}
     for name, said in spoilt.items():
         tensor = smc.round._prefix if name == "_prefix" else smc.particles.base
