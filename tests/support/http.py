@@ -1,4 +1,4 @@
-"""An engine that plays what a test wrote, behind the HTTP application, and a server in a thread for real clients."""
+"""An engine that generates a given text, the HTTP application around it, and a server thread for real clients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,16 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from swiftspec.serve.http.app import create_app
-from swiftspec.serve.http.engine_link.engine import Ask, State
-from swiftspec.serve.http.engine_link.frames import Choice, Chunk, Done, Likelihood, Prompt, Ready
+from swiftspec.serve.http.engine_link.engine import EngineRequest, EngineState
+from swiftspec.serve.http.engine_link.frames import (
+    Choice,
+    DoneFrame,
+    EngineInfo,
+    PromptLogprobsFrame,
+    TokenLogprob,
+    TokensFrame,
+)
+from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
 from swiftspec.serve.text.codec import TextCodec
 
 TIMINGS = {
@@ -31,20 +39,20 @@ METRICS = {
     "time_to_first_token_ms": 2.5, "generation_time_ms": 4.0, "speculative_decoding": SPECULATION, "mode": "serial",
     "target_busy": 0.5, "draft_busy": 0.25,
 }  # fmt: skip
-READY = Ready("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)
+READY = EngineInfo("target", "draft", 256, 320, [0], {}, {"mode": "serial"}, 1.0)
 
 
-def likelihoods(tokens: Sequence[int], count: int) -> list[Likelihood]:
-    """As an engine gives them: the token itself first."""
+def token_logprobs(tokens: Sequence[int], count: int) -> list[TokenLogprob]:
+    """Log-probabilities as an engine returns them: the token itself first."""
     tops = [[(token, -0.5), *((other, -2.0 - other) for other in range(1, 30))][:count] for token in tokens]
-    return [Likelihood(-0.5, top) for top in tops]
+    return [TokenLogprob(-0.5, top) for top in tops]
 
 
 @dataclass
 class Player:
-    """Plays `text` in rounds of `size` tokens, or raises what is in `raises` after `after` rounds. `hold` stops it
-    after that many rounds until its client leaves. `asks` says what it was asked, `closed` which of them were
-    cancelled, and `stopped` which were ended early."""
+    """An engine that generates `text` in rounds of `size` tokens, or raises `raises` after `after` rounds. After `hold`
+    rounds it waits until its client disconnects. It records all `requests`, the cancelled ones in `closed` and those
+    that were ended early in `stopped`."""
 
     codec: TextCodec
     text: str = "def add(a, b):\n    return a + b\n"
@@ -55,11 +63,11 @@ class Player:
     raises: Exception | None = None
     after: int = 0
     hold: int | None = None
-    about: Ready | None = READY
-    state: State = field(default_factory=lambda: State("ready", "", 0, 0))
-    asks: list[Ask] = field(default_factory=list)
-    closed: list[Ask] = field(default_factory=list)
-    stopped: list[Ask] = field(default_factory=list)
+    info: EngineInfo | None = READY
+    state: EngineState = field(default_factory=lambda: EngineState("ready", "", 0, 0))
+    requests: list[EngineRequest] = field(default_factory=list)
+    closed: list[EngineRequest] = field(default_factory=list)
+    stopped: list[EngineRequest] = field(default_factory=list)
     holding: threading.Event = field(default_factory=threading.Event)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -67,17 +75,19 @@ class Player:
         return list(self.codec.tokenizer.encode(self.text if text is None else text, add_special_tokens=False))
 
     def prepare(self, **values: Any) -> None:
-        """Back to the beginning, with what is to be played next."""
+        """Resets everything and sets these fields."""
         self.__dict__.update(replace(Player(self.codec), **values).__dict__)
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
-        self.asks.append(ask)
+    async def generate(
+        self, request: EngineRequest
+    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+        self.requests.append(request)
         ended = False
         try:
-            if "prompt_logprobs" in ask.sampling:
-                yield Prompt(1, likelihoods(ask.prompt[1:], ask.sampling["prompt_logprobs"]))
+            if "prompt_logprobs" in request.sampling:
+                yield PromptLogprobsFrame(1, token_logprobs(request.prompt[1:], request.sampling["prompt_logprobs"]))
             tokens = self.tokens()
-            cut = tokens[: ask.sampling["max_tokens"]]
+            cut = tokens[: request.sampling["max_tokens"]]
             rounds = [cut[at : at + self.size] for at in range(0, len(cut), self.size)]
             for number, part in enumerate(rounds):
                 if self.raises is not None and number == self.after:
@@ -87,30 +97,31 @@ class Player:
                     await asyncio.Event().wait()
                 last = number + 1 == len(rounds)
                 reason = None if not last else self.reason if cut == tokens else "length"
-                scores = likelihoods(part, ask.sampling["logprobs"]) if "logprobs" in ask.sampling else None
-                if (yield Chunk(1, part, len(part) - 1, scores, reason)):
-                    self.stopped.append(ask)
+                top = request.sampling.get("logprobs")
+                frame_logprobs = None if top is None else token_logprobs(part, top)
+                if (yield TokensFrame(1, part, len(part) - 1, frame_logprobs, reason)):
+                    self.stopped.append(request)
                     break
             ended = True
-            choices = () if ask.choices is None else self.choices
-            told = [Choice(self.tokens(text), why, weight) for text, why, weight in choices]
-            yield Done(1, TIMINGS, METRICS, self.more, told)
+            choices = () if request.choices is None else self.choices
+            choice_frames = [Choice(self.tokens(text), why, weight) for text, why, weight in choices]
+            yield DoneFrame(1, TIMINGS, METRICS, self.more, choice_frames)
         finally:
             if not ended:
-                self.closed.append(ask)
+                self.closed.append(request)
                 self.cancelled.set()
 
 
 def application(player: Player, **options: Any) -> FastAPI:
-    """The application around it; it serves one model, by two names."""
+    """The application around the engine; it serves one model under two names."""
     return create_app(player, lambda: player.codec, ["toy", "other"], **options)
 
 
 @contextlib.contextmanager
 def serving(app: ASGIApp, port: int = 0) -> Iterator[str]:
-    """The address of a server in a thread of this process."""
+    """Runs a server in a thread of this process; yields its URL."""
     listener = socket.create_server(("127.0.0.1", port))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(RequestIdMiddleware(app), log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     until(lambda: server.started)
@@ -122,9 +133,9 @@ def serving(app: ASGIApp, port: int = 0) -> Iterator[str]:
         listener.close()
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Waits for something that another thread does, looking often."""
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    """Polls until a condition holds that another thread establishes."""
     end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come"
+    while not condition():
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.002)

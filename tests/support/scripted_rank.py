@@ -1,4 +1,4 @@
-"""A scripted rank 0 in front of the front end's engine."""
+"""An engine client of the front end, connected to a scripted rank 0."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from contextlib import aclosing
 from typing import Any
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import Ask
-from swiftspec.serve.http.engine_link.engine_client import RemoteEngine
-from swiftspec.serve.http.engine_link.frame_socket import AsyncWire, Frames, packed
-from swiftspec.serve.http.engine_link.frames import Configure, ToEngine
+from swiftspec.serve.http.engine_link.engine import EngineRequest
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket, FrameDecoder, encode_frame
+from swiftspec.serve.http.engine_link.frames import FrontendConfig, ToEngine
 
-READY = frames.Ready("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
+READY = frames.EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0)
 
 
 class Rank0:
-    """The other end: what the front end has sent, and frames for it."""
+    """Rank 0's end of the engine link."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._frames = end, Frames(ToEngine)
+        self._end, self._frames = end, FrameDecoder(ToEngine)
         self._in: list[Any] = []
 
     async def next(self) -> ToEngine:
@@ -29,45 +29,45 @@ class Rank0:
             self._in += self._frames.push(await asyncio.get_running_loop().sock_recv(self._end, 1 << 16))
         return self._in.pop(0)
 
-    def say(self, *told: Any) -> None:
-        for frame in told:
-            self._end.sendall(packed(frame))
+    def send(self, *sent: frames.Frame) -> None:
+        for frame in sent:
+            self._end.sendall(encode_frame(frame))
 
-    def end(self, request: int) -> None:
-        self.say(frames.Done(request, {}, {}, {}))
+    def finish(self, request: int) -> None:
+        self.send(frames.DoneFrame(request, {}, {}, {}))
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         self._end.close()
 
 
-Scene = Callable[[RemoteEngine, Rank0], Awaitable[None]]
+Scenario = Callable[[EngineClient, Rank0], Awaitable[None]]
 
 
-class Stage:
-    """An engine, and the rank 0 that it hears; `anew` puts another one in the place of one that has gone."""
+class Link:
+    """An engine client and the rank 0 that it is connected to."""
 
     def __init__(self, **limits: Any) -> None:
         values: dict[str, Any] = {
             "model_name": "m", "api_keys": [], "max_queue": 2, "queue_timeout": 60.0, "request_timeout": None,
             "drain_timeout": 60.0,
         }  # fmt: skip
-        self.engine = RemoteEngine(Configure(**(values | limits)))
+        self.engine = EngineClient(FrontendConfig(**(values | limits)))
         self.rank0: Rank0
 
-    async def anew(self, *said: Any) -> Rank0:
-        """A new rank 0, which says this and was heard."""
+    async def restart_rank0(self, *sent: frames.Frame) -> Rank0:
+        """Connects a new rank 0 that sends these frames, and waits until they are received."""
         here, there = socket.socketpair()
         there.setblocking(False)
-        self._hearing = asyncio.create_task(self.engine.serve_wire(await AsyncWire.over(here)))
+        self._hearing = asyncio.create_task(self.engine.serve_connection(await AsyncFrameSocket.from_socket(here)))
         self.rank0 = Rank0(there)
-        self.rank0.say(*said, frames.Loading("heard"))
-        await self.until(lambda: self.engine.state.step == "heard")
+        self.rank0.send(*sent, frames.LoadingFrame("received"))
+        await self.until(lambda: self.engine.state.detail == "received")
         return self.rank0
 
-    async def lose(self, *said: Any) -> None:
-        """Rank 0 goes."""
-        self.rank0.say(*said)
-        self.rank0.hang_up()
+    async def lose_rank0(self, *sent: frames.Frame) -> None:
+        """Rank 0 sends these frames and exits."""
+        self.rank0.send(*sent)
+        self.rank0.close()
         await self._hearing
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -75,24 +75,24 @@ class Stage:
             await asyncio.sleep(0)
 
 
-def play(scene: Scene, ready: bool = True, **limits: Any) -> None:
-    """Runs a scene with an engine in front of a scripted rank 0, which goes in the end."""
+def run_with_rank0(scene: Scenario, ready: bool = True, **limits: Any) -> None:
+    """Runs a scenario with an engine client and a scripted rank 0, which exits at the end."""
 
-    async def on_stage(stage: Stage) -> None:
-        await scene(stage.engine, stage.rank0)
-        await stage.lose()
+    async def on_stage(link: Link) -> None:
+        await scene(link.engine, link.rank0)
+        await link.lose_rank0()
 
-    act(on_stage, *([READY] if ready else []), **limits)
+    run_link(on_stage, *([READY] if ready else []), **limits)
 
 
-def act(scene: Callable[[Stage], Awaitable[None]], *said: Any, **limits: Any) -> None:
-    """Runs a scene with a first rank 0 that has said this, and sees that nothing is left."""
+def run_link(scene: Callable[[Link], Awaitable[None]], *said: Any, **limits: Any) -> None:
+    """Runs a scenario with a first rank 0 that has sent these frames, and checks that no request is left."""
 
     async def whole() -> None:
-        stage = Stage(**limits)
-        await stage.anew(*said)
-        await asyncio.wait_for(scene(stage), 20)
-        assert (stage.engine.state.running, stage.engine.state.waiting) == (0, 0)
+        link = Link(**limits)
+        await link.restart_rank0(*said)
+        await asyncio.wait_for(scene(link), 20)
+        assert (link.engine.state.running, link.engine.state.waiting) == (0, 0)
 
     asyncio.run(whole())
 
@@ -102,5 +102,5 @@ async def collect(answer: AsyncGenerator[Any]) -> list[Any]:
         return [frame async for frame in answer]
 
 
-def begin(engine: RemoteEngine, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
-    return asyncio.create_task(collect(engine.answer(Ask(list(prompt), {}, key))))
+def start_request(engine: EngineClient, *prompt: int, key: str | None = None) -> asyncio.Task[list[Any]]:
+    return asyncio.create_task(collect(engine.generate(EngineRequest(list(prompt), {}, key))))

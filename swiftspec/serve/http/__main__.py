@@ -1,5 +1,8 @@
-"""The front end's process: `python -m swiftspec.serve.http CONTROL LIFE LISTENING`. It is kept: by the first of the two
-open files it hears its keeper, who hands over its wires to rank 0. The second is the listening socket."""
+"""The front-end process: `python -m swiftspec.serve.http CONTROL_FD INCARNATION LISTENER_FD`.
+
+Its supervisor starts it. Through the control socket the supervisor sends the configuration, receives heartbeats and
+passes the sockets that connect to rank 0.
+"""
 
 from __future__ import annotations
 
@@ -18,149 +21,154 @@ from starlette.types import ASGIApp
 from swiftspec.errors import UserError
 from swiftspec.serve.http.app import create_app
 from swiftspec.serve.http.engine_link import events
-from swiftspec.serve.http.engine_link.address import names_of
-from swiftspec.serve.http.engine_link.engine import Engine
-from swiftspec.serve.http.engine_link.engine_client import RemoteEngine
-from swiftspec.serve.http.engine_link.events import Events
-from swiftspec.serve.http.engine_link.frame_socket import AsyncWire
-from swiftspec.serve.http.engine_link.frames import Configure
-from swiftspec.serve.http.grammar_compiler import Compiler
-from swiftspec.serve.http.middleware.request_timeout import HEAD_BYTES, PatientProtocol
-from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.events import TraceEventBuffer
+from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
+from swiftspec.serve.http.engine_link.frames import FrontendConfig
+from swiftspec.serve.http.engine_link.frontend_process import local_host_names
+from swiftspec.serve.http.grammar_compiler import GrammarCompiler
+from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
+from swiftspec.serve.http.middleware.request_timeout import MAX_HEAD_BYTES, RequestTimeoutProtocol
+from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.http.observe import prometheus
-from swiftspec.serve.http.observe.prometheus import Metrics
-from swiftspec.serve.http.observe.request_metrics import Watched
-from swiftspec.serve.http.observe.tracing import Tracing
-from swiftspec.serve.supervisor.control_protocol import EVERY
-from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.http.observe.prometheus import PrometheusMetrics
+from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
+from swiftspec.serve.http.observe.tracing import RequestTracing
+from swiftspec.serve.supervisor.control_protocol import HEARTBEAT_INTERVAL_S
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 from swiftspec.serve.text.codec import TextCodec, may_have_template
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 
-MOST_CONNECTIONS = 1024
-KEEP_ALIVE = 60  # seconds that an idle connection stays open
-GRACE = 2  # seconds for the last bytes of answers
+MAX_CONNECTIONS = 1024
+IDLE_CONNECTION_TIMEOUT_S = 60
+RESPONSE_GRACE_S = 2  # at shutdown, for the last bytes of responses
 
 
 def main() -> None:
-    """Serves until rank 0 or the keeper says so."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 hears the user, and tells
-    control, life, listening = map(int, sys.argv[1:4])
-    kept = Kept(socket.socket(fileno=control), life, beats=False)
+    """Serves until rank 0 or the supervisor ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles it and sends DrainFrame
+    control, incarnation, listener = map(int, sys.argv[1:4])
+    supervisor = SupervisorClient(socket.socket(fileno=control), incarnation, send_heartbeats=False)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve(kept, socket.socket(fileno=listening)))
+        asyncio.run(serve_frontend(supervisor, socket.socket(fileno=listener)))
 
 
-async def serve(kept: Kept, listening: socket.socket) -> None:
-    """The life of the front end."""
-    limits = msgspec.msgpack.decode(kept.first, type=Configure)
-    engine, tokenizer = RemoteEngine(limits), Tokenizer()
-    tracing = None if limits.otlp_endpoint is None else Tracing(limits.otlp_endpoint, limits.model_name)
-    app = application(engine, tokenizer.get, limits, engine.events, tracing)
-    server = Server(
+async def serve_frontend(supervisor: SupervisorClient, listener: socket.socket) -> None:
+    """Runs server, heartbeats and the connection to rank 0; then drains and closes them."""
+    config = msgspec.msgpack.decode(supervisor.first_message, type=FrontendConfig)
+    engine, tokenizer_loader = EngineClient(config), TokenizerLoader()
+    tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, config.model_name)
+    app = build_app(engine, tokenizer_loader.get, config, engine.events, tracing)
+    server = SignalNeutralServer(
         uvicorn.Config(
-            app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-            server_header=False, h11_max_incomplete_event_size=HEAD_BYTES, limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=GRACE,
+            app, http=RequestTimeoutProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+            server_header=False, h11_max_incomplete_event_size=MAX_HEAD_BYTES, limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=IDLE_CONNECTION_TIMEOUT_S, timeout_graceful_shutdown=RESPONSE_GRACE_S,
         )
     )  # fmt: skip
-    wires = Wires(kept, engine)
-    beating = asyncio.create_task(beat(kept))
-    hearing = asyncio.create_task(wires.hear())
-    reading = asyncio.create_task(tokenizer.read(engine))
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    draining = asyncio.create_task(engine.to_drain.wait())
-    await asyncio.wait({hearing, serving, draining}, return_when=asyncio.FIRST_COMPLETED)
-    await engine.drained()
-    engine.leave()
+    connections = EngineConnections(supervisor, engine)
+    heartbeat_task = asyncio.create_task(send_heartbeats(supervisor))
+    connection_task = asyncio.create_task(connections.run())
+    tokenizer_task = asyncio.create_task(tokenizer_loader.load(engine))
+    server_task = asyncio.create_task(server.serve(sockets=[listener]))
+    drain_task = asyncio.create_task(engine.drain_requested.wait())
+    await asyncio.wait({connection_task, server_task, drain_task}, return_when=asyncio.FIRST_COMPLETED)
+    await engine.drain()
+    engine.shut_down_engine()
     engine.events.close()
     server.should_exit = True
-    await serving
-    for task in (beating, hearing, reading, draining):
+    await server_task
+    for task in (heartbeat_task, connection_task, tokenizer_task, drain_task):
         task.cancel()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
-    await wires.close()
+    await connections.close()
 
 
-async def beat(kept: Kept) -> None:
-    """Tells the keeper that this loop turns."""
-    kept.ready()
+async def send_heartbeats(supervisor: SupervisorClient) -> None:
+    """Shows the supervisor that the event loop is not blocked."""
+    supervisor.set_ready()
     while True:
-        await asyncio.sleep(EVERY)
-        kept.beat()
+        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        supervisor.send_heartbeat()
 
 
-class Wires:
-    """One wire to rank 0 after the other, whenever that or its keeper has made a new one."""
+class EngineConnections:
+    """The connections to rank 0, one after the other: the supervisor passes a new socket when rank 0 restarts."""
 
-    def __init__(self, kept: Kept, engine: RemoteEngine) -> None:
-        self._kept, self._engine = kept, engine
-        self._wire: AsyncWire | None = None
+    def __init__(self, supervisor: SupervisorClient, engine: EngineClient) -> None:
+        self._supervisor, self._engine = supervisor, engine
+        self._socket: AsyncFrameSocket | None = None
 
-    async def hear(self) -> None:
-        """Until the keeper says to leave."""
-        while (end := await self._next()) is not None:
-            self._wire = await AsyncWire.over(end)
-            await self._engine.serve_wire(self._wire)
-            await self._wire.close()
+    async def run(self) -> None:
+        """Serves each connection, until the supervisor requests the shutdown."""
+        while (link := await self._next_link()) is not None:
+            self._socket = await AsyncFrameSocket.from_socket(link)
+            await self._engine.serve_connection(self._socket)
+            await self._socket.close()
 
-    async def _next(self) -> socket.socket | None:
-        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._kept.arrived, arrived.set)
+    async def _next_link(self) -> socket.socket | None:
+        loop, link_ready = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._supervisor.link_fd, link_ready.set)
         try:
-            await arrived.wait()
+            await link_ready.wait()
         finally:
-            loop.remove_reader(self._kept.arrived)
-        return self._kept.next_wire()
+            loop.remove_reader(self._supervisor.link_fd)
+        return self._supervisor.next_link()
 
     async def close(self) -> None:
-        """Sends what was said, and ends."""
-        if self._wire is not None:
-            await self._wire.close()
+        """Flushes and closes the present connection."""
+        if self._socket is not None:
+            await self._socket.close()
 
 
-def application(
-    engine: Engine, codec: Callable[[], TextCodec | None], limits: Configure, happened: Events,
-    tracing: Tracing | None = None,
+def build_app(
+    engine: AsyncEngine, codec: Callable[[], TextCodec | None], config: FrontendConfig, trace_events: TraceEventBuffer,
+    tracing: RequestTracing | None = None,
 ) -> ASGIApp:  # fmt: skip
-    """The endpoints over an engine that is watched, and the guard before them."""
-    metrics = Metrics(engine, limits.model_name)
-    watched = Watched(engine, [metrics.count] if tracing is None else [metrics.count, tracing.record])
-    app = create_app(watched, codec, [limits.model_name], compile=Compiler())
-    app.include_router(prometheus.router(metrics))
-    app.include_router(events.router(happened, codec))
-    hosts = None if limits.api_keys else names_of(limits.host)
-    return Guard(app, limits.api_keys, hosts, metrics.refuse)
+    """The application of the front end: endpoints, metrics and events behind the security and request-id middleware."""
+    metrics = PrometheusMetrics(engine, config.model_name)
+    instrumented = InstrumentedEngine(
+        engine, [metrics.record_request] if tracing is None else [metrics.record_request, tracing.record]
+    )
+    app = create_app(instrumented, codec, [config.model_name], compile=GrammarCompiler())
+    app.include_router(prometheus.metrics_router(metrics))
+    app.include_router(events.trace_events_router(trace_events, codec))
+    allowed_hosts = None if config.api_keys else local_host_names(config.host)
+    secured = SecurityMiddleware(app, config.api_keys, allowed_hosts, metrics.record_refusal)
+    return RequestIdMiddleware(secured)
 
 
-class Tokenizer:
-    """The target's, once rank 0 has found it."""
+class TokenizerLoader:
+    """Loads the target's tokenizer once rank 0 has sent its path."""
 
     def __init__(self) -> None:
         self._codec: TextCodec | None = None
 
     def get(self) -> TextCodec | None:
-        """None while it is not read."""
+        """The tokenizer; None while it loads."""
         return self._codec
 
-    async def read(self, engine: RemoteEngine) -> None:
-        """Reads it beside the event loop, and says when all is ready. Of one that cannot be read rank 0 tells."""
-        folder = Path(await engine.found)
-        renderer = Renderer(folder)
+    async def load(self, engine: EngineClient) -> None:
+        """Loads the tokenizer in a thread, then announces that the front end serves. Rank 0 reports a tokenizer that
+        cannot be loaded."""
+        folder = Path(await engine.target_folder)
+        renderer = TemplateRenderer(folder)
         if may_have_template(folder):
-            renderer.start()  # its imports take longer than the first chat may wait
+            renderer.start()  # in advance: its imports take seconds
         with contextlib.suppress(UserError):
             self._codec = await asyncio.to_thread(TextCodec, folder, renderer)
-            await engine.ready.wait()
-            engine.serving()
+            await engine.was_ready.wait()
+            engine.announce_serving()
 
 
-class Server(uvicorn.Server):
-    """It leaves signals alone: SIGTERM ends the process, and rank 0 hears the others."""
+class SignalNeutralServer(uvicorn.Server):
+    """Installs no signal handlers: SIGTERM ends the process, and rank 0 handles the other signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn has it."""
+        """Overrides uvicorn's handlers."""
         yield
 
 

@@ -1,4 +1,4 @@
-"""What all endpoints need: the engine, the tokenizer, the served names, and how a grammar is compiled."""
+"""Shared context of all endpoints: the engine, the tokenizer, the model names and the grammar compiler."""
 
 from __future__ import annotations
 
@@ -7,88 +7,86 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
 
-from swiftspec.serve.http.engine_link.engine import Engine
-from swiftspec.serve.http.engine_link.frames import Ready
-from swiftspec.serve.http.errors import ApiError, unready
-from swiftspec.serve.http.grammar import grammar_of
+from swiftspec.serve.http.engine_link.engine import AsyncEngine
+from swiftspec.serve.http.engine_link.frames import EngineInfo
+from swiftspec.serve.http.errors import ApiError, unavailable_error
+from swiftspec.serve.http.grammar import build_grammar
 from swiftspec.serve.text.codec import TextCodec
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Compile = Callable[[str, str], Awaitable[str]]
-SOON = 2.0  # seconds after which to ask again while the models load
+CompileGrammar = Callable[[str, str], Awaitable[str]]
+RETRY_AFTER_S = 2.0  # sent to clients while the models load
 
 
-async def compile_here(kind: str, text: str) -> str:
-    """A grammar compiled in a thread of this process: for grammars that one trusts."""
-    return await run_in_threadpool(grammar_of, kind, text)
+async def compile_in_thread(kind: str, text: str) -> str:
+    """Compiles a trusted grammar in a thread of this process."""
+    return await run_in_threadpool(build_grammar, kind, text)
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """`codec` gives None while the tokenizer is not read. `compile` is `grammar_of`, wherever it runs: it raises
-    ValueError on what is no grammar. `every`: seconds of silence after which a stream gets a comment."""
+class AppContext:
+    """Shared state of the endpoints; see `app.create_app` for the parameters. `created`: start time, seconds since
+    1970."""
 
-    engine: Engine
+    engine: AsyncEngine
     codec: Callable[[], TextCodec | None]
-    names: Sequence[str]
-    compile: Compile = compile_here
-    every: float = 15.0
+    model_names: Sequence[str]
+    compile: CompileGrammar = compile_in_thread
+    keep_alive_s: float = 15.0
     always_usage: bool = False
-    began: int = field(default_factory=lambda: int(time.time()))
-    _encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+    created: int = field(default_factory=lambda: int(time.time()))
+    _tokenizer_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def ready(self) -> tuple[Ready, TextCodec]:
-        """What rank 0 has said of itself, and the tokenizer. Raises ApiError while no request can be taken; while it is
-        recovering they can, and wait."""
-        state, about, codec = self.engine.state, self.engine.about, self.codec()
+    def require_ready(self) -> tuple[EngineInfo, TextCodec]:
+        """The engine's info and the tokenizer. Raises ApiError while no request can be accepted. During a recovery
+        requests are accepted and wait in the queue."""
+        state, info, codec = self.engine.state, self.engine.info, self.codec()
         if state.phase == "dead":
-            raise unready(f"the engine is gone: {state.step}", None)
+            raise unavailable_error(f"the engine is gone: {state.detail}", None)
         if state.phase == "draining":
-            raise unready("the server is about to leave", SOON)
-        if about is None or codec is None or state.phase not in ("ready", "recovering"):
-            raise unready(f"Loading model: {state.step}" if state.step else "Loading model", SOON)
-        return about, codec
+            raise unavailable_error("the server is shutting down", RETRY_AFTER_S)
+        if info is None or codec is None or state.phase not in ("ready", "recovering"):
+            raise unavailable_error(
+                f"Loading model: {state.detail}" if state.detail else "Loading model", RETRY_AFTER_S
+            )
+        return info, codec
 
-    def name(self, asked: str | None) -> str:
-        """The model's name as the client calls it. Raises ApiError on a model that is not served."""
-        if not asked or asked in self.names:
-            return asked or self.names[0]
-        served = ", ".join(self.names)
+    def resolve_model_name(self, requested: str | None) -> str:
+        """The requested model name, or the default. Raises ApiError on a model that is not served."""
+        if not requested or requested in self.model_names:
+            return requested or self.model_names[0]
+        served = ", ".join(self.model_names)
         raise ApiError(
-            404, f"the model {asked[:100]!r} is not served here: ask for {served}", "model", "model_not_found"
+            404, f"the model {requested[:100]!r} is not served here: use {served}", "model", "model_not_found"
         )
 
-    async def threaded(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Tokenizes or renders beside the event loop, one at a time: neither tokenizers nor the renderer take two."""
-        async with self._encoding:
+    async def run_in_tokenizer_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs a call of the tokenizer or the template renderer in a thread, one at a time: they are not
+        thread-safe."""
+        async with self._tokenizer_lock:
             return await run_in_threadpool(call, *args, **kwargs)
 
-    async def grammar(self, asked: tuple[str, str, str]) -> str:
-        """The grammar of (kind, text, field of the request). Raises ApiError on what makes none."""
-        kind, text, param = asked
+    async def compile_grammar(self, requested: tuple[str, str, str]) -> str:
+        """Compiles a (kind, text, request field). Raises ApiError on an invalid grammar."""
+        kind, text, param = requested
         try:
             return await self.compile(kind, text)
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param) from None
 
 
-def number(prefix: str) -> str:
-    """An id that nobody else has."""
+def new_id(prefix: str) -> str:
+    """A random id with a prefix."""
     return f"{prefix}{secrets.token_hex(12)}"
 
 
-def check_tokens(tokens: Sequence[int], about: Ready, param: str) -> None:
-    """Raises ApiError on a token that the model has not."""
-    worst = max(tokens, default=0)
-    if worst >= about.vocab_size:
-        raise ApiError(400, f"{param}: token {worst} is none of the model's {about.vocab_size}", param)
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Without what is None."""
-    return {name: value for name, value in values.items() if value is not None}
+def check_tokens(tokens: Sequence[int], info: EngineInfo, param: str) -> None:
+    """Raises ApiError on a token id outside the vocabulary."""
+    largest = max(tokens, default=0)
+    if largest >= info.vocab_size:
+        raise ApiError(400, f"{param}: token {largest} is outside the vocabulary of {info.vocab_size}", param)

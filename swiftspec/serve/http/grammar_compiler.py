@@ -1,4 +1,4 @@
-"""Grammars of strangers: each is compiled in a process of its own, with a bound on its time and memory."""
+"""Compiler for untrusted grammars: each is compiled in a process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ from contextlib import suppress
 
 from swiftspec.serve.http import grammar
 
-SECONDS = 5.0
-MEMORY = 4 << 30  # bytes of address space
-LONGEST = 1 << 18  # characters of a schema
-KNOWN = 64  # grammars that are kept
-AT_ONCE = 2  # processes
+COMPILE_TIMEOUT_S = 5.0
+COMPILE_MEMORY_BYTES = 4 << 30  # address space of a process
+MAX_GRAMMAR_CHARS = 1 << 18
+MAX_CACHED_GRAMMARS = 64
+MAX_PROCESSES = 2
 
 
-class Compiler:
-    """`grammar.grammar_of`, for anybody. The grammars asked for last are kept."""
+class GrammarCompiler:
+    """`grammar.build_grammar` in a process with limits, with an LRU cache of grammars."""
 
-    def __init__(self, seconds: float = SECONDS, memory: int = MEMORY) -> None:
-        self._seconds, self._memory = seconds, memory
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
-        self._room = asyncio.Semaphore(AT_ONCE)
+    def __init__(self, timeout_s: float = COMPILE_TIMEOUT_S, memory_bytes: int = COMPILE_MEMORY_BYTES) -> None:
+        self._timeout_s, self._memory_bytes = timeout_s, memory_bytes
+        self._cache: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._semaphore = asyncio.Semaphore(MAX_PROCESSES)
 
     async def __call__(self, kind: str, text: str) -> str:
-        """Raises ValueError, in one line, on what is no grammar, or is one that takes too long or too much."""
-        asked = kind, text
-        if asked not in self._known:
-            if len(text) > LONGEST:
-                raise ValueError(f"{len(text)} characters are above the limit of {LONGEST}")
-            async with self._room:
-                self._known[asked] = await self._compile(kind, text)
-            if len(self._known) > KNOWN:
-                self._known.popitem(last=False)
-        self._known.move_to_end(asked)
-        return self._known[asked]
+        """Compiles a grammar. Raises ValueError, with a message of one line, on an invalid grammar or one that
+        exceeds the
+        limits."""
+        key = kind, text
+        if key not in self._cache:
+            if len(text) > MAX_GRAMMAR_CHARS:
+                raise ValueError(f"{len(text)} characters are above the limit of {MAX_GRAMMAR_CHARS}")
+            async with self._semaphore:
+                self._cache[key] = await self._compile(kind, text)
+            if len(self._cache) > MAX_CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
 
     async def _compile(self, kind: str, text: str) -> str:
-        limits = str(int(self._seconds) + 1), str(self._memory)
+        limits = str(int(self._timeout_s) + 1), str(self._memory_bytes)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", grammar.__file__, *limits,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            async with asyncio.timeout(self._seconds):
-                told, _ = await process.communicate(json.dumps({"kind": kind, "text": text}).encode())
-            reply = json.loads(told)
+            async with asyncio.timeout(self._timeout_s):
+                stdout, _ = await process.communicate(json.dumps({"kind": kind, "text": text}).encode())
+            reply = json.loads(stdout)
         except TimeoutError:
-            raise ValueError(f"it takes longer than {self._seconds:g} s to compile: make it simpler") from None
+            raise ValueError(f"it takes longer than {self._timeout_s:g} s to compile: make it simpler") from None
         except ValueError:
             raise ValueError("it cannot be compiled within the limits of time and memory: make it simpler") from None
         finally:

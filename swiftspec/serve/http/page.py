@@ -1,5 +1,8 @@
-"""The page at `/`: static files that come with the package. They hold nothing secret and need no key; what they show,
-they ask the endpoints for, with the key that a person gives them."""
+"""The web page at `/`: static files of the package.
+
+They contain no secrets and need no API key. The page requests its data from the endpoints, with the key that the user
+enters.
+"""
 
 from __future__ import annotations
 
@@ -12,45 +15,46 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Message, Receive, Scope, Send
 
-FILES = Path(__file__).resolve().parents[1] / "page"
-POLICY = (  # nothing runs or is fetched but what this server gives; no style, script or handler inside the text
+PAGE_FOLDER = Path(__file__).resolve().parents[1] / "page"
+CONTENT_SECURITY_POLICY = (  # only files of this server; no inline styles, scripts or handlers
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS = {
-    "content-security-policy": POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+PAGE_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY, "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin", "cache-control": "no-cache",
 }  # fmt: skip
 
 
-class Files(StaticFiles):
-    """The files, with the headers that keep a page to itself."""
+class PageFiles(StaticFiles):
+    """Serves the files with PAGE_HEADERS."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
-        await super().__call__(scope, receive, guarded(send))
+        """Handles an ASGI request."""
+        await super().__call__(scope, receive, with_page_headers(send))
 
 
-def guarded(send: Send) -> Send:
-    """Adds HEADERS to an answer."""
+def with_page_headers(send: Send) -> Send:
+    """Adds PAGE_HEADERS to a response."""
 
-    async def sending(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            MutableHeaders(scope=message).update(HEADERS)
+            MutableHeaders(scope=message).update(PAGE_HEADERS)
         await send(message)
 
-    return sending
+    return send_with_headers
 
 
-def routes() -> list[BaseRoute]:
-    """`/` and what it is made of, below `/page/`."""
+def page_routes() -> list[BaseRoute]:
+    """The routes of `/` and of its files below `/page/`."""
 
     async def index(request: Request) -> Response:
-        return FileResponse(FILES / "index.html", headers=HEADERS)
+        return FileResponse(PAGE_FOLDER / "index.html", headers=PAGE_HEADERS)
 
-    return [Route("/", index, methods=["GET"]), Mount("/page", Files(directory=FILES))]
+    return [Route("/", index, methods=["GET"]), Mount("/page", PageFiles(directory=PAGE_FOLDER))]
 
 
-def is_page(path: str) -> bool:
-    """Whether a path is one of the page's."""
+def is_page_path(path: str) -> bool:
+    """Whether a path belongs to the page."""
     return path == "/" or path.startswith("/page/")

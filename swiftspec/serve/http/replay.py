@@ -1,4 +1,4 @@
-"""`python -m swiftspec.serve replay FILE`: the page without a model. It plays the rounds of a trace."""
+"""Command `python -m swiftspec.serve replay FILE`: serves the page without a model; it plays the rounds of a trace."""
 
 from __future__ import annotations
 
@@ -15,61 +15,66 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from swiftspec.observe import trace_file
-from swiftspec.serve.cli.arguments import Parser
+from swiftspec.serve.cli.arguments import CommandParser
 from swiftspec.serve.http import page
 from swiftspec.serve.http.engine_link import frontend_process
-from swiftspec.serve.http.engine_link.address import names_of
-from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.http.engine_link.frontend_process import local_host_names
+from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
+from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.settings.settings import UsageError
 
-ABOUT = "Serve the page that shows the draft tree, without a model: it plays a trace, as --trace or the page writes it."
-MOST = 256 << 20  # bytes of a trace that a browser still takes
+DESCRIPTION = (
+    "Serve the page that shows the draft tree, without a model: it plays a trace written by --trace or by the page."
+)
+MAX_TRACE_BYTES = 256 << 20  # limit for the memory of a browser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command until it is interrupted. Raises UserError on a file that is no trace, or an address that is
-    taken."""
-    parser = Parser(prog="swiftspec", usage="python -m swiftspec.serve replay FILE [flags]", description=ABOUT)
-    parser.add_argument("file", metavar="FILE", help="The trace: one JSON object a line.")
+def replay_main(argv: Sequence[str]) -> int:
+    """Runs the command until it is interrupted. Raises UserError if the file is not a trace or the address is in
+    use."""
+    parser = CommandParser(
+        prog="swiftspec", usage="python -m swiftspec.serve replay FILE [flags]", description=DESCRIPTION
+    )
+    parser.add_argument("file", metavar="FILE", help="The trace: one JSON object per line.")
     parser.add_argument("--host", default="127.0.0.1", metavar="TEXT", help="Address to listen at [%(default)s].")
-    parser.add_argument("--port", default="8000", metavar="N", help="Port; 0 takes a free one [%(default)s].")
-    asked = parser.parse_args(argv)
-    if not (asked.port.isdecimal() and int(asked.port) < 1 << 16):
-        raise UsageError(f"--port {asked.port}: needs a whole number from 0 to 65535")
-    file = Path(asked.file)
-    check(file)
-    with frontend_process.listen(asked.host, int(asked.port)) as listening:
+    parser.add_argument("--port", default="8000", metavar="N", help="Port; 0 chooses a free one [%(default)s].")
+    args = parser.parse_args(argv)
+    if not (args.port.isdecimal() and int(args.port) < 1 << 16):
+        raise UsageError(f"--port {args.port}: needs a whole number from 0 to 65535")
+    file = Path(args.file)
+    check_trace(file)
+    with frontend_process.open_listener(args.host, int(args.port)) as listener:
         print(
-            f"swiftspec: replaying {file.name}, listening on {frontend_process.address(listening)}",
+            f"swiftspec: replaying {file.name}, listening on {frontend_process.listener_url(listener)}",
             file=sys.stderr,
             flush=True,
         )
-        app = Guard(application(file), hosts=names_of(asked.host))
+        app = RequestIdMiddleware(SecurityMiddleware(replay_app(file), allowed_hosts=local_host_names(args.host)))
         server = uvicorn.Server(
             uvicorn.Config(app, ws="none", lifespan="off", log_level="warning", access_log=False, server_header=False)
         )
-        asyncio.run(server.serve(sockets=[listening]))
+        asyncio.run(server.serve(sockets=[listener]))
     return 0
 
 
-def check(file: Path) -> None:
-    """Raises UserError on what is no trace, with the line that is wrong."""
-    for _ in trace_file.read(file, MOST):
+def check_trace(file: Path) -> None:
+    """Checks that the file is a trace. Raises UserError with the line of the first error."""
+    for _ in trace_file.read_trace(file, MAX_TRACE_BYTES):
         pass
 
 
-def application(file: Path) -> Starlette:
-    """The page, the trace, and a /health that says which of the two kinds of server this is."""
+def replay_app(file: Path) -> Starlette:
+    """The page, the trace, and a /health by which the page recognises a replay server."""
 
     async def health(request: Request) -> Response:
-        return JSONResponse({"status": "replay", "trace": file.name}, headers=page.HEADERS)
+        return JSONResponse({"status": "replay", "trace": file.name}, headers=page.PAGE_HEADERS)
 
     async def trace(request: Request) -> Response:
-        return FileResponse(file, media_type="application/jsonl", headers=page.HEADERS)
+        return FileResponse(file, media_type="application/jsonl", headers=page.PAGE_HEADERS)
 
-    async def missing(request: Request, error: Exception) -> Response:
-        said = "this server replays a trace and has no model: start one with `python -m swiftspec.serve --port 8000`"
-        return JSONResponse({"error": {"message": said, "type": "not_found_error"}}, 404)
+    async def not_found(request: Request, error: Exception) -> Response:
+        message = "this server replays a trace and has no model: start one with `python -m swiftspec.serve --port 8000`"
+        return JSONResponse({"error": {"message": message, "type": "not_found_error"}}, 404)
 
-    plays = [Route("/health", health), Route("/replay.jsonl", trace)]
-    return Starlette(routes=[*page.routes(), *plays], exception_handlers={HTTPException: missing})
+    trace_routes = [Route("/health", health), Route("/replay.jsonl", trace)]
+    return Starlette(routes=[*page.page_routes(), *trace_routes], exception_handlers={HTTPException: not_found})

@@ -1,4 +1,4 @@
-"""Bytes to a client as they come: server-sent events, comments that keep a connection alive, clients that leave."""
+"""Server-sent events: streaming responses with keep-alive comments, and cancellation when a client disconnects."""
 
 from __future__ import annotations
 
@@ -15,70 +15,80 @@ from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 ENCODER = msgspec.json.Encoder()
-HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-DONE = b"data: [DONE]\n\n"
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+DONE_EVENT = b"data: [DONE]\n\n"
 
 
-def event(data: Any, name: str | None = None) -> bytes:
-    """One event with JSON; Anthropic's and OpenAI's newer streams name theirs."""
+def sse_event(data: Any, name: str | None = None) -> bytes:
+    """Encodes one event with JSON data. `name`: the event type, which Anthropic's and OpenAI's newer streams have."""
     head = b"data: " if name is None else b"event: " + name.encode() + b"\ndata: "
     return head + ENCODER.encode(data) + b"\n\n"
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Does the work, and ends it as soon as the client is gone. Raises ClientDisconnect then."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+async def cancel_on_disconnect(receive: Receive, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs a coroutine and cancels it when the client disconnects. Raises ClientDisconnect in that case."""
+    task, disconnect = asyncio.ensure_future(coroutine), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
+        await asyncio.wait((task, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         raise ClientDisconnect
     finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """Sends what `events` gives. The status goes out with the first event, so what is raised before it has a status of
-    its own, or with the first comment: one, by `comment`, whenever nothing has come for `every` seconds. `failed` makes
-    an event of what is raised later. A client that leaves closes `events` at once."""
+    """A streaming response of server-sent events.
+
+    The status is sent with the first event or comment. Exceptions before that propagate, so that the response gets an
+    error status; later ones are converted to an event. `events` is closed when the client disconnects.
+
+    `events`: encoded events.
+    `on_error`: converts an exception to an event; None: it propagates.
+    `comment`: makes a comment, sent after `keep_alive_s` seconds without an event.
+    """
 
     def __init__(
-        self, events: AsyncGenerator[bytes], failed: Callable[[Exception], bytes | None],
-        comment: Callable[[], bytes], every: float,
+        self, events: AsyncGenerator[bytes], on_error: Callable[[Exception], bytes | None],
+        comment: Callable[[], bytes], keep_alive_s: float,
     ) -> None:  # fmt: skip
-        super().__init__(headers=HEADERS)
+        super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self._events, self._failed, self._comment, self._every = events, failed, comment, every
+        self._events, self._on_error, self._comment, self._keep_alive_s = events, on_error, comment, keep_alive_s
         self._writing = asyncio.Lock()
         self._started = False
-        self._last = 0.0
+        self._last_write = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Sends the response."""
         with contextlib.suppress(ClientDisconnect):
-            await unless_gone(receive, self._run(send))
+            await cancel_on_disconnect(receive, self._run(send))
 
     async def _run(self, send: Send) -> None:
-        self._last = time.monotonic()
-        alive = asyncio.ensure_future(self._keep_alive(send))
+        self._last_write = time.monotonic()
+        keep_alive = asyncio.ensure_future(self._keep_alive(send))
         try:
             async with contextlib.aclosing(self._events) as events:
                 async for data in events:
                     await self._write(send, data)
         except Exception as error:
-            data = self._failed(error) if self._started else None
+            data = self._on_error(error) if self._started else None
             if data is None:
                 raise
             await self._write(send, data)
         finally:
-            alive.cancel()
+            keep_alive.cancel()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, data: bytes) -> None:
@@ -87,10 +97,10 @@ class EventStream(Response):
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": True})
-            self._last = time.monotonic()
+            self._last_write = time.monotonic()
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
-            await asyncio.sleep(max(self._last + self._every - time.monotonic(), 0.001))
-            if time.monotonic() - self._last >= self._every:
+            await asyncio.sleep(max(self._last_write + self._keep_alive_s - time.monotonic(), 0.001))
+            if time.monotonic() - self._last_write >= self._keep_alive_s:
                 await self._write(send, self._comment())

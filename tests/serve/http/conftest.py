@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 from tests.support.http import Player, application, serving
 from tests.support.toy_pair import TEMPLATE, byte_level_tokenizer, write_tokenizer
 
@@ -23,22 +23,22 @@ HERMES = (
 
 
 @pytest.fixture(scope="session")
-def renderer() -> Iterator[Renderer]:
+def renderer() -> Iterator[TemplateRenderer]:
     """One process for all of them."""
-    made = Renderer(Path("model"))
+    made = TemplateRenderer(Path("model"))
     yield made
     made.close()
 
 
 @pytest.fixture(scope="session")
-def plain_player(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Player:
+def plain_player(tmp_path_factory: pytest.TempPathFactory, renderer: TemplateRenderer) -> Player:
     """A model whose template knows neither tools nor thoughts."""
     folder = write_tokenizer(tmp_path_factory.mktemp("plain"), byte_level_tokenizer(), TEMPLATE)
     return Player(TextCodec(folder, renderer))
 
 
 @pytest.fixture(scope="session")
-def hermes_player(tmp_path_factory: pytest.TempPathFactory, renderer: Renderer) -> Player:
+def hermes_player(tmp_path_factory: pytest.TempPathFactory, renderer: TemplateRenderer) -> Player:
     """A model whose template knows both."""
     folder = write_tokenizer(tmp_path_factory.mktemp("hermes"), byte_level_tokenizer(), HERMES)
     return Player(TextCodec(folder, renderer))

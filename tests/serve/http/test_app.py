@@ -9,7 +9,7 @@ import httpx
 import pytest
 from msgspec import structs
 
-from swiftspec.serve.http.engine_link.engine import Broken, State, Unusable
+from swiftspec.serve.http.engine_link.engine import EngineState, GenerationFailedError, InvalidRequestError
 from swiftspec.serve.http.engine_link.frames import RankState
 from tests.support.http import Player
 
@@ -30,7 +30,7 @@ def refused(client: httpx.Client, path: str, body: Any, param: str | None = None
 
 
 def test_while_it_loads(player: Player, client: httpx.Client) -> None:
-    player.state, player.about = State("loading", "target weights 1 of 2 GB", 0, 0), None
+    player.state, player.info = EngineState("loading", "target weights 1 of 2 GB", 0, 0), None
     assert client.get("/v1/models").json()["data"][0]["id"] == "toy"
     for path in ("/health", "/health/generate"):
         answer = client.get(path)
@@ -42,9 +42,9 @@ def test_while_it_loads(player: Player, client: httpx.Client) -> None:
 
 
 def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None:
-    player.state = State("draining", "", 1, 0)
+    player.state = EngineState("draining", "", 1, 0)
     assert client.post(CHAT, json=HELLO).status_code == 503
-    player.state = State("dead", "rank 1 is gone", 0, 0)
+    player.state = EngineState("dead", "rank 1 is gone", 0, 0)
     answer = client.post(TEXT, json={"prompt": "a"})
     assert answer.status_code == 503 and answer.headers["x-should-retry"] == "false"
     assert "rank 1 is gone" in answer.json()["error"]["message"]
@@ -53,7 +53,7 @@ def test_while_it_leaves_and_after(player: Player, client: httpx.Client) -> None
 def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
     """Without rank 0 requests are taken all the same, and wait; without a draft all goes on."""
     lost = [RankState(0, "target", 7, "lost", 1), RankState(1, "draft", 8, "up", 0)]
-    player.state = State("recovering", "rank 0 is gone", 0, 0, lost)
+    player.state = EngineState("recovering", "rank 0 is gone", 0, 0, lost)
     told = [{"rank": 0, "role": "target", "pid": 7, "state": "lost", "restarts": 1},
             {"rank": 1, "role": "draft", "pid": 8, "state": "up", "restarts": 0}]  # fmt: skip
     health = client.get("/health")
@@ -63,7 +63,7 @@ def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
     assert client.get("/health/generate").status_code == 503
     assert client.post(TEXT, json={"prompt": "a"}).status_code == 200
     for states, status in ((("up", "loading"), "degraded"), (("up", "up"), "ok")):
-        player.state = State("ready", "", 0, 0, [structs.replace(r, state=s) for r, s in zip(lost, states)])
+        player.state = EngineState("ready", "", 0, 0, [structs.replace(r, state=s) for r, s in zip(lost, states)])
         health = client.get("/health")
         assert health.status_code == 200 and health.json()["status"] == status
         assert [rank["state"] for rank in health.json()["ranks"]] == list(states)
@@ -73,11 +73,11 @@ def test_while_a_rank_comes_back(player: Player, client: httpx.Client) -> None:
 def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: httpx.Client, path: str) -> None:
     """In a stream as an event in the shape of the endpoint, and as the last one."""
     line = "the answer broke off after 6 tokens: rank 1 is gone"
-    player.prepare(raises=Broken(line, "engine_error"), after=2)
+    player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
     body = {TEXT: {"prompt": "a"}, RESPONSES: {"input": "a"}}.get(path, {**HELLO, "max_tokens": 50})
     whole = client.post(path, json=body)
     assert whole.status_code == 500 and whole.json()["error"]["message"] == line
-    player.prepare(raises=Broken(line, "engine_error"), after=2)
+    player.prepare(raises=GenerationFailedError(line, "engine_error"), after=2)
     events = client.post(path, json={**body, "stream": True}).text.strip().split("\n\n")
     name, _, last = events[-1].rpartition("data: ")
     assert json.loads(last)["error"]["message"] == line and len(events) > 1
@@ -88,7 +88,7 @@ def test_an_answer_that_breaks_off_says_how_far_it_came(player: Player, client: 
 def test_what_it_says_of_itself(player: Player, client: httpx.Client) -> None:
     assert client.get("/health").json()["status"] == "ok"
     assert client.get("/health/generate").json()["status"] == "ok"
-    assert player.asks[0].sampling["max_tokens"] == 1
+    assert player.requests[0].sampling["max_tokens"] == 1
     assert client.get("/version").json()["version"]
     assert client.get("/v1/models/other").json()["id"] == "other"
     assert client.get("/v1/models/none").status_code == 404
@@ -99,9 +99,9 @@ def test_tokens_and_text(player: Player, client: httpx.Client) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) and answer["max_model_len"] == 256
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "def é"}
     whole = client.post("/tokenize", json=HELLO).json()["tokens"]
-    assert player.codec.spell(whole) == "<|user|>hello<|end|><|bot|>"
+    assert player.codec.token_text(whole) == "<|user|>hello<|end|><|bot|>"
     assert refused(client, "/tokenize", {}, "prompt") == "prompt: give either prompt or messages"
-    assert "token 999 is none of the model's 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
+    assert "token 999 is outside the vocabulary of 320" in refused(client, "/detokenize", {"tokens": [999]}, "tokens")
 
 
 def test_ids(player: Player, client: httpx.Client) -> None:
@@ -117,13 +117,13 @@ def test_the_newest_replaces_the_others(player: Player, client: httpx.Client) ->
     client.post(TEXT, json={"prompt": "a", "replace_key": "k"})
     client.post(TEXT, json={"prompt": "a"}, headers={"x-replace-key": "h"})
     client.post(TEXT, json={"prompt": "a"})
-    assert [ask.key for ask in player.asks] == ["k", "h", None]
+    assert [ask.replace_key for ask in player.requests] == ["k", "h", None]
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (b"{", "the body is no JSON: "),
+        (b"{", "the body is not JSON: "),
         (b"\xff\xfe{}", "body"),
         (b'{"prompt": "\xff"}', "body"),
         (b"[" * 100_000, "body"),
@@ -198,7 +198,7 @@ def test_no_json_at_all(client: httpx.Client) -> None:
 )
 def test_what_is_refused(player: Player, client: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
     assert refused(client, path, body, param).startswith(param)
-    assert not player.asks
+    assert not player.requests
 
 
 def test_what_is_ignored(player: Player, client: httpx.Client) -> None:
@@ -216,9 +216,9 @@ def test_a_prompt_that_does_not_fit(player: Player, client: httpx.Client) -> Non
 
 def test_errors_of_the_engine(player: Player, client: httpx.Client) -> None:
     for error, status in (
-        (Unusable("no guidance in mode smc"), 400),
-        (Broken("out of time", "timeout"), 504),
-        (Broken("a newer request has this key", "replaced"), 409),
+        (InvalidRequestError("no guidance in mode smc"), 400),
+        (GenerationFailedError("out of time", "timeout"), 504),
+        (GenerationFailedError("a newer request has this key", "replaced"), 409),
         (ZeroDivisionError("a bug"), 500),
     ):
         player.prepare(raises=error)
@@ -229,13 +229,13 @@ def test_errors_of_the_engine(player: Player, client: httpx.Client) -> None:
 
 
 def test_errors_in_the_middle(player: Player, client: httpx.Client) -> None:
-    player.prepare(raises=Broken("out of time", "timeout"), after=1)
+    player.prepare(raises=GenerationFailedError("out of time", "timeout"), after=1)
     lines = client.post(CHAT, json={**HELLO, "stream": True}).text.strip().split("\n\n")
     assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "timeout"
     lines = client.post(MESSAGES, json={**HELLO, "stream": True, "max_tokens": 9}).text.strip().split("\n\n")
     assert lines[-1].startswith('event: error\ndata: {"type":"error","error":{"type":"timeout_error"')
     player.prepare(raises=ZeroDivisionError("a bug"), after=1)
-    assert "its log says what" in client.post(CHAT, json={**HELLO, "stream": True}).text
+    assert "see the server's log" in client.post(CHAT, json={**HELLO, "stream": True}).text
 
 
 def test_anthropics_errors(client: httpx.Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swiftspec.serve.http.engine_link.engine import Broken, Refused
+from swiftspec.serve.http.engine_link.engine import GenerationFailedError, RequestRejectedError
 from tests.support.clients import anthropic, openai
 from tests.support.http import TIMINGS, Player
 
@@ -34,7 +34,7 @@ def test_chat(player: Player, plain_url: str) -> None:
     answer = theirs(plain_url).chat.completions.create(model="toy", messages=HELLO, seed=5, extra_body={"top_k": 4})
     assert answer.choices[0].message.content == TEXT and answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None and answer.usage.completion_tokens == 14
-    assert (player.asks[0].sampling["seed"], player.asks[0].sampling["top_k"]) == (5, 4)
+    assert (player.requests[0].sampling["seed"], player.requests[0].sampling["top_k"]) == (5, 4)
     assert answer.to_dict()["timings"] == TIMINGS
 
 
@@ -50,7 +50,7 @@ def test_chat_as_a_stream(player: Player, plain_url: str) -> None:
     assert len(chunks) == 1 + 3 + 1 + 1, "the role, three rounds, the end, and the usage"
     items = [len(c.choices[0].logprobs.content or ()) for c in chunks[:-1] if c.choices[0].logprobs]
     assert items == [5, 5, 4]
-    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 14 + len(player.asks[0].prompt)
+    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 14 + len(player.requests[0].prompt)
 
 
 def test_many_at_once_without_blocking(player: Player, plain_url: str) -> None:
@@ -72,7 +72,7 @@ def test_completions(player: Player, plain_url: str) -> None:
     assert choice.logprobs.token_logprobs is not None and choice.logprobs.token_logprobs[0] is None
     stream = client.completions.create(model="toy", prompt=[274, 5], max_tokens=100, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
-    assert player.asks[-1].prompt == [274, 5]
+    assert player.requests[-1].prompt == [274, 5]
 
 
 def test_tools(thinker: Player, hermes_url: str) -> None:
@@ -87,7 +87,7 @@ def test_tools(thinker: Player, hermes_url: str) -> None:
     with client.chat.completions.stream(model="toy", messages=again, tools=tools) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].finish_reason == "tool_calls"
-    prompt = thinker.codec.spell(thinker.asks[-1].prompt)
+    prompt = thinker.codec.token_text(thinker.requests[-1].prompt)
     assert prompt.startswith("weather <tool_call><|user|>hello<|end|><|bot|>I ask.weather={")
 
 
@@ -104,7 +104,7 @@ def test_responses(thinker: Player, hermes_url: str) -> None:
     client = theirs(hermes_url)
     answer = client.responses.create(model="toy", input="hello", instructions="be brief")
     assert answer.output_text == TEXT and answer.status == "completed"
-    assert thinker.codec.spell(thinker.asks[0].prompt) == "<|bot|>be brief<|end|><|user|>hello<|end|><|bot|>"
+    assert thinker.codec.token_text(thinker.requests[0].prompt) == "<|bot|>be brief<|end|><|user|>hello<|end|><|bot|>"
     thinker.prepare(text=f"<think>hm</think>{CALL}", size=4)
     tools: Any = [{"type": "function", **WEATHER}]
     with client.responses.stream(model="toy", input=[{"role": "user", "content": "hello"}], tools=tools) as stream:
@@ -116,7 +116,7 @@ def test_responses(thinker: Player, hermes_url: str) -> None:
     given: Any = [*(item.to_dict() for item in final.output), {"type": "function_call_output", "output": "rain"}]
     given[-1]["call_id"] = given[2]["call_id"]
     client.responses.create(model="toy", input=[*HELLO, *given])
-    assert "I ask.weather={" in thinker.codec.spell(thinker.asks[-1].prompt)
+    assert "I ask.weather={" in thinker.codec.token_text(thinker.requests[-1].prompt)
 
 
 def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
@@ -126,7 +126,7 @@ def test_anthropics_messages(thinker: Player, hermes_url: str) -> None:
     )
     assert answer.content[0].to_dict() == {"type": "text", "text": "def add(a, "}
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "b):")
-    assert thinker.stopped == thinker.asks and not thinker.closed, "nobody wants the rest"
+    assert thinker.stopped == thinker.requests and not thinker.closed, "nobody wants the rest"
     assert answer.to_dict()["timings"] == TIMINGS
     thinker.prepare(text=f"<think>hm</think>{CALL}", size=4)
     tools: Any = [{"name": "weather", "input_schema": WEATHER["parameters"]}]
@@ -156,17 +156,17 @@ def test_langchain(player: Player, plain_url: str) -> None:
 
 def test_errors_are_theirs(player: Player, plain_url: str) -> None:
     client = theirs(plain_url, max_retries=0)
-    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here: ask for toy, other"):
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here: use toy, other"):
         client.chat.completions.create(model="gpt", messages=HELLO)
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="toy", messages=HELLO, n=2)
     assert (caught.value.param, caught.value.code) == ("n", "unsupported_parameter")
-    player.prepare(raises=Refused("the queue is full", 429, 1.5))
+    player.prepare(raises=RequestRejectedError("the queue is full", 429, 1.5))
     with pytest.raises(openai.RateLimitError) as refused:
         client.chat.completions.create(model="toy", messages=HELLO, stream=True)
     headers = refused.value.response.headers
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1500")
-    player.prepare(raises=Broken("rank 1 is gone", "engine_error"), after=1)
+    player.prepare(raises=GenerationFailedError("rank 1 is gone", "engine_error"), after=1)
     with pytest.raises(openai.APIError, match="rank 1 is gone"):
         list(client.chat.completions.create(model="toy", messages=HELLO, stream=True))
     with (
@@ -178,10 +178,10 @@ def test_errors_are_theirs(player: Player, plain_url: str) -> None:
 
 def test_a_refusal_is_tried_again_where_that_helps(player: Player, plain_url: str) -> None:
     for after, tries in ((0.001, 3), (None, 1)):
-        player.prepare(raises=Refused("not now", 503, after))
+        player.prepare(raises=RequestRejectedError("not now", 503, after))
         with pytest.raises(openai.InternalServerError, match="not now"):
             theirs(plain_url, max_retries=2).chat.completions.create(model="toy", messages=HELLO)
-        assert len(player.asks) == tries
+        assert len(player.requests) == tries
 
 
 def test_a_schema(player: Player, plain_url: str) -> None:
@@ -189,11 +189,11 @@ def test_a_schema(player: Player, plain_url: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     client = theirs(plain_url)
     client.chat.completions.create(model="toy", messages=HELLO, response_format=form)
-    assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
     text: Any = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     client.responses.create(model="toy", input="hello", text=text)
-    assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
     form = {"type": "json_schema", "schema": schema}
     config: Any = {"format": form}
     anthropics(plain_url).messages.create(model="toy", max_tokens=9, messages=HELLO, output_config=config)
-    assert json.loads(player.asks[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema
+    assert json.loads(player.requests[-1].sampling["grammar"])["grammars"][0]["json_schema"] == schema

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from swiftspec.serve.http.grammar import grammar_of
+from swiftspec.serve.http.grammar import build_grammar
 
 
 def test_each_kind() -> None:
-    assert json.loads(grammar_of("json_schema", '{"type": "object"}'))["grammars"]
-    assert "start: /a+/" in grammar_of("regex", "a+")
-    assert 'start: "a"' in grammar_of("grammar", 'root ::= "a"')
-    assert grammar_of("choice", '["a", "b"]') == 'start: "a" | "b"'
+    assert json.loads(build_grammar("json_schema", '{"type": "object"}'))["grammars"]
+    assert "start: /a+/" in build_grammar("regex", "a+")
+    assert 'start: "a"' in build_grammar("grammar", 'root ::= "a"')
+    assert build_grammar("choice", '["a", "b"]') == 'start: "a" | "b"'
 
 
 @pytest.mark.parametrize(
@@ -28,5 +28,5 @@ def test_each_kind() -> None:
 )
 def test_what_is_no_grammar_is_one_line(kind: str, text: str, why: str | None) -> None:
     with pytest.raises(ValueError, match=why) as caught:
-        grammar_of(kind, text)
+        build_grammar(kind, text)
     assert "\n" not in str(caught.value) and len(str(caught.value)) <= 300

@@ -17,7 +17,7 @@ pytest.importorskip("guidellm")
 @pytest.mark.slow
 def test_guidellm(player: Player, plain_url: str, tmp_path: Path) -> None:
     player.prepare(
-        text="def add(a, b):\n    return a + b\n" * 20, about=msgspec.structs.replace(READY, max_model_len=4096)
+        text="def add(a, b):\n    return a + b\n" * 20, info=msgspec.structs.replace(READY, max_model_len=4096)
     )
     found = tmp_path / "found.json"
     command = [

@@ -7,18 +7,20 @@ from typing import Any
 
 import httpx
 
-from swiftspec.serve.http.__main__ import application
-from swiftspec.serve.http.engine_link.events import Events
-from swiftspec.serve.http.engine_link.frames import Configure
+from swiftspec.serve.http.__main__ import build_app
+from swiftspec.serve.http.engine_link.events import TraceEventBuffer
+from swiftspec.serve.http.engine_link.frames import FrontendConfig
 from tests.support.http import Player
 
 
 def asked(player: Player, keys: list[str], *requests: tuple[str, str, dict[str, Any]]) -> list[httpx.Response]:
     """The answers to (method, path, what else httpx takes), one after the other."""
-    limits = Configure("toy", keys, 8, 30.0, None, 20.0)
+    limits = FrontendConfig("toy", keys, 8, 30.0, None, 20.0)
 
     async def all_of_them() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(application(player, lambda: player.codec, limits, Events(lambda on: None)))
+        transport = httpx.ASGITransport(
+            build_app(player, lambda: player.codec, limits, TraceEventBuffer(lambda on: None))
+        )
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
             return [await client.request(method, path, **more) for method, path, more in requests]
 

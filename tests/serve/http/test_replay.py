@@ -25,8 +25,8 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_page_and_the_trace_are_served_and_nothing_else(file: Path) -> None:
-    replay.check(file)
-    client = TestClient(replay.application(file))
+    replay.check_trace(file)
+    client = TestClient(replay.replay_app(file))
     assert client.get("/health").json() == {"status": "replay", "trace": "one.jsonl"}
     assert client.get("/replay.jsonl").text == file.read_text()
     assert "<title>SwiftSpec</title>" in client.get("/").text
@@ -48,19 +48,19 @@ def test_what_is_no_trace_is_told_in_one_line(tmp_path: Path, text: str, said: s
     bad = tmp_path / "bad.jsonl"
     bad.write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match=said) as told:
-        replay.check(bad)
+        replay.check_trace(bad)
     assert "\n" not in str(told.value)
 
 
 def test_a_last_line_that_was_cut_off_is_no_harm(file: Path) -> None:
     file.write_text(file.read_text() + '{"request": 1, "rou')
-    replay.check(file)
+    replay.check_trace(file)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UserError, match="pipe cannot be read"):
-        replay.check(tmp_path / "pipe")
+        replay.check_trace(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize(

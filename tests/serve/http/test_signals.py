@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from swiftspec.serve.http.engine_link.engine import Broken, Refused
+from swiftspec.serve.http.engine_link.engine import GenerationFailedError, RequestRejectedError
 from tests.support.http import Player
 from tests.support.server_request import Asked, Told, ask, cutting, fault
 
@@ -23,29 +23,29 @@ def test_a_text(player: Player, client: httpx.Client, asked: Asked) -> None:
     assert len(told.came) > 1 or not asked.stream
     assert fault(asked, told, TEXT, False) is None
     assert "answered wrongly" in (fault(asked, told, TEXT + "b", False) or "")
-    assert player.asks[0].sampling.get("seed") == asked.seed or asked.seed is None
+    assert player.requests[0].sampling.get("seed") == asked.seed or asked.seed is None
 
 
 @pytest.mark.parametrize("asked", [STREAM, WHOLE], ids=["stream", "whole"])
 def test_an_answer_that_breaks_off(player: Player, client: httpx.Client, asked: Asked) -> None:
-    player.prepare(raises=Broken(OFF, "engine_error"), after=2)
+    player.prepare(raises=GenerationFailedError(OFF, "engine_error"), after=2)
     told = ask(client, asked)
     assert (told.end, told.said, bool(told.text)) == ("broken", OFF, asked.stream)
     assert fault(asked, told, TEXT, False) is None
     assert not asked.stream or "began wrongly" in (fault(asked, told, "other", False) or "")
-    player.prepare(raises=Broken("rank 1 is gone", "engine_error"), after=2)
+    player.prepare(raises=GenerationFailedError("rank 1 is gone", "engine_error"), after=2)
     told = ask(client, asked)
     assert told.end == "odd" and "rank 1 is gone" in (fault(asked, told, TEXT, False) or "")
 
 
 def test_one_that_is_refused_in_its_stream(player: Player, client: httpx.Client) -> None:
-    player.prepare(raises=Refused("waited 60 s", 503, 5.0), after=1)  # once the status has gone out
+    player.prepare(raises=RequestRejectedError("waited 60 s", 503, 5.0), after=1)  # once the status has gone out
     told = ask(client, STREAM)
     assert (told.end, told.said) == ("refused", "waited 60 s")
 
 
 def test_other_ends(player: Player, client: httpx.Client) -> None:
-    player.prepare(raises=Refused("the queue is full", 429, 1.0))
+    player.prepare(raises=RequestRejectedError("the queue is full", 429, 1.0))
     refused = ask(client, STREAM)
     player.prepare()
     cut = ask(client, STREAM, cutting(2))

@@ -11,8 +11,13 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from swiftspec.serve.http.engine_link.engine import Ask, Broken, Refused, State
-from swiftspec.serve.http.engine_link.frames import Chunk, Done, Prompt
+from swiftspec.serve.http.engine_link.engine import (
+    EngineRequest,
+    EngineState,
+    GenerationFailedError,
+    RequestRejectedError,
+)
+from swiftspec.serve.http.engine_link.frames import DoneFrame, PromptLogprobsFrame, TokensFrame
 from tests.support.http import Player, application
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
@@ -73,7 +78,7 @@ def test_a_client_that_leaves_ends_its_request(player: Player, stream: bool, rou
         assert not player.closed
         caller.gone.set()
         await running
-        assert player.closed == player.asks and len(player.asks) == 1
+        assert player.closed == player.requests and len(player.requests) == 1
         assert bool(caller.text) == (stream and rounds > 0) and "[DONE]" not in caller.text
 
     asyncio.run(leave())
@@ -95,7 +100,7 @@ def test_a_server_that_ends_cancels_too(player: Player) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        assert player.closed == player.asks
+        assert player.closed == player.requests
 
     asyncio.run(end())
 
@@ -105,8 +110,8 @@ def test_a_server_that_ends_cancels_too(player: Player) -> None:
 )
 def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int, comment: str) -> None:
     async def wait() -> None:
-        player.prepare(hold=rounds, state=State("ready", "", 1, waiting))
-        caller = Caller(player, {**HELLO, "stream": True}, every=0.005)
+        player.prepare(hold=rounds, state=EngineState("ready", "", 1, waiting))
+        caller = Caller(player, {**HELLO, "stream": True}, keep_alive_s=0.005)
         running = asyncio.ensure_future(caller.run())
         while comment not in caller.text:
             caller.came.clear()
@@ -121,16 +126,18 @@ def test_comments_while_nothing_comes(player: Player, rounds: int, waiting: int,
 
 def test_a_refusal_after_a_comment_comes_in_the_stream(player: Player) -> None:
     class Late(Player):
-        async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
+        async def generate(
+            self, request: EngineRequest
+        ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
             await going.wait()
-            async for frame in super().answer(ask):
+            async for frame in super().generate(request):
                 yield frame
 
     going = asyncio.Event()
 
     async def play() -> None:
-        late = Late(player.codec, raises=Refused("waited too long", 429, 1.0))
-        caller = Caller(late, {**HELLO, "stream": True}, every=0.005)
+        late = Late(player.codec, raises=RequestRejectedError("waited too long", 429, 1.0))
+        caller = Caller(late, {**HELLO, "stream": True}, keep_alive_s=0.005)
         running = asyncio.ensure_future(caller.run())
         await caller.came.wait()
         going.set()
@@ -153,12 +160,12 @@ def test_one_chunk_a_round_and_never_half_a_character(player: Player, client: ht
     assert pieces[0] == "" and all(pieces[1:-1]), "a round that shows nothing sends nothing"
     assert not any("S" in piece for piece in pieces)
     assert chunks[-1]["stop_reason"] == "STOP" and chunks[-1]["finish_reason"] == "stop"
-    assert player.stopped == player.asks and not player.closed, "nobody wants the rest"
+    assert player.stopped == player.requests and not player.closed, "nobody wants the rest"
 
 
 def test_an_answer_that_breaks_off_without_a_word(player: Player, client: httpx.Client) -> None:
     player.prepare(text="")
     answer = client.post(CHAT, json=HELLO)
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "engine_error"
-    player.prepare(raises=Broken("x", "engine_error"))
+    player.prepare(raises=GenerationFailedError("x", "engine_error"))
     assert "x-should-retry" not in client.post(CHAT, json=HELLO).headers

@@ -11,10 +11,10 @@ from fastapi import FastAPI
 
 from swiftspec.serve.http import replay
 from swiftspec.serve.http.engine_link import events
-from swiftspec.serve.http.engine_link.events import Events
-from swiftspec.serve.http.middleware.security import Guard
+from swiftspec.serve.http.engine_link.events import TraceEventBuffer
+from swiftspec.serve.http.middleware.security import SecurityMiddleware
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 from tests.support import made_up_traces
 from tests.support.http import Player, application, serving
 from tests.support.server_process import Served
@@ -54,8 +54,8 @@ def page(window: Page) -> Iterator[Page]:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The embedded pair, as people start it."""
-    with Served() as served:
-        yield served.url
+    with Served() as collect_frames:
+        yield collect_frames.url
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def race(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     file = made_up_traces.write(
         tmp_path_factory.mktemp("trace") / "race.jsonl", [made_up_traces.head(), *made_up_traces.race()]
     )
-    with serving(replay.application(file)) as address:
+    with serving(replay.replay_app(file)) as address:
         yield address
 
 
@@ -72,7 +72,7 @@ def player(folder: Path, **plays: Any) -> FastAPI:
     """A server that plays what a test wrote, and has no template."""
     made = Player(TextCodec(write_tokenizer(folder, byte_level_tokenizer(), None)), **plays)
     app = application(made)
-    app.include_router(events.router(Events(lambda on: None), lambda: made.codec))
+    app.include_router(events.trace_events_router(TraceEventBuffer(lambda on: None), lambda: made.codec))
     return app
 
 
@@ -109,10 +109,10 @@ def test_a_chat_is_streamed_and_its_rounds_are_shown(page: Page, url: str) -> No
 
 
 def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -> None:
-    renderer = Renderer(Path("model"))
+    renderer = TemplateRenderer(Path("model"))
     made = Player(TextCodec(write_tokenizer(tmp_path, byte_level_tokenizer(), TEMPLATE), renderer))
     app = application(made)
-    app.include_router(events.router(Events(lambda on: None), lambda: made.codec))
+    app.include_router(events.trace_events_router(TraceEventBuffer(lambda on: None), lambda: made.codec))
     try:
         with serving(app) as address:
             page.open(address)
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_and_can_be_stopped(page: Page, tmp_path: Path) -
             page.says("messages", "Stopped by you.")
     finally:
         renderer.close()
-    said = made.codec.spell(made.asks[1].prompt)
+    said = made.codec.token_text(made.requests[1].prompt)
     assert said.index("one") < said.index("return a + b") < said.index("two\nlines")
 
 
@@ -215,7 +215,7 @@ def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
         made_up_traces.head(texts={str(at): HOSTILE for at in range(len(made_up_traces.WORDS))}),
         *made_up_traces.race(4),
     ]
-    with serving(replay.application(made_up_traces.write(tmp_path / "h.jsonl", lines))) as address:
+    with serving(replay.replay_app(made_up_traces.write(tmp_path / "h.jsonl", lines))) as address:
         page.open(address, still=True)
         page.wait(lambda: page.data("nodes") > 20)
         page.keys("tree", ".", Keys.ARROW_LEFT)
@@ -224,7 +224,7 @@ def test_a_hostile_text_stays_text(page: Page, tmp_path: Path) -> None:
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab_only(page: Page, tmp_path: Path) -> None:
-    with serving(Guard(player(tmp_path), ["secret"])) as address:
+    with serving(SecurityMiddleware(player(tmp_path), ["secret"])) as address:
         page.open(address)
         page.wait(lambda: page.at("key-dialog").is_displayed())
         page.keys("key", "wrong", Keys.ENTER)
@@ -267,7 +267,7 @@ def test_traces_are_opened_and_saved(page: Page, url: str, folder: Path, tmp_pat
     page.click("save")
     saved = folder / "swiftspec-trace.jsonl"
     page.wait(saved.exists)
-    replay.check(saved)
+    replay.check_trace(saved)
     assert len(saved.read_text().splitlines()) == len(file.read_text().splitlines())
     page.keys("file", str(made_up_traces.write(tmp_path / "bad.jsonl", [{"no": "trace"}])))
     page.says("note", "bad.jsonl cannot be shown: line 1: this is no trace")

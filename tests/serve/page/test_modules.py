@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from swiftspec.serve.http import replay
-from swiftspec.serve.http.page import FILES
+from swiftspec.serve.http.page import PAGE_FOLDER
 
 HERE = Path(__file__).resolve().parent
-MODULES = sorted(FILES.glob("*.js"))
+MODULES = sorted(PAGE_FOLDER.glob("*.js"))
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setAttribute\([\"']on"
 )
@@ -47,10 +47,10 @@ def test_a_module_is_short_says_what_it_is_and_writes_no_markup(file: Path) -> N
 
 
 def test_every_file_is_here_and_nothing_comes_from_elsewhere() -> None:
-    texts = {file.name: file.read_text(encoding="utf-8") for file in FILES.glob("*.*")}
+    texts = {file.name: file.read_text(encoding="utf-8") for file in PAGE_FOLDER.glob("*.*")}
     named = set(re.findall(r'"/page/([\w./]+)"', "".join(texts.values())))
     named |= set(re.findall(r'from "\./([\w.]+)"', "".join(texts.values())))
-    assert named | {"index.html"} == {file.relative_to(FILES).as_posix() for file in FILES.rglob("*.*")}
+    assert named | {"index.html"} == {file.relative_to(PAGE_FOLDER).as_posix() for file in PAGE_FOLDER.rglob("*.*")}
     for name, text in texts.items():
         assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}, name
     assert not re.search(r"<[^>]*\s(style|on\w+)=", texts["index.html"])
@@ -58,6 +58,6 @@ def test_every_file_is_here_and_nothing_comes_from_elsewhere() -> None:
 
 @pytest.mark.parametrize("name", ["pair", "large"])
 def test_a_recorded_trace_is_small_and_whole(name: str) -> None:
-    file = FILES / "traces" / f"{name}.jsonl"
-    replay.check(file)
+    file = PAGE_FOLDER / "traces" / f"{name}.jsonl"
+    replay.check_trace(file)
     assert file.stat().st_size <= 300_000

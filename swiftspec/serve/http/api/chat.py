@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""Endpoint /v1/chat/completions: OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.api.generation import BOTH_WAYS, chat_job, respond
-from swiftspec.serve.http.api.sampling import choices_asked, grammar_asked
-from swiftspec.serve.http.app_context import Server, number
+from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
+from swiftspec.serve.http.api.sampling import grammar_request, requested_choices
+from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.format.answer import Answer, Part, ended_by
 from swiftspec.serve.http.format.conversation import (
+    Conversation,
     Message,
     NamedTool,
-    Talked,
     TemplateFields,
     Tool,
     ToolChoice,
-    talk_of,
+    to_template_messages,
 )
-from swiftspec.serve.http.format.logprobs import Scores
-from swiftspec.serve.http.format.tools import Call
+from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta, choice_end_fields
+from swiftspec.serve.http.format.logprobs import LogprobFormatter
+from swiftspec.serve.http.format.tools import ParsedToolCall
 from swiftspec.serve.http.schema import (
-    CHAT_NEVER,
-    WHOLE,
-    Constrained,
+    CHAT_UNSUPPORTED,
+    INTEGRAL,
+    ConstraintFields,
     Count,
-    Object,
+    JsonObject,
     Positive,
-    Sampled,
+    SamplingFields,
+    ShortText,
     Stop,
     Stops,
     StreamOptions,
     Text,
-    Word,
-    refuse,
+    reject_unsupported,
 )
-from swiftspec.serve.http.sse import DONE, event
+from swiftspec.serve.http.sse import DONE_EVENT, sse_event
 
 
-class ChatRequest(Sampled, Constrained, TemplateFields):
-    """OpenAI's, with vLLM's sampling parameters."""
+class ChatRequest(SamplingFields, ConstraintFields, TemplateFields):
+    """Request of OpenAI's chat completions endpoint, with vLLM's sampling parameters."""
 
-    model: Word | None = None
+    model: ShortText | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
@@ -53,134 +53,154 @@ class ChatRequest(Sampled, Constrained, TemplateFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    n: Count | None = Field(None, description="With smc: so many texts of the population, each with its weight.")
-    # What OpenAI or vLLM has and this server does not: see CHAT_NEVER.
-    audio: Object | None = None
-    modalities: Annotated[list[Word], Field(max_length=8)] | None = None
+    n: Count | None = Field(None, description="With smc: number of texts of the population, each with its weight.")
+    # Fields of OpenAI or vLLM that this server does not support: see CHAT_UNSUPPORTED.
+    audio: JsonObject | None = None
+    modalities: Annotated[list[ShortText], Field(max_length=8)] | None = None
     functions: Annotated[list[Any], Field(max_length=128)] | None = None
-    function_call: Word | Object | None = None
+    function_call: ShortText | JsonObject | None = None
     chat_template: Text | None = None
     documents: Annotated[list[Any], Field(max_length=4096)] | None = None
     echo: bool | None = None
     add_generation_prompt: bool | None = None
-    web_search_options: Object | None = None
+    web_search_options: JsonObject | None = None
 
 
-def talked_of(body: ChatRequest) -> Talked:
-    """The conversation and its tools, for the chat template."""
-    tools = [one.shown() for one in body.tools or ()]
+def chat_to_conversation(body: ChatRequest) -> Conversation:
+    """The conversation of a request, for the chat template."""
+    tools = [item.to_template() for item in body.tools or ()]
     choice = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else body.tool_choice or "auto"
-    return Talked(
-        talk_of(body.messages), tools, choice, body.variables(), bool(body.continue_final_message),
+    return Conversation(
+        to_template_messages(body.messages), tools, choice, body.template_variables(),
+        bool(body.continue_final_message),
         body.parallel_tool_calls is False,
     )  # fmt: skip
 
 
-def stops_of(stop: str | list[str] | None) -> list[str]:
+def stop_list(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
 
-def called(call: Call) -> dict[str, Any]:
-    """A call in OpenAI's shape."""
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def openai_tool_call(call: ParsedToolCall) -> dict[str, Any]:
+    """A tool call in OpenAI's schema."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
 
 
-def message_of(answer: Answer) -> dict[str, Any]:
-    """The assistant's message, whole."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.said, "refusal": None}
-    if answer.calls:
-        message |= {"content": answer.said or None, "tool_calls": [called(call) for call in answer.calls]}
-    if answer.thought:
-        message["reasoning_content"] = answer.thought
+def assistant_message(output: GenerationOutput) -> dict[str, Any]:
+    """The complete message of the assistant."""
+    message: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
+    if output.tool_calls:
+        message |= {
+            "content": output.content or None,
+            "tool_calls": [openai_tool_call(call) for call in output.tool_calls],
+        }
+    if output.reasoning_text:
+        message["reasoning_content"] = output.reasoning_text
     return message
 
 
 class ChatWriter:
-    """An answer in the shape of chat completions. `top`: so many likeliest tokens with each; None: no likelihoods."""
+    """Formats a generation as a response of OpenAI's chat completions endpoint.
 
-    def __init__(self, answer: Answer, model: str, scores: Scores, top: int | None, usage: bool) -> None:
-        self._answer, self._scores, self._top, self._usage = answer, scores, top, usage
-        self._head = {"id": number("chatcmpl-"), "object": "chat.completion.chunk", "created": int(time.time())}
-        self._head["model"] = model
-        self._calls = 0
+    `top`: number of top log-probabilities per token; None: no log-probabilities.
+    `usage`: a stream ends with a usage chunk.
+    """
 
-    def begin(self) -> bytes:
-        """The role."""
+    def __init__(
+        self, output: GenerationOutput, model: str, logprob_formatter: LogprobFormatter, top: int | None, usage: bool
+    ) -> None:
+        self._output, self._logprob_formatter, self._top, self._usage = output, logprob_formatter, top, usage
+        self._common_fields = {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+        }
+        self._common_fields["model"] = model
+        self._num_calls = 0
+
+    def start_events(self) -> bytes:
+        """The chunk with the role."""
         return self._chunk({"role": "assistant", "content": ""})
 
-    def part(self, part: Part) -> bytes:
-        """One chunk."""
-        delta: dict[str, Any] = {}
-        if part.thought:
-            delta["reasoning_content"] = part.thought
-        if part.said or not (part.thought or part.calls):
-            delta["content"] = part.said
-        if part.calls:
-            delta["tool_calls"] = [{"index": self._calls + at, **called(call)} for at, call in enumerate(part.calls)]
-            self._calls += len(part.calls)
-        if self._top is None and delta == {"content": ""}:
+    def delta_events(self, delta: OutputDelta) -> bytes:
+        """The chunk of one round."""
+        fields: dict[str, Any] = {}
+        if delta.reasoning_text:
+            fields["reasoning_content"] = delta.reasoning_text
+        if delta.content or not (delta.reasoning_text or delta.tool_calls):
+            fields["content"] = delta.content
+        if delta.tool_calls:
+            fields["tool_calls"] = [
+                {"index": self._num_calls + index, **openai_tool_call(call)}
+                for index, call in enumerate(delta.tool_calls)
+            ]
+            self._num_calls += len(delta.tool_calls)
+        if self._top is None and fields == {"content": ""}:
             return b""
-        return self._chunk(delta, logprobs=self._logprobs(part.first, part.last))
+        return self._chunk(fields, logprobs=self._logprobs(delta.first_token, delta.end_token))
 
-    def end(self) -> bytes:
-        """What ended it; usage and cost."""
-        answer = self._answer
-        cost = answer.cost()
-        last = self._chunk({}, answer.finish_reason, stop_reason=answer.builder.stop, **({} if self._usage else cost))
+    def end_events(self) -> bytes:
+        """The finish reason, usage and statistics."""
+        output = self._output
+        stats = output.stats()
+        last = self._chunk(
+            {}, output.finish_reason, stop_reason=output.text_builder.stop_string, **({} if self._usage else stats)
+        )
         if self._usage:
-            last += event({**self._head, "choices": [], "usage": answer.usage(), **cost})
-        return last + DONE
+            last += sse_event({**self._common_fields, "choices": [], "usage": output.usage(), **stats})
+        return last + DONE_EVENT
 
-    def whole(self) -> dict[str, Any]:
-        """As one object."""
-        answer = self._answer
-        logprobs = self._logprobs(0, len(answer.tokens))
+    def full_response(self) -> dict[str, Any]:
+        """The complete response."""
+        output = self._output
+        logprobs = self._logprobs(0, len(output.tokens))
         choices = [
-            {"index": at, "message": message_of(each), "logprobs": logprobs, "finish_reason": each.finish_reason,
-             **ended_by(each)}
-            for at, each in enumerate(answer.choices)
+            {"index": index, "message": assistant_message(choice), "logprobs": logprobs, "finish_reason":
+            choice.finish_reason,
+             **choice_end_fields(choice)}
+            for index, choice in enumerate(output.choices)
         ]  # fmt: skip
-        head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": choices, "usage": answer.usage(), **answer.cost()}
+        head = {**self._common_fields, "object": "chat.completion"}
+        return {**head, "choices": choices, "usage": output.usage(), **output.stats()}
 
     def _logprobs(self, first: int, last: int) -> dict[str, Any] | None:
         if self._top is None:
             return None
-        answer = self._answer
-        items = self._scores.chat(answer.tokens[first:last], answer.likelihoods[first:last], self._top)
+        output = self._output
+        items = self._logprob_formatter.chat_logprobs(output.tokens[first:last], output.logprobs[first:last], self._top)
         return {"content": items, "refusal": None}
 
     def _chunk(self, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None, **more: Any) -> bytes:
         stop = {"stop_reason": more.pop("stop_reason")} if "stop_reason" in more else {}
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **stop}
-        return event({**self._head, "choices": [choice], **more})
+        return sse_event({**self._common_fields, "choices": [choice], **more})
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoint."""
-    made = APIRouter()
+def chat_router(context: AppContext) -> APIRouter:
+    """The route of the chat completions endpoint."""
+    router = APIRouter()
 
-    @made.post("/v1/chat/completions", responses=BOTH_WAYS)
+    @router.post("/v1/chat/completions", responses=JSON_OR_SSE)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        _, codec = server.ready()
-        model = server.name(body.model)
-        refuse(body, CHAT_NEVER)
+        _, codec = context.require_ready()
+        model = context.resolve_model_name(body.model)
+        reject_unsupported(body, CHAT_UNSUPPORTED)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs to be true", "top_logprobs")
         top = (body.top_logprobs or 0) if body.logprobs else None
         limit = body.max_completion_tokens or body.max_tokens
-        job = await chat_job(
-            server, request, body, talked_of(body), limit=limit, stops=stops_of(body.stop),
-            grammar=grammar_asked(body), logprobs=top,
-            choices=choices_asked(body, body.n, body.stream, server.ready()[0]),
+        generation_request = await chat_generation_request(
+            context, request, body, chat_to_conversation(body), limit=limit, stops=stop_list(body.stop),
+            grammar=grammar_request(body), logprobs=top,
+            choices=requested_choices(body, body.n, body.stream, context.require_ready()[0]),
         )  # fmt: skip
-        usage = server.always_usage or bool(body.stream_options and body.stream_options.include_usage)
-        answer = Answer.of(job, codec)
-        writer = ChatWriter(answer, model, Scores(codec), top, usage)
-        return await respond(server, request, answer, writer, body.stream)
+        usage = context.always_usage or bool(body.stream_options and body.stream_options.include_usage)
+        output = GenerationOutput.create(generation_request, codec)
+        writer = ChatWriter(output, model, LogprobFormatter(codec), top, usage)
+        return await respond(context, request, output, writer, body.stream)
 
-    return made
+    return router

@@ -1,4 +1,4 @@
-"""From a conversation to an answer: the prompt, its tools, its thoughts, and what the answer has to keep to."""
+"""Generation for one HTTP request: builds the engine request of a conversation, and sends the output as JSON or SSE."""
 
 from __future__ import annotations
 
@@ -12,172 +12,203 @@ from fastapi.responses import Response
 
 from swiftspec.errors import UserError
 from swiftspec.serve.http import errors
-from swiftspec.serve.http.api.sampling import Grammar, sampling_of
-from swiftspec.serve.http.app_context import Server
-from swiftspec.serve.http.engine_link.engine import Ask
-from swiftspec.serve.http.errors import ApiError, told, unsupported
-from swiftspec.serve.http.format.answer import Answer, Job, Part
-from swiftspec.serve.http.format.conversation import Talked
-from swiftspec.serve.http.format.reasoning import CLOSE, OPEN, Reasoning
-from swiftspec.serve.http.format.tools import Calls, Format, forced, format_of
-from swiftspec.serve.http.schema import Sampled
-from swiftspec.serve.http.sse import ENCODER, EventStream, event, unless_gone
+from swiftspec.serve.http.api.sampling import GrammarRequest, sampling_params
+from swiftspec.serve.http.app_context import AppContext
+from swiftspec.serve.http.engine_link.engine import EngineRequest
+from swiftspec.serve.http.errors import ApiError, to_api_error, unsupported
+from swiftspec.serve.http.format.conversation import Conversation
+from swiftspec.serve.http.format.generation_output import GenerationOutput, GenerationRequest, OutputDelta
+from swiftspec.serve.http.format.reasoning import REASONING_CLOSE, REASONING_OPEN, ReasoningParser
+from swiftspec.serve.http.format.tools import ToolCallFormat, ToolCallParser, detect_tool_format, forced_call_grammar
+from swiftspec.serve.http.schema import SamplingFields
+from swiftspec.serve.http.sse import ENCODER, EventStream, cancel_on_disconnect, sse_event
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import TooLong
+from swiftspec.serve.text.template import PromptTooLong
 
-KEY = "x-replace-key"
+REPLACE_KEY_HEADER = "x-replace-key"
 LOG = logging.getLogger("swiftspec.serve")
-EVENT = {  # one of a stream, as OpenAPI before 3.2 has it
+EVENT_SCHEMA = {  # one server-sent event; OpenAPI before 3.2 cannot describe a stream of them
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
-BOTH_WAYS: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
+JSON_OR_SSE: dict[int | str, dict[str, Any]] = {  # for the OpenAPI document
     200: {
         "description": "The answer: one object, or with `stream` its parts as server-sent events.",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {"schema": EVENT},
+            "text/event-stream": {"schema": EVENT_SCHEMA},
         },
     }
 }
-NO_FORMAT = "this model's chat template takes no tools, or has calls written in no way that is known here"
+NO_TOOL_FORMAT = "this model's chat template has no tools, or writes tool calls in an unknown format"
 
 
-class Writer(Protocol):
-    """An answer in the shape of one endpoint."""
+class OutputWriter(Protocol):
+    """Formats a generation in the schema of one endpoint."""
 
-    def begin(self) -> bytes:
-        """The events before the first part."""
+    def start_events(self) -> bytes:
+        """The events before the first delta."""
         ...
 
-    def part(self, part: Part) -> bytes:
-        """The events of one round; none where it shows nothing."""
+    def delta_events(self, delta: OutputDelta) -> bytes:
+        """The events of one round; empty if the round adds nothing visible."""
         ...
 
-    def end(self) -> bytes:
-        """The events after the last part."""
+    def end_events(self) -> bytes:
+        """The events after the last delta."""
         ...
 
-    def whole(self) -> dict[str, object]:
-        """The answer in one piece."""
+    def full_response(self) -> dict[str, object]:
+        """The complete response of a request without `stream`."""
         ...
 
 
-def replace_key(request: Request, body: Sampled) -> str | None:
-    """Of the requests with one key the newest replaces the others. Raises ApiError on a key too long."""
-    key = body.replace_key or request.headers.get(KEY)
+def replace_key(request: Request, body: SamplingFields) -> str | None:
+    """The key of a request, from its body or its header: a request replaces unfinished ones with the same key. Raises
+    ApiError if the key is empty or too long."""
+    key = body.replace_key or request.headers.get(REPLACE_KEY_HEADER)
     if key is not None and not 0 < len(key) <= 128:
-        raise ApiError(400, f"{KEY} must have 1..128 characters", KEY)
+        raise ApiError(400, f"{REPLACE_KEY_HEADER} must have 1..128 characters", REPLACE_KEY_HEADER)
     return key
 
 
-async def encode_talk(server: Server, talked: Talked) -> list[int]:
-    """The prompt of a conversation. Raises ApiError on one that the model's template does not take."""
-    about, codec = server.ready()
-    talked.check()
+async def encode_conversation(context: AppContext, conversation: Conversation) -> list[int]:
+    """Renders a conversation with the model's chat template and tokenizes it. Raises ApiError on a conversation that
+    the
+    template rejects."""
+    info, codec = context.require_ready()
+    conversation.validate()
     if not codec.has_template:
         raise ApiError(400, "this model has no chat template: send plain text to /v1/completions")
-    tools = talked.tools if talked.tools and talked.choice != "none" else None
+    tools = conversation.tools if conversation.tools and conversation.tool_choice != "none" else None
     try:
-        return await server.threaded(
-            codec.encode_chat, talked.messages, about.max_model_len, tools, talked.variables, talked.goes_on
+        return await context.run_in_tokenizer_thread(
+            codec.encode_chat,
+            conversation.messages,
+            info.max_model_len,
+            tools,
+            conversation.template_variables,
+            conversation.continues_last_message,
         )
-    except UserError as error:  # where the model lies is no client's business
+    except UserError as error:  # the path of the model is not shown to clients
         message = str(error).replace(f"{codec.path}: ", "")
-        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         raise ApiError(400, message, "messages", code) from None
 
 
-async def chat_job(
-    server: Server, request: Request, body: Sampled, talked: Talked, *, limit: int | None,
-    stops: Sequence[str] = (), grammar: Grammar | None = None, logprobs: int | None = None,
+async def chat_generation_request(
+    context: AppContext, request: Request, body: SamplingFields, conversation: Conversation, *, limit: int | None,
+    stops: Sequence[str] = (), grammar: GrammarRequest | None = None, logprobs: int | None = None,
     choices: tuple[int, int] | None = None,
-) -> Job:  # fmt: skip
-    """What the answer to a conversation is to be. Raises ApiError on whatever cannot be done."""
-    about, codec = server.ready()
-    prompt = await encode_talk(server, talked)
+) -> GenerationRequest:  # fmt: skip
+    """Builds the request for the answer to a conversation.
+
+    `limit`: maximum number of output tokens; None: the rest of the context.
+    `stops`: stop strings.
+    `logprobs`: number of top log-probabilities per token; None: none.
+    `choices`: (returned, sampled) texts of a population.
+    Raises ApiError on a combination that is not supported.
+    """
+    info, codec = context.require_ready()
+    prompt = await encode_conversation(context, conversation)
     negative = None
     if body.guidance_scale not in (None, 1):
         user = {"role": "user", "content": body.negative_prompt or ""}
-        negative = await encode_talk(server, Talked([user], variables=talked.variables))
-    sampling = sampling_of(body, about, prompt, negative, limit)
+        negative = await encode_conversation(
+            context, Conversation([user], template_variables=conversation.template_variables)
+        )
+    sampling = sampling_params(body, info, prompt, negative, limit)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    template = codec.template(talked.tools or None)
-    form = _format(talked, template)
-    if form is not None and talked.choice != "auto":
+    template = codec.template_source(conversation.tools or None)
+    tool_format = _tool_format(conversation, template)
+    if tool_format is not None and conversation.tool_choice != "auto":
         if grammar is not None:
-            raise ApiError(400, f"{grammar[2]} and tool_choice both say what the answer is: give one", "tool_choice")
-        grammar = _forced(form, talked, codec)
+            raise ApiError(400, f"{grammar[2]} and tool_choice both constrain the answer: give one", "tool_choice")
+        grammar = _forced_tool_grammar(tool_format, conversation, codec)
     if grammar is not None:
-        sampling["grammar"] = await server.grammar(grammar)
-    thinks = grammar is None and not talked.goes_on and (OPEN in template or OPEN in codec.vocab)
-    names = [tool["function"]["name"] for tool in talked.tools]
-    return Job(
-        Ask(prompt, sampling, replace_key(request, body), choices),
+        sampling["grammar"] = await context.compile_grammar(grammar)
+    thinks = (
+        grammar is None
+        and not conversation.continues_last_message
+        and (REASONING_OPEN in template or REASONING_OPEN in codec.vocab)
+    )
+    names = [tool["function"]["name"] for tool in conversation.tools]
+    return GenerationRequest(
+        EngineRequest(prompt, sampling, replace_key(request, body), choices),
         stops,
-        goes_on=talked.goes_on,
-        reasoning=Reasoning(codec.spell(prompt[-8:]).rstrip().endswith(OPEN)) if thinks else None,
-        calls=None if form is None else Calls(form, names),
-        single=talked.single and form is not None,
-        markers=_markers(codec, [OPEN, CLOSE] * thinks + ([form.begin, form.end or ""] if form else [])),
+        continues_text=conversation.continues_last_message,
+        reasoning_parser=ReasoningParser(codec.token_text(prompt[-8:]).rstrip().endswith(REASONING_OPEN))
+        if thinks
+        else None,
+        tool_call_parser=None if tool_format is None else ToolCallParser(tool_format, names),
+        single_tool_call=conversation.single_tool_call and tool_format is not None,
+        marker_tokens=_marker_ids(
+            codec,
+            [REASONING_OPEN, REASONING_CLOSE] * thinks
+            + ([tool_format.begin, tool_format.end or ""] if tool_format else []),
+        ),
     )
 
 
-def _format(talked: Talked, template: str) -> Format | None:
-    if not talked.tools or talked.choice == "none":
+def _tool_format(conversation: Conversation, template: str) -> ToolCallFormat | None:
+    if not conversation.tools or conversation.tool_choice == "none":
         return None
-    form = format_of(template)
-    if form is None:
-        raise unsupported("tools", NO_FORMAT)
-    return form
+    tool_format = detect_tool_format(template)
+    if tool_format is None:
+        raise unsupported("tools", NO_TOOL_FORMAT)
+    return tool_format
 
 
-def _forced(form: Format, talked: Talked, codec: TextCodec) -> Grammar:
-    """A grammar of one call: of any tool, or of the one that is named."""
-    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in talked.tools}
-    if talked.choice != "required":
-        tools = {talked.choice: tools[talked.choice]}
-    marker = codec.vocab.get(form.begin)
-    return "lark", forced(form, tools, marker if marker in codec.special else None), "tool_choice"
+def _forced_tool_grammar(tool_format: ToolCallFormat, conversation: Conversation, codec: TextCodec) -> GrammarRequest:
+    """A grammar of exactly one tool call: of any tool, or of the one that `tool_choice` names."""
+    tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools}
+    if conversation.tool_choice != "required":
+        tools = {conversation.tool_choice: tools[conversation.tool_choice]}
+    marker = codec.vocab.get(tool_format.begin)
+    return "lark", forced_call_grammar(tool_format, tools, marker if marker in codec.special else None), "tool_choice"
 
 
-def _markers(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
+def _marker_ids(codec: TextCodec, words: Sequence[str]) -> frozenset[int]:
     return frozenset(codec.vocab[word] for word in words if word in codec.vocab)
 
 
-async def respond(server: Server, request: Request, answer: Answer, writer: Writer, stream: bool | None) -> Response:
-    """Has the engine answer, and sends what the writer makes of it: in one piece, or as it comes."""
+async def respond(
+    context: AppContext, request: Request, output: GenerationOutput, writer: OutputWriter, stream: bool | None
+) -> Response:
+    """Runs the generation and sends what `writer` makes of it: one JSON object, or server-sent events if `stream`."""
     if not stream:
 
-        async def all_of_it() -> None:
-            async with contextlib.aclosing(answer.parts(server.engine)) as parts:
-                async for part in parts:
-                    writer.part(part)
+        async def run_to_end() -> None:
+            async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
+                async for delta in deltas:
+                    writer.delta_events(delta)
 
-        await unless_gone(request.receive, all_of_it())
-        return Response(ENCODER.encode(writer.whole()), media_type="application/json")
+        await cancel_on_disconnect(request.receive, run_to_end())
+        return Response(ENCODER.encode(writer.full_response()), media_type="application/json")
     path = request.url.path
 
-    def failed(error: Exception) -> bytes:
-        known = told(error)
-        if known.code == "internal_error":
-            LOG.error("an answer broke off", exc_info=error)
-        return event(errors.body(known, path), "error" if path.startswith(errors.ANTHROPIC) else None)
+    def error_event(error: Exception) -> bytes:
+        api_error = to_api_error(error)
+        if api_error.code == "internal_error":
+            LOG.error("a streamed response failed", exc_info=error)
+        return sse_event(
+            errors.error_body(api_error, path), "error" if path.startswith(errors.ANTHROPIC_PATH) else None
+        )
 
     def comment() -> bytes:
-        return b": queued\n\n" if not answer.started and server.engine.state.waiting else b": keep-alive\n\n"
+        return b": queued\n\n" if not output.started and context.engine.state.waiting else b": keep-alive\n\n"
 
-    return EventStream(_events(server, answer, writer), failed, comment, server.every)
+    return EventStream(_events(context, output, writer), error_event, comment, context.keep_alive_s)
 
 
-async def _events(server: Server, answer: Answer, writer: Writer) -> AsyncGenerator[bytes]:
-    begin = writer.begin
-    async with contextlib.aclosing(answer.parts(server.engine)) as parts:
-        async for part in parts:
-            data = begin() + writer.part(part)
-            begin = bytes
+async def _events(context: AppContext, output: GenerationOutput, writer: OutputWriter) -> AsyncGenerator[bytes]:
+    start_events = writer.start_events
+    async with contextlib.aclosing(output.deltas(context.engine)) as deltas:
+        async for delta in deltas:
+            data = start_events() + writer.delta_events(delta)
+            start_events = bytes  # returns b"": the start events are sent once
             if data:
                 yield data
-    yield begin() + writer.end()
+    yield start_events() + writer.end_events()

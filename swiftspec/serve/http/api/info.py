@@ -1,4 +1,4 @@
-"""What the server says of itself: /v1/models, /health, /version."""
+"""Endpoints about the server: /v1/models, /health, /health/generate and /version."""
 
 from __future__ import annotations
 
@@ -10,76 +10,85 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from swiftspec import __version__
-from swiftspec.serve.http.app_context import SOON, Server
-from swiftspec.serve.http.engine_link.engine import Ask
-from swiftspec.serve.http.engine_link.frames import Ready
-from swiftspec.serve.http.errors import ApiError, body, unready
-from swiftspec.serve.http.sse import ENCODER, unless_gone
+from swiftspec.serve.http.app_context import RETRY_AFTER_S, AppContext
+from swiftspec.serve.http.engine_link.engine import EngineRequest
+from swiftspec.serve.http.engine_link.frames import EngineInfo
+from swiftspec.serve.http.errors import ApiError, error_body, unavailable_error
+from swiftspec.serve.http.sse import ENCODER, cancel_on_disconnect
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoints."""
-    made = APIRouter()
+def info_router(context: AppContext) -> APIRouter:
+    """The routes of the endpoints about the server."""
+    router = APIRouter()
 
-    def model_card(name: str) -> dict[str, Any]:
-        """OpenAI's and Anthropic's fields beside each other."""
-        about, codec = server.engine.about, server.codec()
-        return {
-            "id": name, "object": "model", "created": server.began, "owned_by": "swiftspec",
-            "max_model_len": about and about.max_model_len, "type": "model", "display_name": name,
-            "created_at": datetime.fromtimestamp(server.began, UTC).isoformat(timespec="seconds"),
-            "chat_template": codec and codec.has_template,  # None while it is not known
-        }  # fmt: skip
-
-    @made.get("/v1/models")
+    @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        data = [model_card(name) for name in server.names]
-        ends = {"first_id": server.names[0], "last_id": server.names[-1], "has_more": False}
+        data = [_model_card(context, name) for name in context.model_names]
+        ends = {"first_id": context.model_names[0], "last_id": context.model_names[-1], "has_more": False}
         return {"object": "list", "data": data, **ends}
 
-    @made.get("/v1/models/{model:path}")
+    @router.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
-        return model_card(server.name(model))
+        return _model_card(context, context.resolve_model_name(model))
 
-    def up() -> Ready:
-        """What rank 0 has said of itself. Raises ApiError while it would not begin with a request now."""
-        about, _ = server.ready()
-        state = server.engine.state
-        if state.phase == "recovering":
-            raise unready(f"the engine is being started again: {state.step}", SOON)
-        return about
-
-    @made.get("/health")
+    @router.get("/health")
     async def health() -> Response:
-        state = server.engine.state
-        told = {"running": state.running, "waiting": state.waiting, "ranks": state.ranks}
-        try:
-            about = up()
-        except ApiError as error:
-            phase = "loading" if state.phase == "ready" else state.phase  # the tokenizer is still read
-            content = ENCODER.encode({"status": phase, **told, **body(error, "/health")})
-            return Response(content, error.status, error.headers, media_type="application/json")
-        status = "ok" if state.whole else "degraded"
-        content = ENCODER.encode({"status": status, "mode": about.plan.get("mode"), **told})
-        return Response(content, media_type="application/json")
+        return _health(context)
 
-    @made.get("/health/generate")
+    @router.get("/health/generate")
     async def health_generate(request: Request) -> dict[str, Any]:
-        about = up()
+        """Generates one token, which checks that the engine decodes."""
+        info = _require_up(context)
         began = time.monotonic()
-        prompt = [about.eos_token_ids[0] if about.eos_token_ids else 0]
-        ask = Ask(prompt, {"max_tokens": 1, "ignore_eos": True})  # at temperature 1, which every mode takes
-
-        async def one() -> None:
-            async with contextlib.aclosing(server.engine.answer(ask)) as frames:
-                async for _ in frames:
-                    pass
-
-        await unless_gone(request.receive, one())
+        prompt = [info.eos_token_ids[0] if info.eos_token_ids else 0]
+        # At temperature 1, which every mode supports.
+        await cancel_on_disconnect(
+            request.receive, _run_to_end(context, EngineRequest(prompt, {"max_tokens": 1, "ignore_eos": True}))
+        )
         return {"status": "ok", "milliseconds": round((time.monotonic() - began) * 1e3, 3)}
 
-    @made.get("/version")
+    @router.get("/version")
     async def version() -> dict[str, Any]:
         return {"version": __version__}
 
-    return made
+    return router
+
+
+def _model_card(context: AppContext, name: str) -> dict[str, Any]:
+    """A model with the fields of both OpenAI and Anthropic."""
+    info, codec = context.engine.info, context.codec()
+    return {
+        "id": name, "object": "model", "created": context.created, "owned_by": "swiftspec",
+        "max_model_len": info and info.max_model_len, "type": "model", "display_name": name,
+        "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(timespec="seconds"),
+        "chat_template": codec and codec.has_template,  # None while the tokenizer loads
+    }  # fmt: skip
+
+
+def _require_up(context: AppContext) -> EngineInfo:
+    """The engine's info. Raises ApiError while rank 0 would not start a request immediately."""
+    info, _ = context.require_ready()
+    state = context.engine.state
+    if state.phase == "recovering":
+        raise unavailable_error(f"the engine is restarting: {state.detail}", RETRY_AFTER_S)
+    return info
+
+
+def _health(context: AppContext) -> Response:
+    state = context.engine.state
+    status = {"running": state.running, "waiting": state.waiting, "ranks": state.ranks}
+    try:
+        info = _require_up(context)
+    except ApiError as error:
+        phase = "loading" if state.phase == "ready" else state.phase  # the tokenizer still loads
+        content = ENCODER.encode({"status": phase, **status, **error_body(error, "/health")})
+        return Response(content, error.status, error.headers, media_type="application/json")
+    summary = "ok" if state.all_ranks_up else "degraded"
+    content = ENCODER.encode({"status": summary, "mode": info.plan.get("mode"), **status})
+    return Response(content, media_type="application/json")
+
+
+async def _run_to_end(context: AppContext, request: EngineRequest) -> None:
+    async with contextlib.aclosing(context.engine.generate(request)) as frames:
+        async for _ in frames:
+            pass

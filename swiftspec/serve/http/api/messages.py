@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's."""
+"""Endpoints /v1/messages and /v1/messages/count_tokens: Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -8,29 +8,46 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.api.generation import BOTH_WAYS, chat_job, encode_talk, respond
-from swiftspec.serve.http.api.sampling import Grammar
-from swiftspec.serve.http.app_context import Server, number
+from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, encode_conversation, respond
+from swiftspec.serve.http.api.sampling import GrammarRequest
+from swiftspec.serve.http.app_context import AppContext, new_id
 from swiftspec.serve.http.errors import unsupported
-from swiftspec.serve.http.format.answer import Answer, Part
-from swiftspec.serve.http.format.conversation import Name, Talk, Talked, called, tool_of
-from swiftspec.serve.http.format.tools import Call
-from swiftspec.serve.http.schema import NEVER, ONE_CHOICE, Body, Object, Positive, Sampled, Stops, Text, Word, refuse
-from swiftspec.serve.http.sse import event
+from swiftspec.serve.http.format.conversation import (
+    Conversation,
+    Name,
+    TemplateMessages,
+    template_tool,
+    template_tool_call,
+)
+from swiftspec.serve.http.format.generation_output import GenerationOutput, OutputDelta
+from swiftspec.serve.http.format.tools import ParsedToolCall
+from swiftspec.serve.http.schema import (
+    SINGLE_CHOICE,
+    UNSUPPORTED,
+    Body,
+    JsonObject,
+    Positive,
+    SamplingFields,
+    ShortText,
+    Stops,
+    Text,
+    reject_unsupported,
+)
+from swiftspec.serve.http.sse import sse_event
 
-REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class Block(Body):
-    """A piece of a message: text, a thought, a call (tool_use) or what it gave (tool_result)."""
+    """A content block: text, thinking, tool_use or tool_result."""
 
-    type: Word
+    type: ShortText
     text: Text | None = None
     thinking: Text | None = None
-    id: Word | None = None
+    id: ShortText | None = None
     name: Name | None = None
-    input: Object | None = None
-    tool_use_id: Word | None = None
+    input: JsonObject | None = None
+    tool_use_id: ShortText | None = None
     content: Any = None
 
 
@@ -43,13 +60,13 @@ class InputMessage(Body):
 
 
 class InputTool(Body):
-    type: Word | None = None
+    type: ShortText | None = None
     name: Name
     description: Text | None = None
-    input_schema: Object | None = None
+    input_schema: JsonObject | None = None
 
 
-class ToolChoice(Body):
+class AnthropicToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -61,218 +78,246 @@ class Thinking(Body):
 
 class OutputFormat(Body):
     type: Literal["json_schema"]
-    schema_: Object = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
     format: OutputFormat | None = None
 
-    def grammar(self) -> Grammar | None:
-        """What the answer has to keep to."""
+    def grammar_request(self) -> GrammarRequest | None:
+        """The grammar that constrains the answer."""
         return None if self.format is None else ("json_schema", json.dumps(self.format.schema_), "output_config.format")
 
 
 class CountRequest(Body):
-    """A conversation whose tokens are to be counted."""
+    """Request of the count_tokens endpoint."""
 
-    model: Word | None = None
+    model: ShortText | None = None
     messages: Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
     system: Text | Blocks | None = None
     tools: Annotated[list[InputTool], Field(max_length=128)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
-class MessagesRequest(CountRequest, Sampled):
-    """Anthropic's, with vLLM's sampling parameters."""
+class MessagesRequest(CountRequest, SamplingFields):
+    """Request of Anthropic's messages endpoint, with vLLM's sampling parameters."""
 
     max_tokens: Positive
     stop_sequences: Stops | None = None
     stream: bool | None = None
 
 
-def text_of(content: str | list[Block] | None, where: str) -> str:
-    """The text of blocks. Raises ApiError on what is none."""
+def blocks_text(content: str | list[Block] | None, field_path: str) -> str:
+    """The text of text blocks. Raises ApiError on a block of another type."""
     if content is None or isinstance(content, str):
         return content or ""
     for block in content:
         if block.type != "text":
-            raise unsupported(where, f"a block of type {block.type[:40]!r}; this model reads text only")
+            raise unsupported(field_path, f"a block of type {block.type[:40]!r}; this model reads text only")
     return "\n".join(block.text or "" for block in content)
 
 
-def talk_of(body: CountRequest) -> Talk:
-    """The conversation as chat templates take it."""
-    talk: Talk = []
-    system = text_of(body.system, "system")
+def anthropic_to_template_messages(body: CountRequest) -> TemplateMessages:
+    """The messages in the form that chat templates take."""
+    template_messages: TemplateMessages = []
+    system = blocks_text(body.system, "system")
     if system:
-        talk.append({"role": "system", "content": system})
-    for at, message in enumerate(body.messages):
-        where = f"messages.{at}.content"
+        template_messages.append({"role": "system", "content": system})
+    for index, message in enumerate(body.messages):
+        field_path = f"messages.{index}.content"
         if isinstance(message.content, str):
-            talk.append({"role": message.role, "content": message.content})
+            template_messages.append({"role": message.role, "content": message.content})
         elif message.role == "assistant":
-            talk.append(_assistant(message.content, where))
+            template_messages.append(_assistant_message(message.content, field_path))
         else:
-            talk += _user(message.role, message.content, where)
-    return talk
+            template_messages += _user_messages(message.role, message.content, field_path)
+    return template_messages
 
 
-def _assistant(blocks: list[Block], where: str) -> dict[str, Any]:
+def _assistant_message(blocks: list[Block], field_path: str) -> dict[str, Any]:
     texts = [block for block in blocks if block.type not in ("tool_use", "thinking", "redacted_thinking")]
-    calls = [called(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
-    said = text_of(texts, where)
-    one: dict[str, Any] = {"role": "assistant", "content": said or (None if calls else "")}
-    thought = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
-    return {**one, **({"reasoning_content": thought} if thought else {}), **({"tool_calls": calls} if calls else {})}
+    calls = [template_tool_call(b.id, b.name or "", b.input or {}) for b in blocks if b.type == "tool_use"]
+    text = blocks_text(texts, field_path)
+    item: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    reasoning = "".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    return {
+        **item,
+        **({"reasoning_content": reasoning} if reasoning else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
 
 
-def _user(role: str, blocks: list[Block], where: str) -> Talk:
-    """What tools gave has messages of its own, before what is said besides."""
-    talk: Talk = []
+def _user_messages(role: str, blocks: list[Block], field_path: str) -> TemplateMessages:
+    """Tool results become messages of their own, before the rest of the content."""
+    template_messages: TemplateMessages = []
     for block in blocks:
         if block.type == "tool_result":
-            talk.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block.content, where)})
+            template_messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": block.tool_use_id,
+                    "content": _tool_result_text(block.content, field_path),
+                }
+            )
     others = [block for block in blocks if block.type != "tool_result"]
-    if others or not talk:
-        talk.append({"role": role, "content": text_of(others, where)})
-    return talk
+    if others or not template_messages:
+        template_messages.append({"role": role, "content": blocks_text(others, field_path)})
+    return template_messages
 
 
-def _result(content: Any, where: str) -> str:
-    """What a tool gave: a text, or blocks of text."""
+def _tool_result_text(content: Any, field_path: str) -> str:
+    """The text of a tool result, given as text or as text blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise unsupported(where, "a tool_result that is no text; this model reads text only")
+        raise unsupported(field_path, "a tool_result that is not text; this model reads text only")
     return "\n".join(str(text) for text in texts)
 
 
-def talked_of(body: CountRequest) -> Talked:
-    """The conversation and its tools, for the chat template. One that ends with the assistant's words goes on there."""
+def anthropic_to_conversation(body: CountRequest) -> Conversation:
+    """The conversation of a request, for the chat template. If its last message is the assistant's, the answer
+    continues
+    that message."""
     tools: list[dict[str, Any]] = []
-    for at, tool in enumerate(body.tools or ()):
+    for index, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            raise unsupported(f"tools.{at}", f"a tool of type {(tool.type or '')[:40]!r}; only tools of your own")
-        tools.append(tool_of(tool.name, tool.description, tool.input_schema))
-    chosen = body.tool_choice
-    choice = "auto" if chosen is None else {"any": "required", "tool": chosen.name or ""}.get(chosen.type, chosen.type)
+            raise unsupported(f"tools.{index}", f"a tool of type {(tool.type or '')[:40]!r}; only tools of your own")
+        tools.append(template_tool(tool.name, tool.description, tool.input_schema))
+    tool_choice = body.tool_choice
+    names = {} if tool_choice is None else {"any": "required", "tool": tool_choice.name or ""}
+    choice = "auto" if tool_choice is None else names.get(tool_choice.type, tool_choice.type)
     variables: dict[str, Any] = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
     if body.output_config is not None and body.output_config.effort is not None:
         variables["reasoning_effort"] = body.output_config.effort
-    talk = talk_of(body)
-    last = talk[-1]
-    goes_on = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
-    return Talked(talk, tools, choice, variables, goes_on, bool(chosen and chosen.disable_parallel_tool_use))
+    template_messages = anthropic_to_template_messages(body)
+    last = template_messages[-1]
+    continues_last_message = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+    return Conversation(
+        template_messages,
+        tools,
+        choice,
+        variables,
+        continues_last_message,
+        bool(tool_choice and tool_choice.disable_parallel_tool_use),
+    )
 
 
 class MessageWriter:
-    """An answer in Anthropic's shape: blocks of thoughts, text and calls, one after the other."""
+    """Formats a generation as an Anthropic message: blocks of thinking, text and tool use, one after the other."""
 
-    def __init__(self, answer: Answer, model: str) -> None:
-        self._answer = answer
-        self._head = {"id": number("msg_"), "type": "message", "role": "assistant", "model": model}
-        self._open: str | None = None
+    def __init__(self, output: GenerationOutput, model: str) -> None:
+        self._output = output
+        self._common_fields = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+        self._open_kind: str | None = None
         self._index = -1
 
-    def begin(self) -> bytes:
-        """The message, still empty."""
-        usage = {"input_tokens": len(self._answer.prompt), "output_tokens": 0, "cache_read_input_tokens": 0}
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+    def start_events(self) -> bytes:
+        """The empty message."""
+        usage = {"input_tokens": len(self._output.prompt), "output_tokens": 0, "cache_read_input_tokens": 0}
+        message = {**self._common_fields, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return self._event("message_start", message=message)
 
-    def part(self, part: Part) -> bytes:
-        """A delta for each kind of text that the round has, and a block for each call."""
+    def delta_events(self, delta: OutputDelta) -> bytes:
+        """A delta for each kind of text in the round, and a block for each tool call."""
         out = b""
-        if part.thought:
-            out += self._delta("thinking", {"thinking": "", "signature": ""}, "thinking_delta", part.thought)
-        if part.said:
-            out += self._delta("text", {"text": ""}, "text_delta", part.said)
-        for call in part.calls:
-            out += self._call(call)
+        if delta.reasoning_text:
+            out += self._delta_events(
+                "thinking", {"thinking": "", "signature": ""}, "thinking_delta", delta.reasoning_text
+            )
+        if delta.content:
+            out += self._delta_events("text", {"text": ""}, "text_delta", delta.content)
+        for call in delta.tool_calls:
+            out += self._call_events(call)
         return out
 
-    def end(self) -> bytes:
-        """What ended it, and the cost."""
-        delta = {"stop_reason": self._reason(), "stop_sequence": self._answer.builder.stop}
-        last = self._event("message_delta", delta=delta, usage=self._usage(), **self._answer.cost())
-        return self._close() + last + self._event("message_stop")
+    def end_events(self) -> bytes:
+        """The stop reason, usage and statistics."""
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._output.text_builder.stop_string}
+        last = self._event("message_delta", delta=delta, usage=self._usage(), **self._output.stats())
+        return self._close_block() + last + self._event("message_stop")
 
-    def whole(self) -> dict[str, Any]:
-        """As one object."""
-        answer = self._answer
+    def full_response(self) -> dict[str, Any]:
+        """The complete message."""
+        output = self._output
         content: list[dict[str, Any]] = []
-        if answer.thought:
-            content.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
-        if answer.said or not answer.calls:
-            content.append({"type": "text", "text": answer.said})
-        for call in answer.calls:
-            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.values})
+        if output.reasoning_text:
+            content.append({"type": "thinking", "thinking": output.reasoning_text, "signature": ""})
+        if output.content or not output.tool_calls:
+            content.append({"type": "text", "text": output.content})
+        for call in output.tool_calls:
+            content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments})
         return {
-            **self._head, "content": content, "stop_reason": self._reason(), "stop_sequence": answer.builder.stop,
-            "usage": self._usage(), **answer.cost(),
+            **self._common_fields, "content": content, "stop_reason": self._stop_reason(), "stop_sequence":
+            output.text_builder.stop_string,
+            "usage": self._usage(), **output.stats(),
         }  # fmt: skip
 
-    def _reason(self) -> str:
-        return "stop_sequence" if self._answer.builder.stop is not None else REASONS[self._answer.finish_reason]
+    def _stop_reason(self) -> str:
+        return (
+            "stop_sequence"
+            if self._output.text_builder.stop_string is not None
+            else STOP_REASONS[self._output.finish_reason]
+        )
 
     def _usage(self) -> dict[str, Any]:
-        cached = self._answer.cached
-        read, written = len(self._answer.prompt) - cached, len(self._answer.tokens)
-        return {"input_tokens": read, "output_tokens": written, "cache_read_input_tokens": cached}
+        cached = self._output.num_cached_tokens
+        prefilled, generated = len(self._output.prompt) - cached, len(self._output.tokens)
+        return {"input_tokens": prefilled, "output_tokens": generated, "cache_read_input_tokens": cached}
 
-    def _delta(self, kind: str, empty: dict[str, str], name: str, text: str) -> bytes:
+    def _delta_events(self, kind: str, empty: dict[str, str], name: str, text: str) -> bytes:
         out = b""
-        if self._open != kind:
-            out = self._close() + self._start(kind, empty)
+        if self._open_kind != kind:
+            out = self._close_block() + self._start_block(kind, empty)
         return out + self._event("content_block_delta", index=self._index, delta={"type": name, kind: text})
 
-    def _call(self, call: Call) -> bytes:
-        out = self._close() + self._start("tool_use", {"id": call.id, "name": call.name, "input": {}})
-        delta = {"type": "input_json_delta", "partial_json": call.arguments}
-        return out + self._event("content_block_delta", index=self._index, delta=delta) + self._close()
+    def _call_events(self, call: ParsedToolCall) -> bytes:
+        out = self._close_block() + self._start_block("tool_use", {"id": call.id, "name": call.name, "input": {}})
+        delta = {"type": "input_json_delta", "partial_json": call.arguments_json}
+        return out + self._event("content_block_delta", index=self._index, delta=delta) + self._close_block()
 
-    def _start(self, kind: str, block: dict[str, Any]) -> bytes:
-        self._open = kind
+    def _start_block(self, kind: str, block: dict[str, Any]) -> bytes:
+        self._open_kind = kind
         self._index += 1
         return self._event("content_block_start", index=self._index, content_block={"type": kind, **block})
 
-    def _close(self) -> bytes:
-        if self._open is None:
+    def _close_block(self) -> bytes:
+        if self._open_kind is None:
             return b""
-        self._open = None
+        self._open_kind = None
         return self._event("content_block_stop", index=self._index)
 
     def _event(self, name: str, **values: Any) -> bytes:
-        return event({"type": name, **values}, name)
+        return sse_event({"type": name, **values}, name)
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoints."""
-    made = APIRouter()
+def messages_router(context: AppContext) -> APIRouter:
+    """The routes of the messages endpoints."""
+    router = APIRouter()
 
-    @made.post("/v1/messages", responses=BOTH_WAYS)
+    @router.post("/v1/messages", responses=JSON_OR_SSE)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
-        _, codec = server.ready()
-        model = server.name(body.model)
-        refuse(body, {**NEVER, **ONE_CHOICE})
-        job = await chat_job(
-            server, request, body, talked_of(body), limit=body.max_tokens, stops=body.stop_sequences or (),
-            grammar=body.output_config and body.output_config.grammar(),
+        _, codec = context.require_ready()
+        model = context.resolve_model_name(body.model)
+        reject_unsupported(body, {**UNSUPPORTED, **SINGLE_CHOICE})
+        generation_request = await chat_generation_request(
+            context, request, body, anthropic_to_conversation(body), limit=body.max_tokens, stops=body.stop_sequences
+            or (),
+            grammar=body.output_config and body.output_config.grammar_request(),
         )  # fmt: skip
-        answer = Answer.of(job, codec)
-        return await respond(server, request, answer, MessageWriter(answer, model), body.stream)
+        output = GenerationOutput.create(generation_request, codec)
+        return await respond(context, request, output, MessageWriter(output, model), body.stream)
 
-    @made.post("/v1/messages/count_tokens")
+    @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> dict[str, int]:
-        server.ready()
-        server.name(body.model)
-        return {"input_tokens": len(await encode_talk(server, talked_of(body)))}
+        context.require_ready()
+        context.resolve_model_name(body.model)
+        return {"input_tokens": len(await encode_conversation(context, anthropic_to_conversation(body)))}
 
-    return made
+    return router

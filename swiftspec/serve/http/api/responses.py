@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's newer endpoint, without a memory: every request brings its whole conversation."""
+"""Endpoint /v1/responses: OpenAI's responses, stateless: every request contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -7,66 +7,67 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from swiftspec.serve.http.api.generation import BOTH_WAYS, chat_job, respond
-from swiftspec.serve.http.api.responses_writer import ResponseWriter
-from swiftspec.serve.http.api.sampling import Grammar, grammar_asked
-from swiftspec.serve.http.app_context import Server
+from swiftspec.serve.http.api.generation import JSON_OR_SSE, chat_generation_request, respond
+from swiftspec.serve.http.api.responses_writer import ResponsesWriter
+from swiftspec.serve.http.api.sampling import GrammarRequest, grammar_request
+from swiftspec.serve.http.app_context import AppContext
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.format.answer import Answer
 from swiftspec.serve.http.format.conversation import (
     Content,
+    Conversation,
     Name,
-    Talk,
-    Talked,
-    called,
-    parsed_arguments,
-    text_of,
-    tool_of,
+    TemplateMessages,
+    content_text,
+    parse_arguments,
+    template_tool,
+    template_tool_call,
 )
-from swiftspec.serve.http.format.logprobs import Scores
+from swiftspec.serve.http.format.generation_output import GenerationOutput
+from swiftspec.serve.http.format.logprobs import LogprobFormatter
 from swiftspec.serve.http.schema import (
-    NEVER,
-    ONE_CHOICE,
-    WHOLE,
+    INTEGRAL,
+    SINGLE_CHOICE,
+    UNSUPPORTED,
     Body,
-    Constrained,
+    ConstraintFields,
+    JsonObject,
     JsonSchema,
-    Object,
     Positive,
     ResponseFormat,
-    Sampled,
+    SamplingFields,
+    ShortText,
     Text,
     Variables,
-    Word,
-    refuse,
+    reject_unsupported,
 )
 from swiftspec.serve.http.sse import ENCODER
 
 LOGPROBS = "message.output_text.logprobs"
-# With the values that ask for nothing.
-NEVER_HERE: dict[str, tuple[Any, ...]] = {
-    **NEVER, **ONE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (),
+# Fields that are not supported, with the values that are accepted because they change nothing.
+RESPONSES_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **UNSUPPORTED, **SINGLE_CHOICE, "previous_response_id": (), "conversation": (), "background": (False,), "prompt":
+    (),
     "max_tool_calls": (), "truncation": ("disabled",),
 }  # fmt: skip
 
 
 class Item(Body):
-    """A message (`role`, `content`), a call (function_call), what it gave (function_call_output), or a thought."""
+    """An input item: a message (`role`, `content`), function_call, function_call_output or reasoning."""
 
-    type: Word | None = None
+    type: ShortText | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
-    call_id: Word | None = None
+    call_id: ShortText | None = None
     name: Name | None = None
     arguments: Text | None = None
     output: Content | None = None
 
 
 class ResponseTool(Body):
-    type: Word
+    type: ShortText
     name: Name | None = None
     description: Text | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
 
 
 class ChosenTool(Body):
@@ -86,10 +87,10 @@ class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=32)] | None = None
 
 
-class ResponsesRequest(Sampled, Constrained):
-    """OpenAI's, with vLLM's sampling parameters."""
+class ResponsesRequest(SamplingFields, ConstraintFields):
+    """Request of OpenAI's responses endpoint, with vLLM's sampling parameters."""
 
-    model: Word | None = None
+    model: ShortText | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None
     max_output_tokens: Positive | None = None
@@ -99,109 +100,119 @@ class ResponsesRequest(Sampled, Constrained):
     tools: Annotated[list[ResponseTool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    include: Annotated[list[Word], Field(max_length=32)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), INTEGRAL] | None = None
+    include: Annotated[list[ShortText], Field(max_length=32)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
     chat_template_kwargs: Variables | None = None
-    # What OpenAI has and this server does not: see NEVER_HERE.
-    previous_response_id: Word | None = None
-    conversation: Word | Object | None = None
+    # Fields of OpenAI that this server does not support: see RESPONSES_UNSUPPORTED.
+    previous_response_id: ShortText | None = None
+    conversation: ShortText | JsonObject | None = None
     background: bool | None = None
-    prompt: Object | None = None
+    prompt: JsonObject | None = None
     max_tool_calls: Positive | None = None
-    truncation: Word | None = None
+    truncation: ShortText | None = None
 
 
-def talk_of(body: ResponsesRequest) -> Talk:
-    """The conversation as chat templates take it. Raises ApiError on items that are not served."""
-    talk: Talk = []
+def responses_to_template_messages(body: ResponsesRequest) -> TemplateMessages:
+    """The messages in the form that chat templates take. Raises ApiError on items that are not supported."""
+    template_messages: TemplateMessages = []
     if body.instructions:
-        talk.append({"role": "system", "content": body.instructions})
+        template_messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
-        return [*talk, {"role": "user", "content": body.input}]
-    thought = ""
-    for at, item in enumerate(body.input):
-        where = f"input.{at}"
+        return [*template_messages, {"role": "user", "content": body.input}]
+    reasoning = ""
+    for index, item in enumerate(body.input):
+        field_path = f"input.{index}"
         kind = item.type or "message"
         if kind == "reasoning":
-            thought = "" if item.content is None else _thought(item)
+            reasoning = "" if item.content is None else _reasoning_text(item)
             continue
         if kind == "function_call":
-            _add_call(talk, item, where)
+            _add_call(template_messages, item, field_path)
         elif kind == "function_call_output":
-            talk.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output, where)})
+            template_messages.append(
+                {"role": "tool", "tool_call_id": item.call_id, "content": content_text(item.output, field_path)}
+            )
         elif kind == "message" and item.role is not None:
             role = "system" if item.role == "developer" else item.role
-            talk.append({"role": role, "content": text_of(item.content, f"{where}.content")})
+            template_messages.append({"role": role, "content": content_text(item.content, f"{field_path}.content")})
         else:
-            raise unsupported(where, f"an item of type {kind[:40]!r}, or a message without a role")
-        if thought and talk[-1]["role"] == "assistant":
-            talk[-1]["reasoning_content"] = thought
-        thought = ""
-    return talk
+            raise unsupported(field_path, f"an item of type {kind[:40]!r}, or a message without a role")
+        if reasoning and template_messages[-1]["role"] == "assistant":
+            template_messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    return template_messages
 
 
-def _thought(item: Item) -> str:
+def _reasoning_text(item: Item) -> str:
     if isinstance(item.content, str):
         return item.content
     return "".join(part.text or "" for part in item.content or ())
 
 
-def _add_call(talk: Talk, item: Item, where: str) -> None:
-    """Calls are items of their own; templates have them with what the assistant says."""
+def _add_call(template_messages: TemplateMessages, item: Item, field_path: str) -> None:
+    """Adds a tool call to the assistant's message: templates expect it there, while it is an item of its own here."""
     if item.name is None:
-        raise ApiError(400, f"{where}.name: a call needs one", f"{where}.name")
-    call = called(item.call_id, item.name, parsed_arguments(item.arguments or "", f"{where}.arguments"))
-    if not talk or talk[-1]["role"] != "assistant":
-        talk.append({"role": "assistant", "content": None})
-    talk[-1].setdefault("tool_calls", []).append(call)
+        raise ApiError(400, f"{field_path}.name: a call needs one", f"{field_path}.name")
+    call = template_tool_call(item.call_id, item.name, parse_arguments(item.arguments or "", f"{field_path}.arguments"))
+    if not template_messages or template_messages[-1]["role"] != "assistant":
+        template_messages.append({"role": "assistant", "content": None})
+    template_messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def talked_of(body: ResponsesRequest) -> Talked:
-    """The conversation and its tools, for the chat template."""
+def responses_to_conversation(body: ResponsesRequest) -> Conversation:
+    """The conversation of a request, for the chat template."""
     tools: list[dict[str, Any]] = []
-    for at, tool in enumerate(body.tools or ()):
+    for index, tool in enumerate(body.tools or ()):
         if tool.type != "function" or tool.name is None:
-            raise unsupported(f"tools.{at}", f"a tool of type {tool.type[:40]!r}; only functions of your own")
-        tools.append(tool_of(tool.name, tool.description, tool.parameters))
-    chosen = body.tool_choice
-    choice = chosen.name if isinstance(chosen, ChosenTool) else chosen or "auto"
+            raise unsupported(f"tools.{index}", f"a tool of type {tool.type[:40]!r}; only functions of your own")
+        tools.append(template_tool(tool.name, tool.description, tool.parameters))
+    tool_choice = body.tool_choice
+    choice = tool_choice.name if isinstance(tool_choice, ChosenTool) else tool_choice or "auto"
     effort = {} if body.reasoning is None or body.reasoning.effort is None else body.reasoning.model_dump()
     variables = {f"reasoning_{name}": value for name, value in effort.items()} | (body.chat_template_kwargs or {})
-    return Talked(talk_of(body), tools, choice, variables, single=body.parallel_tool_calls is False)
+    return Conversation(
+        responses_to_template_messages(body),
+        tools,
+        choice,
+        variables,
+        single_tool_call=body.parallel_tool_calls is False,
+    )
 
 
-def grammar_here(body: ResponsesRequest) -> Grammar | None:
-    """As `grammar_asked`; here a format stands in `text`."""
-    form = None if body.text is None else body.text.format
-    if form is None:
-        return grammar_asked(body)
-    schema = form if form.type == "json_schema" else None
-    asked = ResponseFormat.model_construct(type=form.type, json_schema=schema)
-    found = grammar_asked(body.model_copy(update={"response_format": asked}))
-    if found is None or found[2] != "response_format":
-        return found
-    return found[0], found[1], "text.format"
+def responses_grammar_request(body: ResponsesRequest) -> GrammarRequest | None:
+    """Like `grammar_request`; this endpoint also takes a format in `text`."""
+    text_format = None if body.text is None else body.text.format
+    if text_format is None:
+        return grammar_request(body)
+    schema = text_format if text_format.type == "json_schema" else None
+    response_format = ResponseFormat.model_construct(type=text_format.type, json_schema=schema)
+    grammar = grammar_request(body.model_copy(update={"response_format": response_format}))
+    if grammar is None or grammar[2] != "response_format":
+        return grammar
+    return grammar[0], grammar[1], "text.format"
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoint."""
-    made = APIRouter()
+def responses_router(context: AppContext) -> APIRouter:
+    """The route of the responses endpoint."""
+    router = APIRouter()
 
-    @made.post("/v1/responses", responses=BOTH_WAYS)
+    @router.post("/v1/responses", responses=JSON_OR_SSE)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
-        _, codec = server.ready()
-        model = server.name(body.model)
-        refuse(body, NEVER_HERE)
+        _, codec = context.require_ready()
+        model = context.resolve_model_name(body.model)
+        reject_unsupported(body, RESPONSES_UNSUPPORTED)
         top = body.top_logprobs or 0 if body.top_logprobs or LOGPROBS in (body.include or ()) else None
-        job = await chat_job(
-            server, request, body, talked_of(body), limit=body.max_output_tokens, grammar=grammar_here(body),
+        generation_request = await chat_generation_request(
+            context, request, body, responses_to_conversation(body), limit=body.max_output_tokens,
+            grammar=responses_grammar_request(body),
             logprobs=top,
         )  # fmt: skip
-        answer = Answer.of(job, codec)
-        given = {
+        output = GenerationOutput.create(generation_request, codec)
+        sampling = generation_request.engine_request.sampling
+        echoed_fields = {
             "instructions": body.instructions, "metadata": body.metadata or {}, "model": model,
-            "temperature": job.ask.sampling.get("temperature", 1.0), "top_p": job.ask.sampling.get("top_p", 1.0),
+            "temperature": sampling.get("temperature", 1.0), "top_p": sampling.get("top_p", 1.0),
             "max_output_tokens": body.max_output_tokens, "previous_response_id": None,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "tool_choice": "auto" if body.tool_choice is None else _plain(body.tool_choice),
@@ -210,11 +221,11 @@ def router(server: Server) -> APIRouter:
             "reasoning": {} if body.reasoning is None else _plain(body.reasoning),
             "truncation": "disabled", "store": False, "background": False,
         }  # fmt: skip
-        ENCODER.encode(given)  # what is no text shows before the engine is asked
-        writer = ResponseWriter(answer, given, Scores(codec), top)
-        return await respond(server, request, answer, writer, body.stream)
+        ENCODER.encode(echoed_fields)  # raises on half a surrogate pair before the engine gets the request
+        writer = ResponsesWriter(output, echoed_fields, LogprobFormatter(codec), top)
+        return await respond(context, request, output, writer, body.stream)
 
-    return made
+    return router
 
 
 def _plain(value: Body | str) -> Any:

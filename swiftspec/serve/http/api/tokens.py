@@ -1,4 +1,4 @@
-"""The target's tokenizer: /tokenize and /detokenize, in vLLM's shapes."""
+"""Endpoints /tokenize and /detokenize: the target's tokenizer, in vLLM's schema."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import Field
 
-from swiftspec.serve.http.api.generation import encode_talk
-from swiftspec.serve.http.app_context import Server, check_tokens
+from swiftspec.serve.http.api.generation import encode_conversation
+from swiftspec.serve.http.app_context import AppContext, check_tokens
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.format.conversation import Message, Talked, TemplateFields, Tool, talk_of
-from swiftspec.serve.http.schema import Body, Text, Token, Word
+from swiftspec.serve.http.format.conversation import Conversation, Message, TemplateFields, Tool, to_template_messages
+from swiftspec.serve.http.schema import Body, ShortText, Text, Token
 
 
 class TokenizeRequest(TemplateFields):
-    """Text, or a conversation."""
+    """Request with a text or a conversation."""
 
-    model: Word | None = None
+    model: ShortText | None = None
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -26,36 +26,42 @@ class TokenizeRequest(TemplateFields):
 
 
 class DetokenizeRequest(Body):
-    model: Word | None = None
+    model: ShortText | None = None
     tokens: Annotated[list[Token], Field(max_length=1 << 22)]
 
 
-def router(server: Server) -> APIRouter:
-    """The endpoints."""
-    made = APIRouter()
+def tokens_router(context: AppContext) -> APIRouter:
+    """The routes of the tokenizer endpoints."""
+    router = APIRouter()
 
-    @made.post("/tokenize")
+    @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        about, codec = server.ready()
-        server.name(body.model)
+        info, codec = context.require_ready()
+        context.resolve_model_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages", "prompt")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
-            tokens = await server.threaded(codec.encode, body.prompt, about.max_model_len, special)
+            tokens = await context.run_in_tokenizer_thread(codec.encode, body.prompt, info.max_model_len, special)
         else:
-            tools = [one.shown() for one in body.tools or ()]
-            goes_on = bool(body.continue_final_message)
-            talked = Talked(talk_of(body.messages or ()), tools, "auto", body.variables(), goes_on)
-            tokens = await encode_talk(server, talked)
+            tools = [item.to_template() for item in body.tools or ()]
+            continues_last_message = bool(body.continue_final_message)
+            conversation = Conversation(
+                to_template_messages(body.messages or ()),
+                tools,
+                "auto",
+                body.template_variables(),
+                continues_last_message,
+            )
+            tokens = await encode_conversation(context, conversation)
         names = [codec.tokenizer.convert_ids_to_tokens(token) for token in tokens] if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": about.max_model_len, "tokens": tokens, "token_strs": names}
+        return {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens, "token_strs": names}
 
-    @made.post("/detokenize")
+    @router.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        about, codec = server.ready()
-        server.name(body.model)
-        check_tokens(body.tokens, about, "tokens")
-        return {"prompt": await server.threaded(codec.spell, body.tokens)}
+        info, codec = context.require_ready()
+        context.resolve_model_name(body.model)
+        check_tokens(body.tokens, info, "tokens")
+        return {"prompt": await context.run_in_tokenizer_thread(codec.token_text, body.tokens)}
 
-    return made
+    return router

@@ -1,4 +1,4 @@
-"""What the HTTP side sees of the engine: its state, and one answer as it comes."""
+"""Interface of the engine to the HTTP endpoints: its state, and one generation as a stream of frames."""
 
 from __future__ import annotations
 
@@ -7,35 +7,42 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.frames import Chunk, Done, Prompt, RankState, Ready
+from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, RankState, TokensFrame
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request to the engine. `key`: of one client's requests with the same key the newest replaces the others.
-    `choices`: how many texts of a population, and of how many that are drawn."""
+class EngineRequest:
+    """A request to the engine.
+
+    `prompt`: token ids.
+    `replace_key`: the request replaces unfinished requests with the same key.
+    `choices`: (returned, sampled) texts of a population; None: a single text.
+    """
 
     prompt: list[int]
-    sampling: dict[str, Any]  # the fields of SamplingParams that are given
-    key: str | None = None
+    sampling: dict[str, Any]  # fields of SamplingParams that differ from their defaults
+    replace_key: str | None = None
     choices: tuple[int, int] | None = None
 
 
-class Refused(UserError):
-    """The engine cannot take a request now. `status`: 429 (the queue is full, or it waited too long) or 503 (loading,
-    recovering for too long, draining, or gone). `retry_after`: seconds; None where another try is no use."""
+class RequestRejectedError(UserError):
+    """The engine cannot accept a request now.
+
+    `status`: 429 (queue full, or queue timeout) or 503 (loading, recovering for too long, draining, or dead).
+    `retry_after`: seconds; None if a retry is useless.
+    """
 
     def __init__(self, message: str, status: int, retry_after: float | None) -> None:
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
 
 
-class Unusable(UserError):
-    """A request that the engine refuses for what it asks: a 400."""
+class InvalidRequestError(UserError):
+    """The engine refuses the contents of a request: status 400."""
 
 
-class Broken(UserError):
-    """Something broke while a request ran. `kind`: "engine_error", "timeout" or "replaced"."""
+class GenerationFailedError(UserError):
+    """A running request has failed. `kind`: "engine_error", "timeout" or "replaced"."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -43,35 +50,44 @@ class Broken(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """`phase`: "loading", "ready", "recovering" (it was ready, and rank 0 is gone or loads again), "draining" or "dead"
-    (rank 0 has gone while it was draining), and `step` says more; how many requests there are; the ranks, as rank 0 has
-    told last."""
+class EngineState:
+    """State of the engine.
+
+    `phase`: "loading", "ready", "recovering" (rank 0 restarts), "draining" or "dead" (rank 0 exited while draining).
+    `detail`: progress of loading, or why rank 0 is lost.
+    `running`, `waiting`: numbers of requests.
+    `ranks`: as rank 0 last reported them.
+    """
 
     phase: str
-    step: str
+    detail: str
     running: int
     waiting: int
     ranks: Sequence[RankState] = ()
 
     @property
-    def whole(self) -> bool:
-        """Whether no rank is missing."""
+    def all_ranks_up(self) -> bool:
+        """Whether no rank is lost or loading."""
         return all(rank.state == "up" for rank in self.ranks)
 
 
-class Engine(Protocol):
-    """Serves as many requests at a time as it has room for, mostly one; first come, first served."""
+class AsyncEngine(Protocol):
+    """An engine that decodes up to `info.max_num_seqs` requests concurrently, first come, first served."""
 
     @property
-    def state(self) -> State: ...
+    def state(self) -> EngineState: ...
     @property
-    def about(self) -> Ready | None:
-        """What rank 0 has said of itself; None before it is ready."""
+    def info(self) -> EngineInfo | None:
+        """Facts about the models; None before rank 0 is ready for the first time."""
         ...
 
-    def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
-        """The frames of one answer, `Done` last. The first step waits in the queue. Sending True in place of a step
-        ends the request where it is: `Done` still comes, maybe after chunks that nobody wants. Closing the generator,
-        which every caller must see to (`contextlib.aclosing`), cancels it. Raises Refused, Unusable or Broken."""
+    def generate(
+        self, request: EngineRequest
+    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+        """Yields the frames of one request, `DoneFrame` last. The first step waits in the queue.
+
+        `asend(True)` ends the request early: `DoneFrame` still follows, possibly after further tokens. Closing the
+        generator cancels the request; callers must close it (`contextlib.aclosing`).
+        Raises RequestRejectedError, InvalidRequestError or GenerationFailedError.
+        """
         ...

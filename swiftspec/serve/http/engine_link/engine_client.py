@@ -1,4 +1,4 @@
-"""The engine behind the wire, as the HTTP side sees it: as many requests on rank 0 as it takes, others in a queue."""
+"""Client of the engine in rank 0: forwards up to `max_num_seqs` requests over the engine link and queues the others."""
 
 from __future__ import annotations
 
@@ -12,270 +12,312 @@ from typing import TypeVar
 from msgspec import structs
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine import Ask, Broken, Refused, State, Unusable
-from swiftspec.serve.http.engine_link.events import Events
-from swiftspec.serve.http.engine_link.frame_socket import AsyncWire
-from swiftspec.serve.http.engine_link.frames import Chunk, Configure, Done, Failed, FromEngine, Prompt, RankState, Ready
+from swiftspec.serve.http.engine_link.engine import (
+    EngineRequest,
+    EngineState,
+    GenerationFailedError,
+    InvalidRequestError,
+    RequestRejectedError,
+)
+from swiftspec.serve.http.engine_link.events import TraceEventBuffer
+from swiftspec.serve.http.engine_link.frame_socket import AsyncFrameSocket
+from swiftspec.serve.http.engine_link.frames import (
+    DoneFrame,
+    EngineInfo,
+    FailedFrame,
+    FromEngine,
+    FrontendConfig,
+    PromptLogprobsFrame,
+    RankState,
+    TokensFrame,
+)
 
 T = TypeVar("T")
-SOON = 1.0  # seconds after which a client may try again where the queue is full
-LOADING = 5.0  # the same while the models load
-MOST_BEHIND = 200_000  # frames that a client may be behind; each is a few hundred bytes
-GONE = "rank 0 is gone"
+QUEUE_FULL_RETRY_AFTER_S = 1.0
+LOADING_RETRY_AFTER_S = 5.0  # also while rank 0 restarts
+MAX_BUFFERED_FRAMES = 200_000  # per request whose client reads slowly; a frame has a few hundred bytes
+ENGINE_GONE = "rank 0 is gone"
 
 
 class Ticket:
-    """A request that waits or runs. What becomes of it comes to `news`: frames of rank 0, an exception that ends it, or
-    None where `ends` has changed, the time of the loop's clock until which it may wait or run."""
+    """A request that waits or runs.
 
-    def __init__(self, ask: Ask, ends: float | None) -> None:
-        self.ask, self.ends = ask, ends
-        self.number = 0  # of the try that runs; 0 while it waits
-        self.tokens = 0  # that rank 0 has said
-        self.shown = False  # its reader has something of it
-        self.again = False  # it has been lost once
-        self.over = False  # it was ended, or nobody reads it any more
-        self.news: asyncio.Queue[FromEngine | Exception | None] = asyncio.Queue()
+    `updates` receives the frames of rank 0, an exception that ends the request, or None when `deadline` has changed.
+    `deadline`: time of the loop's clock at which waiting or running times out.
+    """
 
-    def move(self, number: int, ends: float | None) -> None:
-        """It gets its turn, under this number; or goes back to the queue, which is 0."""
-        self.number, self.ends = number, ends
-        self.news.put_nowait(None)
+    def __init__(self, request: EngineRequest, deadline: float | None) -> None:
+        self.request, self.deadline = request, deadline
+        self.attempt = 0  # number of the running attempt; 0 while it waits
+        self.num_tokens = 0  # received from rank 0
+        self.has_output = False  # the caller has received a frame
+        self.retried = False  # rank 0 was lost during an earlier attempt
+        self.finished = False  # failed, or closed by its caller
+        self.updates: asyncio.Queue[FromEngine | Exception | None] = asyncio.Queue()
 
-    def end(self, error: Exception) -> None:
-        """Ends it with an error, wherever it stands, behind what was said of it."""
-        if not self.over:
-            self.over = True
-            self.news.put_nowait(error)
+    def schedule(self, attempt: int, deadline: float | None) -> None:
+        """Marks it as running under this attempt number, or as waiting (0)."""
+        self.attempt, self.deadline = attempt, deadline
+        self.updates.put_nowait(None)
 
-    def forget(self) -> None:
-        """What was said of a try that is lost, and that nobody has seen."""
-        self.again, self.tokens = True, 0
-        while not self.news.empty():
-            self.news.get_nowait()
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error, after the frames that were received before."""
+        if not self.finished:
+            self.finished = True
+            self.updates.put_nowait(error)
+
+    def reset_for_retry(self) -> None:
+        """Discards the unread frames of a lost attempt."""
+        self.retried, self.num_tokens = True, 0
+        while not self.updates.empty():
+            self.updates.get_nowait()
 
 
-class RemoteEngine:
-    """What `engine.Engine` asks for. Rank 0 is heard over one wire after the other (`serve_wire`): it may die, and come
-    back on a new one. A request that it leaves behind and that has shown nothing is tried once more."""
+class EngineClient:
+    """Implementation of `AsyncEngine`. Rank 0 can restart, each time with a new connection (`serve_connection`). A
+    request
+    that was running then is repeated once if its caller has not received anything."""
 
-    def __init__(self, limits: Configure) -> None:
-        self._limits = limits
-        self._wire: AsyncWire | None = None
-        self._phase, self._step = "loading", ""
+    def __init__(self, config: FrontendConfig) -> None:
+        self._config = config
+        self._socket: AsyncFrameSocket | None = None
+        self._phase, self._detail = "loading", ""
         self._ranks: list[RankState] = []
-        self._numbers = itertools.count(1)  # of tries, never the same over all wires
+        self._attempts = itertools.count(1)  # unique over all connections
         self._waiting: deque[Ticket] = deque()
-        self._running: dict[int, Ticket] = {}  # by the number of the try
+        self._running: dict[int, Ticket] = {}  # by attempt number
         self._idle = asyncio.Event()
         self._idle.set()
-        self._serves = False
-        self.about: Ready | None = None
-        self.events = Events(lambda on: self._send(frames.Watch(on)))
-        self.to_drain = asyncio.Event()  # rank 0 wants to leave
-        self.ready = asyncio.Event()  # rank 0 was ready once
-        self.found: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # the target's folder
+        self._announced = False
+        self.info: EngineInfo | None = None
+        self.events = TraceEventBuffer(lambda on: self._send(frames.SubscribeFrame(on)))
+        self.drain_requested = asyncio.Event()  # set by DrainFrame
+        self.was_ready = asyncio.Event()  # set when rank 0 is ready for the first time
+        self.target_folder: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @property
-    def state(self) -> State:
-        return State(self._phase, self._step, len(self._running), len(self._waiting), self._ranks)
+    def state(self) -> EngineState:
+        return EngineState(self._phase, self._detail, len(self._running), len(self._waiting), self._ranks)
 
     @property
-    def _has_room(self) -> bool:
-        """Whether rank 0 would begin with another request now."""
-        return self.about is not None and self._phase == "ready" and len(self._running) < self.about.at_once
+    def _has_capacity(self) -> bool:
+        """Whether rank 0 would start another request immediately."""
+        return self.info is not None and self._phase == "ready" and len(self._running) < self.info.max_num_seqs
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
-        """As `engine.Engine.answer` says."""
-        ticket = Ticket(ask, _in(self._limits.queue_timeout))
-        self._admit(ticket)
+    async def generate(
+        self, request: EngineRequest
+    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+        """See `AsyncEngine.generate`."""
+        ticket = Ticket(request, _deadline_after(self._config.queue_timeout))
+        self._enqueue(ticket)
         try:
             frame = None
-            while not isinstance(frame, Done):
-                frame = await self._news(ticket)
-                if isinstance(frame, Failed):
-                    raise Unusable(frame.message) if frame.user else Broken(frame.message, "engine_error")
-                assert isinstance(frame, Prompt | Chunk | Done)
-                ticket.shown = True
+            while not isinstance(frame, DoneFrame):
+                frame = await self._next_frame(ticket)
+                if isinstance(frame, FailedFrame):
+                    raise (
+                        InvalidRequestError(frame.message)
+                        if frame.user
+                        else GenerationFailedError(frame.message, "engine_error")
+                    )
+                assert isinstance(frame, PromptLogprobsFrame | TokensFrame | DoneFrame)
+                ticket.has_output = True
                 if (yield frame):
-                    self._send(frames.Cancel(ticket.number))
+                    self._send(frames.CancelFrame(ticket.attempt))
         finally:
-            self._leave(ticket)
+            self._release(ticket)
 
-    async def _news(self, ticket: Ticket) -> FromEngine:
-        """The next frame of a request. Raises what ends it."""
+    async def _next_frame(self, ticket: Ticket) -> FromEngine:
+        """The next frame of a request. Raises the exception that ends it."""
         while True:
-            ends = ticket.ends
+            deadline = ticket.deadline
             try:
-                news = await _before(ends, ticket.news)
+                update = await _get_before(deadline, ticket.updates)
             except TimeoutError:
-                if ticket.ends == ends:
-                    raise self._late(ticket) from None
+                if ticket.deadline == deadline:
+                    raise self._timeout_error(ticket) from None
                 continue
-            if isinstance(news, Exception):
-                raise news
-            if news is not None:
-                return news
+            if isinstance(update, Exception):
+                raise update
+            if update is not None:
+                return update
 
-    def _late(self, ticket: Ticket) -> Exception:
-        if ticket.number:
-            return Broken(f"the request took longer than {self._limits.request_timeout:g} s", "timeout")
-        waited = f"waited {self._limits.queue_timeout:g} s (--queue-timeout) for"
+    def _timeout_error(self, ticket: Ticket) -> Exception:
+        if ticket.attempt:
+            return GenerationFailedError(f"the request took longer than {self._config.request_timeout:g} s", "timeout")
+        waited = f"waited {self._config.queue_timeout:g} s (--queue-timeout) for"
         if self._phase == "recovering":
-            return Refused(f"{waited} the engine to come back: try again later", 503, LOADING)
-        return Refused(f"{waited} other requests to end: try again later", 429, SOON)
+            return RequestRejectedError(f"{waited} the engine to restart: try again later", 503, LOADING_RETRY_AFTER_S)
+        return RequestRejectedError(f"{waited} other requests to end: try again later", 429, QUEUE_FULL_RETRY_AFTER_S)
 
-    def _admit(self, ticket: Ticket) -> None:
-        """Puts it at the end of the queue. Raises Refused where it cannot be."""
+    def _enqueue(self, ticket: Ticket) -> None:
+        """Appends a request to the queue. Raises RequestRejectedError if that is not possible."""
         if self._phase == "loading":
-            raise Refused(f"the model is being loaded ({self._step or 'starting'})", 503, LOADING)
+            raise RequestRejectedError(
+                f"the model is being loaded ({self._detail or 'starting'})", 503, LOADING_RETRY_AFTER_S
+            )
         if self._phase not in ("ready", "recovering"):
-            raise Refused(f"the server is {self._phase}", 503, LOADING if self._phase == "draining" else None)
-        if ticket.ask.key is not None:
-            self._replace(ticket.ask.key)
-        if not self._has_room and len(self._waiting) >= self._limits.max_queue:
-            raise Refused(f"the queue is full ({len(self._waiting)} requests wait): try again later", 429, SOON)
+            raise RequestRejectedError(
+                f"the server is {self._phase}", 503, LOADING_RETRY_AFTER_S if self._phase == "draining" else None
+            )
+        if ticket.request.replace_key is not None:
+            self._replace_older(ticket.request.replace_key)
+        if not self._has_capacity and len(self._waiting) >= self._config.max_queue:
+            raise RequestRejectedError(
+                f"the queue is full ({len(self._waiting)} requests wait): try again later",
+                429,
+                QUEUE_FULL_RETRY_AFTER_S,
+            )
         self._waiting.append(ticket)
-        self._next()
+        self._start_waiting()
 
-    def _replace(self, key: str) -> None:
-        """A newer request takes the place of those with the same key."""
+    def _replace_older(self, key: str) -> None:
+        """Ends the requests with the same key as a new one."""
         for older in (*self._waiting, *self._running.values()):
-            if older.ask.key == key:
-                older.end(Broken("a newer request with the same key has replaced this one", "replaced"))
-        self._waiting = deque(ticket for ticket in self._waiting if not ticket.over)
+            if older.request.replace_key == key:
+                older.fail(GenerationFailedError("a newer request with the same key has replaced this one", "replaced"))
+        self._waiting = deque(ticket for ticket in self._waiting if not ticket.finished)
 
-    def _next(self) -> None:
-        """Gives their turn to those that have waited longest."""
-        while self._has_room and self._waiting:
+    def _start_waiting(self) -> None:
+        """Starts waiting requests, the oldest first, while rank 0 has capacity."""
+        while self._has_capacity and self._waiting:
             ticket = self._waiting.popleft()
-            ticket.move(next(self._numbers), _in(self._limits.request_timeout))
-            self._running[ticket.number] = ticket
+            ticket.schedule(next(self._attempts), _deadline_after(self._config.request_timeout))
+            self._running[ticket.attempt] = ticket
             self._idle.clear()
-            self._send(frames.Start(ticket.number, ticket.ask.prompt, ticket.ask.sampling, ticket.ask.choices))
+            self._send(
+                frames.StartFrame(
+                    ticket.attempt, ticket.request.prompt, ticket.request.sampling, ticket.request.choices
+                )
+            )
 
-    def _leave(self, ticket: Ticket) -> None:
-        """Nobody reads this request any more. Where it runs, its place is free once rank 0 answers the `Cancel`."""
-        ticket.over = True
+    def _release(self, ticket: Ticket) -> None:
+        """Removes a request that its caller has closed. If it runs, its place is free after rank 0 confirms the
+        cancel."""
+        ticket.finished = True
         with suppress(ValueError):
             self._waiting.remove(ticket)
-        if ticket.number in self._running:
-            self._send(frames.Cancel(ticket.number))
+        if ticket.attempt in self._running:
+            self._send(frames.CancelFrame(ticket.attempt))
 
-    async def serve_wire(self, wire: AsyncWire) -> None:
-        """Hears what rank 0 says over this wire until it leaves or is gone, and closes it. Then comes the next one."""
-        self._wire = wire
+    async def serve_connection(self, connection: AsyncFrameSocket) -> None:
+        """Receives frames of rank 0 over one connection until rank 0 exits or is lost, then closes it."""
+        self._socket = connection
         try:
-            while (frame := await wire.receive()) is not None and not isinstance(frame, frames.Lost):
-                self._take(frame)
+            while (frame := await connection.receive()) is not None and not isinstance(frame, frames.EngineLostFrame):
+                self._dispatch(frame)
         finally:
-            self._wire = None
-        self._lose(GONE if frame is None else frame.message)
-        await wire.close()
+            self._socket = None
+        self._on_engine_lost(ENGINE_GONE if frame is None else frame.message)
+        await connection.close()
 
-    def _take(self, frame: FromEngine) -> None:
+    def _dispatch(self, frame: FromEngine) -> None:
         match frame:
-            case frames.Loading(step=step):
-                self._step = step
-            case frames.Found(target=target) if not self.found.done():
-                self.found.set_result(target)
-            case Ready():
-                self._begin(frame)
-            case frames.Ranks(ranks=ranks):
+            case frames.LoadingFrame(detail=detail):
+                self._detail = detail
+            case frames.ModelPathFrame(target=target) if not self.target_folder.done():
+                self.target_folder.set_result(target)
+            case EngineInfo():
+                self._on_ready(frame)
+            case frames.RankStatesFrame(ranks=ranks):
                 self._ranks = ranks
-            case frames.Drain():
+            case frames.DrainFrame():
                 self._phase = "draining"
-                self.to_drain.set()
-            case frames.Events(events=events):
+                self.drain_requested.set()
+            case frames.TraceEventsFrame(events=events):
                 self.events.put(*events)
-            case Prompt() | Chunk() | Done() | Failed():
-                self._hand(frame)
+            case PromptLogprobsFrame() | TokensFrame() | DoneFrame() | FailedFrame():
+                self._deliver(frame)
             case _:
                 pass
 
-    def _begin(self, ready: Ready) -> None:
-        """Rank 0 takes requests, for the first time or again."""
-        self.about, self._step = ready, ""
+    def _on_ready(self, ready: EngineInfo) -> None:
+        """Rank 0 accepts requests, for the first time or after a restart."""
+        self.info, self._detail = ready, ""
         self.events.begin(ready)
-        self.ready.set()
+        self.was_ready.set()
         if self._phase in ("loading", "recovering"):
             self._phase = "ready"
-        if self._serves:
-            self._send(frames.Serving())
-        self._next()
+        if self._announced:
+            self._send(frames.ServingFrame())
+        self._start_waiting()
 
-    def _hand(self, frame: Prompt | Chunk | Done | Failed) -> None:
+    def _deliver(self, frame: PromptLogprobsFrame | TokensFrame | DoneFrame | FailedFrame) -> None:
         ticket = self._running.get(frame.request)
         if ticket is None:
             return
-        if isinstance(frame, Chunk):
-            ticket.tokens += len(frame.token_ids)
-        ticket.news.put_nowait(frame)
-        if ticket.news.qsize() > MOST_BEHIND:
-            ticket.end(Broken("the client reads too slowly", "timeout"))
-        if isinstance(frame, Done | Failed):
+        if isinstance(frame, TokensFrame):
+            ticket.num_tokens += len(frame.token_ids)
+        ticket.updates.put_nowait(frame)
+        if ticket.updates.qsize() > MAX_BUFFERED_FRAMES:
+            ticket.fail(GenerationFailedError("the client reads too slowly", "timeout"))
+        if isinstance(frame, DoneFrame | FailedFrame):
             del self._running[frame.request]
             if not self._running:
                 self._idle.set()
-            self._next()
+            self._start_waiting()
 
-    def _lose(self, why: str) -> None:
-        """Rank 0 is gone. The requests that ran there are tried again, before all that wait, or end."""
+    def _on_engine_lost(self, reason: str) -> None:
+        """Rank 0 is lost: its running requests are repeated before the waiting ones, or fail."""
         if self._phase != "loading":
             self._phase = "recovering" if self._phase in ("ready", "recovering") else "dead"
-        self._step = why
+        self._detail = reason
         self._ranks = [structs.replace(one, state="lost") if one.rank == 0 else one for one in self._ranks]
         tickets, self._running = self._running, {}
         self._idle.set()
         for ticket in reversed(tickets.values()):
-            if not ticket.over:
-                self._again(ticket, why)
+            if not ticket.finished:
+                self._retry_or_fail(ticket, reason)
 
-    def _again(self, ticket: Ticket, why: str) -> None:
-        """A request that rank 0 has left behind."""
-        if ticket.shown or ticket.again or self._phase == "dead":
-            plural = "s" * (ticket.tokens != 1)
-            ticket.end(Broken(f"the answer broke off after {ticket.tokens} token{plural}: {why}", "engine_error"))
+    def _retry_or_fail(self, ticket: Ticket, reason: str) -> None:
+        """Puts a request of a lost rank 0 back to the front of the queue, or ends it with an error."""
+        if ticket.has_output or ticket.retried or self._phase == "dead":
+            plural = "s" * (ticket.num_tokens != 1)
+            ticket.fail(
+                GenerationFailedError(
+                    f"the answer broke off after {ticket.num_tokens} token{plural}: {reason}", "engine_error"
+                )
+            )
         else:
-            ticket.forget()
-            ticket.move(0, _in(self._limits.queue_timeout))
+            ticket.reset_for_retry()
+            ticket.schedule(0, _deadline_after(self._config.queue_timeout))
             self._waiting.appendleft(ticket)
 
-    async def drained(self) -> None:
-        """Waits for the requests that run, at most `drain_timeout`, refusing those that wait; then nothing runs."""
-        self._phase = "dead" if self._wire is None else "draining"
+    async def drain(self) -> None:
+        """Refuses the waiting requests and waits up to `drain_timeout` for the running ones, then ends those too."""
+        self._phase = "dead" if self._socket is None else "draining"
         for ticket in self._waiting:
-            ticket.end(Refused("the server is draining", 503, LOADING))
+            ticket.fail(RequestRejectedError("the server is draining", 503, LOADING_RETRY_AFTER_S))
         self._waiting.clear()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._limits.drain_timeout):
+            async with asyncio.timeout(self._config.drain_timeout):
                 await self._idle.wait()
         for ticket in self._running.values():
-            ticket.end(Broken("the server is being stopped", "engine_error"))
+            ticket.fail(GenerationFailedError("the server is being stopped", "engine_error"))
 
-    def serving(self) -> None:
-        """Tells rank 0 that clients may come, and every later rank 0 when it is ready."""
-        self._serves = True
-        self._send(frames.Serving())
+    def announce_serving(self) -> None:
+        """Sends `ServingFrame` to rank 0 now and after each of its restarts."""
+        self._announced = True
+        self._send(frames.ServingFrame())
 
-    def leave(self) -> None:
-        """Sends rank 0 home."""
-        self._send(frames.Leave())
+    def shut_down_engine(self) -> None:
+        """Asks rank 0 to shut down."""
+        self._send(frames.ShutdownFrame())
 
     def _send(self, frame: frames.Frame) -> None:
-        """Says something to rank 0, if there is one."""
-        if self._wire is not None:
-            self._wire.send(frame)
+        """Sends a frame to rank 0, if it is connected."""
+        if self._socket is not None:
+            self._socket.send(frame)
 
 
-def _in(seconds: float | None) -> float | None:
-    """The time of the loop's clock then; None where there is no end."""
+def _deadline_after(seconds: float | None) -> float | None:
+    """The time of the loop's clock in `seconds`; None: no deadline."""
     return None if seconds is None else asyncio.get_running_loop().time() + seconds
 
 
-async def _before(ends: float | None, queue: asyncio.Queue[T]) -> T:
-    """The next of a queue. Raises TimeoutError at that time of the loop's clock."""
+async def _get_before(deadline: float | None, queue: asyncio.Queue[T]) -> T:
+    """The next item of a queue. Raises TimeoutError at `deadline`, a time of the loop's clock."""
     if not queue.empty():
         return queue.get_nowait()
-    async with asyncio.timeout_at(ends):
+    async with asyncio.timeout_at(deadline):
         return await queue.get()

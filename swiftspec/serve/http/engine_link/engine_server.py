@@ -1,5 +1,8 @@
-"""Rank 0 of a server: it opens the models, and decodes what the front end sends, until told to leave. Of HTTP it knows
-the wire to the front end alone, which its keeper hands over, and another one whenever the front end is new."""
+"""Engine server in rank 0: loads the models and decodes the requests of the front end, until it is asked to shut down.
+
+Its only contact with HTTP is the engine link to the front end. The supervisor passes it a new socket whenever the front
+end restarts.
+"""
 
 from __future__ import annotations
 
@@ -14,262 +17,288 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from swiftspec.distributed.launch.supervision import Keeping, Member
+import msgspec
+
+from swiftspec.distributed.launch.supervision import RankInfo, SupervisorLink
 from swiftspec.errors import RankLost, UserError
-from swiftspec.observe.round_records import Noted
-from swiftspec.observe.rpc_latency import Hop
+from swiftspec.observe.round_records import TraceEntry, to_record
+from swiftspec.observe.rpc_latency import RpcRecord
+from swiftspec.observe.trace_format import to_json, tokens_in
 from swiftspec.params import SamplingParams
 from swiftspec.serve import answer_stats
 from swiftspec.serve.http.engine_link import frames
 from swiftspec.serve.http.engine_link.frame_socket import FrontEndLost
-from swiftspec.serve.http.engine_link.frontend_process import defaults_of
-from swiftspec.serve.http.engine_link.status_publisher import Teller, Telling
-from swiftspec.serve.http.engine_link.trace_frames import as_frame
+from swiftspec.serve.http.engine_link.frontend_process import sampling_defaults
+from swiftspec.serve.http.engine_link.status_publisher import LoadingPhases, StatusPublisher
 from swiftspec.serve.session import Session, open_session
 from swiftspec.serve.settings.settings import Settings
-from swiftspec.serve.supervisor.supervisor_client import Kept
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
 
 if TYPE_CHECKING:
     from swiftspec.distributed.launch.world import World
-    from swiftspec.engine import Chunk
-    from swiftspec.messages import Likelihood
-    from swiftspec.smc.decoding import Request
+    from swiftspec.engine import TokenChunk
+    from swiftspec.messages import Logprob
+    from swiftspec.smc.decoding import BatchRequest
 
-FLUSH = 2.0  # seconds for the last frames at the end
+FLUSH_TIMEOUT_S = 2.0  # at shutdown, for the last frames
 
 
-def run(settings: Settings, kept: Kept, join: Callable[[Keeping], World | None]) -> int:
-    """Serves until a signal or the front end ends it. `join` meets the other ranks. Returns the exit code. Raises
-    UserError as the other commands do, and RankLost."""
-    defaults = defaults_of(settings)
-    teller = Teller(kept)
-    phases = Telling(teller)
+def run_engine_server(
+    settings: Settings, supervisor: SupervisorClient, join: Callable[[SupervisorLink], World | None]
+) -> int:
+    """Runs rank 0 until a signal or the front end ends it. `join`: joins the other ranks. Returns the exit code. Raises
+    UserError and RankLost."""
+    defaults = sampling_defaults(settings)
+    publisher = StatusPublisher(supervisor)
+    loading_phases = LoadingPhases(publisher)
     try:
         try:
-            world = join(kept.keeping(teller.members))
+            world = join(supervisor.supervision(publisher.publish_ranks))
             if world is None:
-                teller.members([Member(0, "target", os.getpid(), "up", kept.life)])
-            session = open_session(settings, phases, world, warm_up=True, renders=False, tell=teller.found)
+                publisher.publish_ranks([RankInfo(0, "target", os.getpid(), "up", supervisor.incarnation)])
+            session = open_session(
+                settings, loading_phases, world, warm_up=True, render_chats=False, on_resolved=publisher.publish_models
+            )
         except UserError as error:
-            teller.tell(frames.Lost(str(error)))
+            publisher.publish(frames.EngineLostFrame(str(error)))
             raise
         finally:
-            phases.close()
-        comes_again = False
+            loading_phases.close()
+        will_restart = False
         try:
-            teller.tell(ready(session, defaults))
-            kept.ready()
-            with Stopping() as stopping:
-                Service(session, teller, stopping, kept, spans=settings.otlp_endpoint is not None).run()
-        except Exception:  # the keeper starts this rank again, and so are the others then
-            comes_again = True
+            publisher.publish(engine_info(session, defaults))
+            supervisor.set_ready()
+            with GracefulStop() as stop:
+                EngineServer(
+                    session, publisher, stop, supervisor, send_rpc_records=settings.otlp_endpoint is not None
+                ).run()
+        except Exception:  # the supervisor restarts this rank and then the others
+            will_restart = True
             raise
         finally:
-            session.close(comes_again=comes_again)
+            session.close(will_restart=will_restart)
     finally:
-        teller.wire.close(FLUSH)
+        publisher.socket.close(FLUSH_TIMEOUT_S)
     return 0
 
 
-class Stopping:
-    """The first signal asks for a graceful end, which `asked` and the file `heard` say; a second one ends the command
-    as it ends any other. Without this the first would raise in the midst of a round."""
+class GracefulStop:
+    """Signal handlers: the first signal sets `requested` and makes `wakeup_fd` readable, instead of an exception
+    inside of
+    a round. A second signal has its default effect."""
 
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.asked = False
-        self._before: dict[int, Any] = {}
+        self.requested = False
+        self._previous_handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Stopping:
-        self.heard, self._told = os.pipe()
-        for number in self.NUMBERS:
+    def __enter__(self) -> GracefulStop:
+        self.wakeup_fd, self._notify_fd = os.pipe()
+        for number in self.SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._restore()
-        os.close(self.heard)
-        os.close(self._told)
+        os.close(self.wakeup_fd)
+        os.close(self._notify_fd)
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             self._restore()
             os.kill(os.getpid(), number)
         else:
-            self.asked = True
-            os.write(self._told, b".")
+            self.requested = True
+            os.write(self._notify_fd, b".")
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self._before.clear()
+        self._previous_handlers.clear()
 
 
-class Service:
-    """Decodes what the front end sends: as many requests at a time as the engine has room for."""
+class EngineServer:
+    """Decodes the requests of the front end, as many concurrently as the engine supports."""
 
     def __init__(
-        self, session: Session, teller: Teller, stopping: Stopping, kept: Kept, *, spans: bool = False
+        self,
+        session: Session,
+        publisher: StatusPublisher,
+        stop: GracefulStop,
+        supervisor: SupervisorClient,
+        *,
+        send_rpc_records: bool = False,
     ) -> None:
-        """`spans`: the front end makes some of exchanges with workers."""
-        self._session, self._teller, self._stopping = session, teller, stopping
-        self._pulse, self._url = kept.pulse, kept.first.decode()
-        self._drained = self._left = self._lost = False
-        self._starts: deque[frames.Start] = deque()  # that no place was free for yet
-        self._here = dict[int, tuple[int, int] | None]()  # that the engine has, with the choices asked for
-        self._cancelled: set[int] = set()  # of either
-        self._hops: list[Hop] = []  # that were not told yet
-        if spans and session.llm.roles.hops is not None:
-            session.llm.roles.hops.taken = self._hops.append
+        """`send_rpc_records`: the front end exports spans of RPCs to workers."""
+        self._session, self._publisher, self._stop = session, publisher, stop
+        self._heartbeat, self._url = supervisor.heartbeat, supervisor.first_message.decode()
+        self._draining = self._shutting_down = self._frontend_lost = False
+        self._queued: deque[frames.StartFrame] = deque()  # not started yet
+        self._running = dict[int, tuple[int, int] | None]()  # requests in the engine, with their `choices`
+        self._cancelled: set[int] = set()  # of both
+        self._rpc_records: list[RpcRecord] = []  # not sent yet
+        if send_rpc_records and session.llm.roles.hops is not None:
+            session.llm.roles.hops.on_record = self._rpc_records.append
 
     def run(self) -> None:
-        """Until the front end says Leave. Raises what ends rank 0: RankLost."""
-        while not self._left:
-            self._pulse.rest()
+        """Serves until the front end sends `ShutdownFrame`. Raises RankLost."""
+        while not self._shutting_down:
+            self._heartbeat.mark_idle()
             try:
-                frame = self._teller.wire.wait(self._stopping.heard)
-                if self._stopping.asked:
+                frame = self._publisher.socket.wait(self._stop.wakeup_fd)
+                if self._stop.requested:
                     self._drain()
-                self._take(frame)
-                while self._starts and not (self._left or self._lost):
-                    self._serve()
+                self._dispatch(frame)
+                while self._queued and not (self._shutting_down or self._frontend_lost):
+                    self._decode_batch()
             except FrontEndLost:
-                self._lost = False
-                for asked in (self._starts, self._here, self._cancelled):
-                    asked.clear()
-                self._watch(False)  # the next one says whether anybody listens there
-                self._left = self._drained or not self._teller.renew(self._stopping.heard)
+                self._frontend_lost = False
+                for requests in (self._queued, self._running, self._cancelled):
+                    requests.clear()
+                self._set_trace(False)  # the next front end subscribes again if it has subscribers
+                self._shutting_down = self._draining or not self._publisher.reconnect(self._stop.wakeup_fd)
 
-    def _take(self, frame: frames.ToEngine | None) -> None:
-        if isinstance(frame, frames.Start):
-            self._starts.append(frame)
-        elif isinstance(frame, frames.Cancel):
-            if frame.request in self._here or any(start.request == frame.request for start in self._starts):
+    def _dispatch(self, frame: frames.ToEngine | None) -> None:
+        if isinstance(frame, frames.StartFrame):
+            self._queued.append(frame)
+        elif isinstance(frame, frames.CancelFrame):
+            if frame.request in self._running or any(start.request == frame.request for start in self._queued):
                 self._cancelled.add(frame.request)
-        elif isinstance(frame, frames.Serving):
+        elif isinstance(frame, frames.ServingFrame):
             print(f"swiftspec: listening on {self._url} (a browser shows the tree there)", file=sys.stderr, flush=True)
-        elif isinstance(frame, frames.Watch):
-            self._watch(frame.on)
-        elif isinstance(frame, frames.Leave):
-            self._left = True
+        elif isinstance(frame, frames.SubscribeFrame):
+            self._set_trace(frame.on)
+        elif isinstance(frame, frames.ShutdownFrame):
+            self._shutting_down = True
 
-    def _watch(self, on: bool) -> None:
-        self._session.llm.listen(self._say if on else None)
+    def _set_trace(self, on: bool) -> None:
+        self._session.llm.listen(self._send_trace if on else None)
 
-    def _say(self, noted: Sequence[Noted]) -> None:
-        """For whoever listens; nobody is lost where that is nobody any more."""
+    def _send_trace(self, records: Sequence[TraceEntry]) -> None:
+        """Sends trace events; without a front end they are dropped."""
         with suppress(FrontEndLost):
-            self._teller.wire.send(partial(as_frame, noted))
+            self._publisher.socket.send(partial(to_trace_frame, records))
 
     def _drain(self) -> None:
-        if not self._drained:
-            self._drained = True
-            os.read(self._stopping.heard, 1)
+        if not self._draining:
+            self._draining = True
+            os.read(self._stop.wakeup_fd, 1)
             with suppress(FrontEndLost):
-                self._teller.wire.send(frames.Drain())
+                self._publisher.socket.send(frames.DrainFrame())
 
-    def _serve(self) -> None:
-        """Requests as they come, each to its `Done` or `Failed`, until none is left. Raises FrontEndLost where nobody
-        hears them."""
-        wire = self._teller.wire
+    def _decode_batch(self) -> None:
+        """Decodes queued and arriving requests, each to its `DoneFrame` or `FailedFrame`, until none is left. Raises
+        FrontEndLost."""
+        socket = self._publisher.socket
         try:
-            with closing(self._session.llm.engine.together(self._next, self._over)) as chunks:
+            with closing(self._session.llm.engine.run_batch(self._next_request, self._should_end)) as chunks:
                 for request, chunk in chunks:
-                    if not self._lost:
-                        self._tell(request, chunk)
+                    if not self._frontend_lost:
+                        self._send_chunk(request, chunk)
         except RankLost as error:
             with suppress(FrontEndLost):
-                wire.send(frames.Lost(str(error)))
+                socket.send(frames.EngineLostFrame(str(error)))
             raise
         except FrontEndLost:
             raise
         except UserError as error:
-            if not self._here:  # then it is no request's
+            if not self._running:  # not the error of a request
                 raise
-            for number in sorted(self._here):
-                self._end(frames.Failed(number, str(error), user=True))
+            for number in sorted(self._running):
+                self._finish(frames.FailedFrame(number, str(error), user=True))
 
-    def _next(self) -> Request | None:
-        """The next request that the engine is to begin with."""
-        self._hear()
-        while self._starts and not (self._left or self._lost):
-            start = self._starts.popleft()
+    def _next_request(self) -> BatchRequest | None:
+        """The next request for the engine to start; None: none is queued."""
+        self._receive_available()
+        while self._queued and not (self._shutting_down or self._frontend_lost):
+            start = self._queued.popleft()
             try:
                 sampling = SamplingParams(**start.sampling)
                 request = self._session.llm.engine.request(start.request, start.prompt, sampling)
             except (UserError, TypeError) as error:
-                self._end(frames.Failed(start.request, str(error), user=True))
+                self._finish(frames.FailedFrame(start.request, str(error), user=True))
             else:
-                self._here[start.request] = start.choices
-                self._hops.clear()
+                self._running[start.request] = start.choices
+                self._rpc_records.clear()
                 return request
         return None
 
-    def _over(self, request: Request) -> bool:
-        """Whether a request is to end: the front end has cancelled it, leaves, or is gone. Asked in the midst of a
-        prompt, where all ranks must go on alike: so it raises nothing."""
-        self._pulse.work()
-        if self._stopping.asked:
+    def _should_end(self, request: BatchRequest) -> bool:
+        """Whether to end a request: it was cancelled, or the front end shuts down or is lost. It is also called
+        during a
+        prefill, in which all ranks have to take the same steps, so it must not raise."""
+        self._heartbeat.mark_busy()
+        if self._stop.requested:
             self._drain()
-        self._hear()
-        return self._left or self._lost or request.number in self._cancelled
+        self._receive_available()
+        return self._shutting_down or self._frontend_lost or request.number in self._cancelled
 
-    def _hear(self) -> None:
-        """What the front end has said meanwhile."""
+    def _receive_available(self) -> None:
+        """Processes the frames that have arrived."""
         try:
-            while (frame := self._teller.wire.poll()) is not None:
-                self._take(frame)
+            while (frame := self._publisher.socket.poll()) is not None:
+                self._dispatch(frame)
         except FrontEndLost:
-            self._lost = True
+            self._frontend_lost = True
 
-    def _tell(self, request: Request, chunk: Chunk) -> None:
-        """A round's tokens for the front end; behind the last ones, how the request has ended."""
-        wire, number = self._teller.wire, request.number
-        if chunk.prompt is not None:
-            wire.send(frames.Prompt(number, as_frames(chunk.prompt)))
-        likelihoods = None if chunk.likelihoods is None else as_frames(chunk.likelihoods)
+    def _send_chunk(self, request: BatchRequest, chunk: TokenChunk) -> None:
+        """Sends the tokens of a round; after the last ones, how the request has ended."""
+        socket, number = self._publisher.socket, request.number
+        if chunk.prompt_logprobs is not None:
+            socket.send(frames.PromptLogprobsFrame(number, to_token_logprobs(chunk.prompt_logprobs)))
+        logprobs = None if chunk.logprobs is None else to_token_logprobs(chunk.logprobs)
         if chunk.token_ids or chunk.finish_reason in (None, "stop", "length"):
-            tokens, hops = list(chunk.token_ids), [*self._hops]
-            self._hops.clear()
-            wire.send(frames.Chunk(number, tokens, chunk.accepted, likelihoods, chunk.finish_reason, hops))
+            tokens, rpc_records = list(chunk.token_ids), [*self._rpc_records]
+            self._rpc_records.clear()
+            socket.send(frames.TokensFrame(number, tokens, chunk.accepted, logprobs, chunk.finish_reason, rpc_records))
         if request.error is not None:
-            self._end(frames.Failed(number, str(request.error), user=False))
+            self._finish(frames.FailedFrame(number, str(request.error), user=False))
         elif chunk.finish_reason is not None:
-            self._end(self._done(request, self._here[number]))
+            self._finish(self._done_frame(request, self._running[number]))
 
-    def _end(self, frame: frames.Done | frames.Failed) -> None:
-        """A request has no place any more."""
-        self._here.pop(frame.request, None)
+    def _finish(self, frame: frames.DoneFrame | frames.FailedFrame) -> None:
+        """Removes a request and sends its last frame."""
+        self._running.pop(frame.request, None)
         self._cancelled.discard(frame.request)
-        self._teller.wire.send(frame)
+        self._publisher.socket.send(frame)
 
-    def _done(self, request: Request, choices: tuple[int, int] | None) -> frames.Done:
+    def _done_frame(self, request: BatchRequest, choices: tuple[int, int] | None) -> frames.DoneFrame:
         llm, sampling, stats = self._session.llm, request.opening.sampling, request.stats
-        more = answer_stats.guidance(sampling) if sampling.guided else {}
+        extra = answer_stats.guidance_stats(sampling) if sampling.guided else {}
         if llm.config.mode == "smc":
-            more = {**more, **answer_stats.population(llm.config, stats)}
+            extra = {**extra, **answer_stats.population_stats(llm.config, stats)}
         timings = answer_stats.timings(stats, stats.tokens, llm.load_time)
         metrics = answer_stats.metrics(llm.config.for_request(sampling), stats, stats.tokens, llm.outages)
-        told: list[frames.Choice] = []
+        choice_frames: list[frames.Choice] = []
         if choices is not None and stats.population is not None:
-            told = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
+            choice_frames = [frames.Choice([*each.tokens], "stop" if each.stopped else "length", each.weight)
                     for each in stats.population.choices(*choices)]  # fmt: skip
-        return frames.Done(request.number, timings, metrics, more, told)
+        return frames.DoneFrame(request.number, timings, metrics, extra, choice_frames)
 
 
-def as_frames(likelihoods: Sequence[Likelihood]) -> list[frames.Likelihood]:
-    """As they travel."""
-    return [frames.Likelihood(one.logprob, list(one.top)) for one in likelihoods]
+def to_token_logprobs(logprobs: Sequence[Logprob]) -> list[frames.TokenLogprob]:
+    """Converts log-probabilities to their form in frames."""
+    return [frames.TokenLogprob(one.logprob, list(one.top)) for one in logprobs]
 
 
-def ready(session: Session, defaults: Mapping[str, Any]) -> frames.Ready:
-    """What the front end is to know of the models. `defaults`: sampling values that go before the model's own."""
+def to_trace_frame(entries: Sequence[TraceEntry]) -> frames.TraceEventsFrame:
+    """Formats trace entries as events. Too slow for the decoding loop: call it in the thread that sends."""
+    events: list[frames.TraceEvent] = []
+    for line in map(to_record, entries):
+        kind = next(kind for kind in ("begin", "end", "round") if kind in line)
+        events.append(frames.TraceEvent(kind, msgspec.json.encode(line, enc_hook=to_json), sorted(tokens_in(line))))
+    return frames.TraceEventsFrame(events)
+
+
+def engine_info(session: Session, defaults: Mapping[str, Any]) -> frames.EngineInfo:
+    """Facts about models and engine for the front end. `defaults`: sampling parameters that override the model's."""
     llm = session.llm
-    return frames.Ready(
+    return frames.EngineInfo(
         model=session.model, draft_model=session.draft_model, max_model_len=llm.max_model_len,
-        vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.defaults, **defaults},
+        vocab_size=llm.vocab_size, eos_token_ids=list(llm.eos_token_ids), defaults={**session.model_defaults,
+        **defaults},
         plan=asdict(llm.config), load_ms=round(llm.load_time * 1e3, 3),
-        head=llm.roles.head, at_once=llm.at_once,
+        trace_head=llm.roles.head, max_num_seqs=llm.max_num_seqs,
     )  # fmt: skip

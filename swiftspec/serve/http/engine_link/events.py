@@ -1,7 +1,7 @@
-"""What happens in every round, for whoever watches: /v1/spec/events. docs/reference/trace.md has the lines.
+"""Endpoint /v1/spec/events: trace events of every round as server-sent events (format: docs/reference/trace.md).
 
-Rank 0 records while there is a listener. Its lines go into one ring, which all listeners read at their own speed: what
-has left the ring by the time that one comes for it, that one has missed and is told so.
+Rank 0 records while there are subscribers. Its events go into one ring buffer, which each subscriber reads at its own
+speed. A subscriber that is too slow gets the number of events that it missed.
 """
 
 from __future__ import annotations
@@ -18,141 +18,158 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import Response
 
-from swiftspec.serve.http.engine_link.frames import Event, Ready
+from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
 from swiftspec.serve.http.sse import ENCODER, EventStream
 from swiftspec.serve.text.codec import TextCodec
 
-MOST = 10_000  # lines that the ring holds
-MOST_BYTES = 32 << 20  # and bytes of them
-MANY = 200  # tokens that are made text of beside the event loop
-FRAME = 0.016  # seconds: a page draws no more often
-TOGETHER = 64  # lines that are sent at once
-HELLO = b"retry: 1000\n\n"  # milliseconds after which a browser comes back
-ALIVE = b": still here\n\n"
+MAX_BUFFERED_EVENTS = 10_000  # in the ring
+MAX_BUFFERED_BYTES = 32 << 20  # of their lines
+MAX_INLINE_TOKENS = 200  # more unknown tokens are detokenized in a thread
+FLUSH_INTERVAL_S = 0.016  # a frame at 60 Hz: the page does not draw more often
+MAX_BATCH_EVENTS = 64  # per write
+RETRY_FIELD = b"retry: 1000\n\n"  # milliseconds until a browser reconnects
+KEEP_ALIVE_COMMENT = b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A line, and its place among all that were told; 0: it has none, as it is told to each listener first."""
+class NumberedEvent:
+    """An event with its sequence number; 0: the header, which every subscriber gets first."""
 
     number: int
-    event: Event
+    event: TraceEvent
 
 
-class Events:
-    """The ring. `watch` tells rank 0 whether anybody listens."""
+class TraceEventBuffer:
+    """Ring buffer of trace events. `set_recording`: turns recording in rank 0 on or off."""
 
-    def __init__(self, watch: Callable[[bool], None], most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
-        self._watch, self._most, self._most_bytes = watch, most, most_bytes
-        self._ring: deque[Told] = deque()
-        self._bytes, self._last = 0, 0  # in the ring; the number given last
-        self._head: Event | None = None
-        self._listeners, self._over = 0, False
-        self._more = asyncio.Event()  # set once there is more; each listener then waits for the next one
+    def __init__(
+        self,
+        set_recording: Callable[[bool], None],
+        max_events: int = MAX_BUFFERED_EVENTS,
+        max_bytes: int = MAX_BUFFERED_BYTES,
+    ) -> None:
+        self._set_recording, self._max_events, self._max_bytes = set_recording, max_events, max_bytes
+        self._ring: deque[NumberedEvent] = deque()
+        self._num_bytes, self._last_number = 0, 0  # bytes in the ring; last sequence number
+        self._header: TraceEvent | None = None
+        self._num_subscribers, self._closed = 0, False
+        self._changed = asyncio.Event()  # set when events arrive, and then replaced
 
-    def begin(self, ready: Ready) -> None:
-        """Rank 0 takes requests, for the first time or again: from now on its requests count from 1."""
-        self._head = Event("head", ENCODER.encode(ready.head), [])
-        self.put(self._head)
-        if self._listeners:
-            self._watch(True)
+    def begin(self, ready: EngineInfo) -> None:
+        """Rank 0 is ready, for the first time or after a restart; it numbers its requests from 1 again."""
+        self._header = TraceEvent("head", ENCODER.encode(ready.trace_head), [])
+        self.put(self._header)
+        if self._num_subscribers:
+            self._set_recording(True)
 
-    def put(self, *events: Event) -> None:
-        """The next lines."""
+    def put(self, *events: TraceEvent) -> None:
+        """Appends events and drops the oldest ones beyond the limits."""
         for event in events:
-            self._last += 1
-            self._ring.append(Told(self._last, event))
-            self._bytes += len(event.line)
-        while self._ring and (len(self._ring) > self._most or self._bytes > self._most_bytes):
-            self._bytes -= len(self._ring.popleft().event.line)
-        self._wake()
+            self._last_number += 1
+            self._ring.append(NumberedEvent(self._last_number, event))
+            self._num_bytes += len(event.line)
+        while self._ring and (len(self._ring) > self._max_events or self._num_bytes > self._max_bytes):
+            self._num_bytes -= len(self._ring.popleft().event.line)
+        self._notify()
 
     def close(self) -> None:
         """Ends all streams."""
-        self._over = True
-        self._wake()
+        self._closed = True
+        self._notify()
 
-    async def follow(self, after: int | None) -> AsyncGenerator[list[Told | int]]:
-        """The head, then the lines after the one with that number, as they come; None: from now on. A number stands for
-        so many lines that this listener has missed. Close it."""
-        at = self._last if after is None else after if after <= self._last else 0
-        self._listeners += 1
-        if self._listeners == 1:
-            self._watch(True)
+    async def subscribe(self, after: int | None) -> AsyncGenerator[list[NumberedEvent | int]]:
+        """Yields batches: the header, then events as they arrive. An int is the number of events that this subscriber
+        missed.
+
+        `after`: sequence number after which to begin; None: from now on.
+        The generator must be closed.
+        """
+        position = self._last_number if after is None else after if after <= self._last_number else 0
+        self._num_subscribers += 1
+        if self._num_subscribers == 1:
+            self._set_recording(True)
         try:
-            if self._head is not None:
-                yield [Told(0, self._head)]
-            while not self._over:
-                if at == self._last:
-                    await self._more.wait()
-                    await asyncio.sleep(FRAME)  # what comes until then goes with it
+            if self._header is not None:
+                yield [NumberedEvent(0, self._header)]
+            while not self._closed:
+                if position == self._last_number:
+                    await self._changed.wait()
+                    await asyncio.sleep(FLUSH_INTERVAL_S)  # events that arrive meanwhile join the batch
                     continue
-                first = self._last - len(self._ring) + 1
-                missed = [first - 1 - at] if at + 1 < first else []
-                at = max(at, first - 1)
-                some = list(islice(self._ring, at + 1 - first, at + 1 - first + TOGETHER))
-                at += len(some)
-                yield [*missed, *some]
+                first = self._last_number - len(self._ring) + 1
+                missed = [first - 1 - position] if position + 1 < first else []
+                position = max(position, first - 1)
+                batch = list(islice(self._ring, position + 1 - first, position + 1 - first + MAX_BATCH_EVENTS))
+                position += len(batch)
+                yield [*missed, *batch]
         finally:
-            self._listeners -= 1
-            if self._listeners == 0:
-                self._watch(False)
+            self._num_subscribers -= 1
+            if self._num_subscribers == 0:
+                self._set_recording(False)
 
-    def _wake(self) -> None:
-        self._more.set()
-        self._more = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
-class Speller:
-    """The texts of tokens, each made once, and for one listener told once."""
+class TokenTextCache:
+    """Texts of tokens, each detokenized once and sent once to each subscriber."""
 
     def __init__(self, codec: Callable[[], TextCodec | None]) -> None:
         self._codec, self._texts = codec, dict[int, str]()
 
-    async def line(self, event: Event, told: set[int]) -> bytes:
-        """The line with the texts of those of its tokens that are not yet among `told`."""
-        codec, new = self._codec(), [token for token in event.tokens if token not in told]
+    async def line_with_texts(self, event: TraceEvent, sent_tokens: set[int]) -> bytes:
+        """The line of an event with the texts of its tokens that are not in `sent_tokens`, to which it adds them."""
+        codec, new = self._codec(), [token for token in event.tokens if token not in sent_tokens]
         if codec is None or not new:
             return event.line
         unknown = [token for token in new if token not in self._texts]
-        if len(unknown) > MANY:
-            await asyncio.to_thread(self._learn, codec, unknown)
+        if len(unknown) > MAX_INLINE_TOKENS:
+            await asyncio.to_thread(self._add_texts, codec, unknown)
         else:
-            self._learn(codec, unknown)
-        told.update(new)
+            self._add_texts(codec, unknown)
+        sent_tokens.update(new)
         texts = ENCODER.encode({str(token): self._texts[token] for token in new})
         return event.line[:-1] + b',"texts":' + texts + b"}"
 
-    def _learn(self, codec: TextCodec, tokens: list[int]) -> None:
+    def _add_texts(self, codec: TextCodec, tokens: list[int]) -> None:
         for token in tokens:
-            self._texts[token] = codec.spell([token])
+            self._texts[token] = codec.token_text([token])
 
 
-def router(events: Events, codec: Callable[[], TextCodec | None], every: float = 15.0) -> APIRouter:
-    """The endpoint. `every`: seconds of silence after which there is a comment."""
-    made, speller = APIRouter(), Speller(codec)
+def trace_events_router(
+    events: TraceEventBuffer, codec: Callable[[], TextCodec | None], keep_alive_s: float = 15.0
+) -> APIRouter:
+    """The route of the endpoint. `keep_alive_s`: seconds without an event after which a comment is sent."""
+    router, token_texts = APIRouter(), TokenTextCache(codec)
 
-    async def written(one: Told | int, told: set[int]) -> bytes:
-        if isinstance(one, int):
-            return b'event: gap\ndata: {"missed":%d}\n\n' % one
-        number = b"id: %d\n" % one.number if one.number else b""
-        return b"%sevent: %s\ndata: %s\n\n" % (number, one.event.kind.encode(), await speller.line(one.event, told))
+    async def encode_item(item: NumberedEvent | int, sent_tokens: set[int]) -> bytes:
+        if isinstance(item, int):
+            return b'event: gap\ndata: {"missed":%d}\n\n' % item
+        number = b"id: %d\n" % item.number if item.number else b""
+        return b"%sevent: %s\ndata: %s\n\n" % (
+            number,
+            item.event.kind.encode(),
+            await token_texts.line_with_texts(item.event, sent_tokens),
+        )
 
     async def stream(after: int | None) -> AsyncGenerator[bytes]:
-        told = set[int]()
-        yield HELLO
-        async with aclosing(events.follow(after)) as followed:
-            async for some in followed:
-                yield b"".join([await written(one, told) for one in some])
+        sent_tokens = set[int]()
+        yield RETRY_FIELD
+        async with aclosing(events.subscribe(after)) as batches:
+            async for batch in batches:
+                yield b"".join([await encode_item(item, sent_tokens) for item in batch])
 
-    @made.get("/v1/spec/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
-    async def tell(
-        after: Annotated[int | None, Query(ge=0, le=2**53, description="Go on after the event of this id.")] = None,
+    @router.get("/v1/spec/events", response_class=Response, responses={200: {"content": {"text/event-stream": {}}}})
+    async def stream_trace_events(
+        after: Annotated[
+            int | None, Query(ge=0, le=2**53, description="Continue after the event with this id.")
+        ] = None,
         last_event_id: Annotated[str, Header(max_length=100)] = "",
     ) -> Response:
-        """Lines of a trace as they happen: the head, then each round of each request."""
-        if re.fullmatch(r"[0-9]{1,16}", last_event_id):  # a browser that comes back
+        """Trace events as they occur: the header, then each round of each request."""
+        if re.fullmatch(r"[0-9]{1,16}", last_event_id):  # a browser that reconnects
             after = int(last_event_id)
-        return EventStream(stream(after), lambda error: None, lambda: ALIVE, every)
+        return EventStream(stream(after), lambda error: None, lambda: KEEP_ALIVE_COMMENT, keep_alive_s)
 
-    return made
+    return router

@@ -1,4 +1,4 @@
-"""Frames over a Unix socket: the end that rank 0 holds, which never waits while a request runs, and the front end's."""
+"""Frames over a Unix socket: rank 0's non-blocking end, and the front end's end on an event loop."""
 
 from __future__ import annotations
 
@@ -15,147 +15,148 @@ from typing import Any
 import msgspec
 
 from swiftspec.errors import UserError
-from swiftspec.serve.http.engine_link.frames import LENGTH, MOST, Frame, FromEngine, ToEngine
+from swiftspec.serve.http.engine_link.frames import LENGTH_PREFIX_BYTES, MAX_FRAME_BYTES, Frame, FromEngine, ToEngine
 
-PIECE = 1 << 18  # bytes that are taken off the socket at a time
+RECV_BYTES = 1 << 18
 
 
 class FrontEndLost(UserError):
-    """The other end is gone, or says what is no frame."""
+    """The front end is gone, or has sent an invalid frame."""
 
 
-def packed(frame: Frame) -> bytes:
-    """A frame as it travels."""
+def encode_frame(frame: Frame) -> bytes:
+    """Encodes a frame with its length prefix."""
     data = msgspec.msgpack.encode(frame)
-    return len(data).to_bytes(LENGTH, "big") + data
+    return len(data).to_bytes(LENGTH_PREFIX_BYTES, "big") + data
 
 
-class Frames:
-    """Frames out of bytes that come in any pieces."""
+class FrameDecoder:
+    """Decodes frames of one type from a byte stream."""
 
-    def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+    def __init__(self, frame_type: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(frame_type)
         self._bytes = bytearray()
 
     def push(self, data: bytes) -> list[Any]:
-        """The frames that are whole by now. Raises ValueError on what is none of this kind."""
+        """Adds bytes and returns the frames that are complete. Raises ValueError on an invalid frame."""
         self._bytes += data
         found, at = [], 0
-        while len(self._bytes) - at >= LENGTH:
-            size = int.from_bytes(self._bytes[at : at + LENGTH], "big")
-            if size > MOST:
+        while len(self._bytes) - at >= LENGTH_PREFIX_BYTES:
+            size = int.from_bytes(self._bytes[at : at + LENGTH_PREFIX_BYTES], "big")
+            if size > MAX_FRAME_BYTES:
                 raise ValueError("a frame is too long")
-            if len(self._bytes) - at - LENGTH < size:
+            if len(self._bytes) - at - LENGTH_PREFIX_BYTES < size:
                 break
-            found.append(self._decoder.decode(self._bytes[at + LENGTH : at + LENGTH + size]))
-            at += LENGTH + size
+            found.append(self._decoder.decode(self._bytes[at + LENGTH_PREFIX_BYTES : at + LENGTH_PREFIX_BYTES + size]))
+            at += LENGTH_PREFIX_BYTES + size
         del self._bytes[:at]
         return found
 
 
-class Wire:
+class FrameSocket:
     """Rank 0's end, which it owns. `send` and `poll` never wait, however slowly the other end reads.
 
     A thread sends: a round's tokens go while the next round's first step computes, and so does the front end's work on
-    them, which they wake. Sent by the decode loop itself they cost a round of 5 ms a twentieth (docs/results.md).
+    them, which they wake. Sent by the decode loop itself they cost a round of 5 ms a twentieth
+    (docs/decisions/serving-http.md).
     Raises FrontEndLost where the front end is gone.
     """
 
-    def __init__(self, end: socket.socket) -> None:
-        self._socket, self._frames = end, Frames(ToEngine)
-        self._readable = select.poll()  # asked after every round: an exception of recv costs more
-        self._readable.register(end, select.POLLIN)
-        self._in: deque[Any] = deque()
-        self._out: SimpleQueue[Frame | Callable[[], Frame] | None] = SimpleQueue()
-        self._lost: FrontEndLost | None = None
-        self._sender = Thread(target=self._send, name="frames", daemon=True)
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._frames = connected, FrameDecoder(ToEngine)
+        self._poll = select.poll()  # polled after every round: cheaper than an exception of recv
+        self._poll.register(connected, select.POLLIN)
+        self._received: deque[Any] = deque()
+        self._to_send: SimpleQueue[Frame | Callable[[], Frame] | None] = SimpleQueue()
+        self._error: FrontEndLost | None = None
+        self._sender = Thread(target=self._run_sender, name="frames", daemon=True)
         self._sender.start()
 
     def send(self, frame: Frame | Callable[[], Frame]) -> None:
-        """A frame for the front end; or what makes one, which the sending thread then calls."""
-        if self._lost is not None:
-            raise self._lost
-        self._out.put(frame)
+        """Queues a frame, or a function that the sending thread calls to make it."""
+        if self._error is not None:
+            raise self._error
+        self._to_send.put(frame)
 
     def poll(self) -> ToEngine | None:
-        """The next frame, if one has come."""
-        if not self._in and self._readable.poll(0):
+        """The next frame; None if none has arrived."""
+        if not self._received and self._poll.poll(0):
             self._read()
-        return self._in.popleft() if self._in else None
+        return self._received.popleft() if self._received else None
 
-    def wait(self, beside: int) -> ToEngine | None:
-        """The next frame, waited for; None where the file `beside` has something to read."""
+    def wait(self, wakeup_fd: int) -> ToEngine | None:
+        """Waits for the next frame; None if `wakeup_fd` becomes readable first."""
         while (frame := self.poll()) is None:
-            ready, _, _ = select.select([self._socket, beside], [], [])
-            if beside in ready:
+            ready, _, _ = select.select([self._socket, wakeup_fd], [], [])
+            if wakeup_fd in ready:
                 return None
         return frame
 
-    def close(self, seconds: float) -> None:
-        """Ends, once what was sent has left within this time."""
-        self._out.put(None)
-        self._sender.join(seconds)
+    def close(self, timeout_s: float) -> None:
+        """Closes the socket after sending the queued frames, for which it waits up to `timeout_s`."""
+        self._to_send.put(None)
+        self._sender.join(timeout_s)
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # a sender that still waits ends, too
+            self._socket.shutdown(socket.SHUT_RDWR)  # unblocks the sending thread
         self._socket.close()
 
-    def _send(self) -> None:
+    def _run_sender(self) -> None:
         try:
-            while (frame := self._out.get()) is not None:
-                self._socket.sendall(packed(frame() if callable(frame) else frame))
+            while (frame := self._to_send.get()) is not None:
+                self._socket.sendall(encode_frame(frame() if callable(frame) else frame))
         except OSError as error:
-            self._lost = lost(error.strerror)
+            self._error = frontend_lost(error.strerror)
 
     def _read(self) -> None:
         try:
-            while data := self._socket.recv(PIECE, socket.MSG_DONTWAIT):
-                self._in += self._frames.push(data)
-                if len(data) < PIECE:
+            while data := self._socket.recv(RECV_BYTES, socket.MSG_DONTWAIT):
+                self._received += self._frames.push(data)
+                if len(data) < RECV_BYTES:
                     return
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
-            raise lost(error) from None
-        raise lost("it hung up")
+            raise frontend_lost(error) from None
+        raise frontend_lost("connection closed")
 
 
-def lost(why: object) -> FrontEndLost:
-    """What is said of a front end that is gone."""
+def frontend_lost(why: object) -> FrontEndLost:
+    """The exception for a lost front end."""
     return FrontEndLost(f"the HTTP front end is gone ({why})")
 
 
-class AsyncWire:
-    """The front end's end, on an event loop."""
+class AsyncFrameSocket:
+    """The front end's end of the engine link, on an event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._frames = Frames(FromEngine)
-        self._in: deque[Any] = deque()
+        self._frames = FrameDecoder(FromEngine)
+        self._received: deque[Any] = deque()
 
     @staticmethod
-    async def over(end: socket.socket) -> AsyncWire:
-        """On a connected socket, which it takes over."""
-        reader, writer = await asyncio.open_unix_connection(sock=end)
-        return AsyncWire(reader, writer)
+    async def from_socket(connected: socket.socket) -> AsyncFrameSocket:
+        """Takes over a connected socket."""
+        reader, writer = await asyncio.open_unix_connection(sock=connected)
+        return AsyncFrameSocket(reader, writer)
 
     def send(self, frame: Frame) -> None:
-        """A frame for rank 0. One that is gone is noticed by `receive`."""
-        self._writer.write(packed(frame))
+        """Queues a frame for rank 0. `receive` reports a lost rank 0."""
+        self._writer.write(encode_frame(frame))
 
     async def receive(self) -> FromEngine | None:
-        """The next frame; None where rank 0 is gone, or says what is no frame."""
-        while not self._in:
+        """The next frame; None if rank 0 is gone or has sent an invalid frame."""
+        while not self._received:
             try:
-                data = await self._reader.read(PIECE)
-                self._in += self._frames.push(data)
+                data = await self._reader.read(RECV_BYTES)
+                self._received += self._frames.push(data)
             except (OSError, ValueError):
                 return None
             if not data:
                 return None
-        return self._in.popleft()
+        return self._received.popleft()
 
     async def close(self) -> None:
-        """Sends what was said, and ends."""
+        """Flushes and closes the connection."""
         with suppress(OSError):
             await self._writer.drain()
         self._writer.close()

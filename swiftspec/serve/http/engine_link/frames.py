@@ -1,8 +1,9 @@
-"""What rank 0 and the front end say to each other: msgspec frames over a Unix socket, each with its length before it.
+"""Frames of the engine link between rank 0 and the front end: msgspec structs over a Unix socket, length-prefixed.
 
-Rank 0 serves as many requests at a time as it says in `Ready`, mostly one. The front end sends the next `Start` only
-after the `Done` or the `Failed` of an earlier one, which also follow a `Cancel`. Nothing in here is pickled, and a
-frame has a largest length.
+Rank 0 decodes up to `EngineInfo.max_num_seqs` requests concurrently. Beyond that the front end sends a `StartFrame`
+only
+after the `DoneFrame` or `FailedFrame` of an earlier request, which also follow a `CancelFrame`. Nothing is pickled, and
+the size of a frame is limited.
 """
 
 from __future__ import annotations
@@ -11,22 +12,26 @@ from typing import Any
 
 import msgspec
 
-from swiftspec.observe.rpc_latency import Hop
+from swiftspec.observe.rpc_latency import RpcRecord
 
-MOST = 64 << 20  # bytes of a frame: a prompt of millions of tokens, or their log-probabilities
-LENGTH = 4  # bytes before a frame, big-endian
+MAX_FRAME_BYTES = 64 << 20  # enough for a prompt of millions of tokens, or for its log-probabilities
+LENGTH_PREFIX_BYTES = 4  # big-endian
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """Any of them."""
+    """Base of all frames. The class name is the tag on the wire."""
 
 
 # From the front end to rank 0.
 
 
-class Start(Frame, frozen=True):
-    """A request: the prompt's tokens, and the fields of SamplingParams that are not at their defaults. `choices`: of a
-    population so many texts are asked for, of so many that are drawn."""
+class StartFrame(Frame, frozen=True):
+    """A request.
+
+    `prompt`: token ids.
+    `sampling`: fields of SamplingParams that differ from their defaults.
+    `choices`: (returned, sampled) texts of a population; None: a single text.
+    """
 
     request: int
     prompt: list[int]
@@ -34,78 +39,77 @@ class Start(Frame, frozen=True):
     choices: tuple[int, int] | None = None
 
 
-class Cancel(Frame, frozen=True):
-    """Nobody waits for this request any more. One that has ended is none of rank 0's business: nothing happens."""
+class CancelFrame(Frame, frozen=True):
+    """Cancels a request. Rank 0 ignores the frame if the request has already ended."""
 
     request: int
 
 
-class Serving(Frame, frozen=True):
-    """The front end has all that it needs to take requests."""
+class ServingFrame(Frame, frozen=True):
+    """The front end is ready to accept requests from clients."""
 
 
-class Watch(Frame, frozen=True):
-    """Whether somebody listens to what happens in the rounds: from the next request on rank 0 says so, or not."""
+class SubscribeFrame(Frame, frozen=True):
+    """Turns trace events on or off, from the next request on."""
 
     on: bool
 
 
-class Leave(Frame, frozen=True):
-    """The front end has nothing to do any more: rank 0 is to end, and the other ranks with it."""
+class ShutdownFrame(Frame, frozen=True):
+    """The front end has finished: rank 0 and the other ranks shut down."""
 
 
 # From rank 0 to the front end.
 
 
-class Configure(Frame, frozen=True):
-    """What the front end is to be like: its keeper says so before there is a wire. Times in seconds."""
+class FrontendConfig(Frame, frozen=True):
+    """Configuration of the front end, which its supervisor sends before there is a link to rank 0. Times in seconds."""
 
-    model_name: str  # as clients are to call it
-    api_keys: list[str]  # one of them must come with a request; none: nothing is asked
+    model_name: str  # for clients
+    api_keys: list[str]  # a request needs one of them; empty: no key is needed
     max_queue: int
     queue_timeout: float
     request_timeout: float | None
     drain_timeout: float
-    host: str = "127.0.0.1"  # where it listens
-    otlp_endpoint: str | None = None  # a collector of OpenTelemetry's; None: no spans
+    host: str = "127.0.0.1"  # the address that the server listens on
+    otlp_endpoint: str | None = None  # OpenTelemetry collector; None: no spans
 
 
-class Drain(Frame, frozen=True):
-    """Take no new requests, let those that run end, and then say `Leave`."""
+class DrainFrame(Frame, frozen=True):
+    """Drain request: the front end refuses new requests, lets running ones end, and then sends `ShutdownFrame`."""
 
 
-class Loading(Frame, frozen=True):
-    """What it is doing before it can serve: "target weights 3.1 of 5.7 GB, 1.2 GB/s"."""
+class LoadingFrame(Frame, frozen=True):
+    """Progress of loading, such as "target weights 3.1 of 5.7 GB, 1.2 GB/s"."""
 
-    step: str
+    detail: str
 
 
-class Found(Frame, frozen=True):
-    """Where the models lie, as soon as that is known: the front end reads the tokenizer while the weights load."""
+class ModelPathFrame(Frame, frozen=True):
+    """Path of the target, sent before its weights are loaded so that the front end can load the tokenizer meanwhile."""
 
     target: str  # a folder
 
 
-class Ready(Frame, frozen=True):
-    """It takes requests. `plan`: the fields of EngineConfig as they are in force."""
+class EngineInfo(Frame, frozen=True):
+    """Rank 0 accepts requests; facts about the models and the engine. `plan`: the fields of the EngineConfig in
+    force."""
 
     model: str
     draft_model: str | None
     max_model_len: int
-    vocab_size: int  # token ids in a prompt lie below
+    vocab_size: int  # limit of the token ids in a prompt
     eos_token_ids: list[int]
-    defaults: dict[
-        str, Any
-    ]  # sampling values for requests that name none: of the command, else of generation_config.json
+    defaults: dict[str, Any]  # default sampling parameters, from the command line and generation_config.json
     plan: dict[str, Any]
     load_ms: float
-    head: dict[str, Any] = {}  # the first line of a trace
-    at_once: int = 1  # requests that it decodes side by side
+    trace_head: dict[str, Any] = {}  # the header line of a trace
+    max_num_seqs: int = 1  # requests that are decoded concurrently
 
 
 class RankState(msgspec.Struct, frozen=True):
-    """A rank: its `role` ("target" or "draft"), process, `state` ("up", "loading" or "lost"), and how often it was
-    started again."""
+    """A rank: its `role` ("target" or "draft"), process id, `state` ("up", "loading" or "lost") and number of
+    restarts."""
 
     rank: int
     role: str
@@ -114,87 +118,105 @@ class RankState(msgspec.Struct, frozen=True):
     restarts: int
 
 
-class Ranks(Frame, frozen=True):
-    """All ranks of the job, whenever one of them changes."""
+class RankStatesFrame(Frame, frozen=True):
+    """All ranks of the job, sent whenever one of them changes."""
 
     ranks: list[RankState]
 
 
-class Likelihood(msgspec.Struct, frozen=True, array_like=True):
-    """The log-probability of a token in the target's distribution, and the likeliest tokens with theirs there."""
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The log-probability of a token in the target's distribution, and the most likely tokens with theirs."""
 
     logprob: float
     top: list[tuple[int, float]]
 
 
-class Chunk(Frame, frozen=True):
-    """The tokens of one round. `accepted`: the first so many were the draft's guess. `likelihoods` [tokens], where
-    they were asked for. `finish_reason` "stop" or "length" on the last one. `hops`: exchanges with workers since the
-    one before, where spans are made of them."""
+class TokensFrame(Frame, frozen=True):
+    """The tokens of one round.
+
+    `accepted`: the number of leading tokens that the draft proposed.
+    `logprobs`: one per token, if requested.
+    `finish_reason`: "stop" or "length" in the last frame of a request.
+    `rpc_records`: RPCs to workers since the previous frame, if the front end exports spans.
+    """
 
     request: int
     token_ids: list[int]
     accepted: int
-    likelihoods: list[Likelihood] | None = None
+    logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
-    hops: list[Hop] = []
+    rpc_records: list[RpcRecord] = []
 
 
-class Prompt(Frame, frozen=True):
-    """The likelihood of each of a prompt's tokens but the first, before the first chunk, where they were asked for."""
+class PromptLogprobsFrame(Frame, frozen=True):
+    """Log-probabilities of the prompt's tokens except the first, if requested; sent before the first `TokensFrame`."""
 
     request: int
-    likelihoods: list[Likelihood]
+    logprobs: list[TokenLogprob]
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
-    """A line of a trace, as docs/reference/trace.md has it, of this `kind`: "head", "begin", "round" or "end"."""
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """A line of a trace (docs/reference/trace.md). `kind`: "head", "begin", "round" or "end"."""
 
     kind: str
-    line: bytes  # an object of JSON, not empty
-    tokens: list[int]  # that it names
+    line: bytes  # a JSON object, not empty
+    tokens: list[int]  # token ids in the line
 
 
-class Events(Frame, frozen=True):
-    """What has happened, where somebody listens."""
+class TraceEventsFrame(Frame, frozen=True):
+    """Trace events, sent while there are subscribers."""
 
-    events: list[Event]
+    events: list[TraceEvent]
 
 
 class Choice(msgspec.Struct, frozen=True, array_like=True):
-    """One text of a population, and its weight there."""
+    """One text of a population with its weight."""
 
     token_ids: list[int]
     finish_reason: str
     weight: float
 
 
-class Done(Frame, frozen=True):
-    """A request has ended, by itself or cancelled; there is room for the next. `timings` and `metrics` as
-    `serve.answer` makes them, `more` what else it says of the answer (`exact`, `particles`, ...), and `choices` the
-    texts that were asked for."""
+class DoneFrame(Frame, frozen=True):
+    """A request has ended, by itself or cancelled, and its place is free.
+
+    `timings`, `metrics`: see `serve.answer_stats`.
+    `extra`: further fields of the response (`exact`, `particles`, ...).
+    `choices`: the requested texts of a population.
+    """
 
     request: int
     timings: dict[str, Any]
     metrics: dict[str, Any]
-    more: dict[str, Any]
+    extra: dict[str, Any]
     choices: list[Choice] = []
 
 
-class Failed(Frame, frozen=True):
-    """A request has ended with an error, and rank 0 goes on. `user`: it is the request's own fault, a 400; else
-    something broke."""
+class FailedFrame(Frame, frozen=True):
+    """A request has failed; rank 0 continues. `user`: the request is invalid (status 400), else an internal error."""
 
     request: int
     message: str
     user: bool
 
 
-class Lost(Frame, frozen=True):
-    """Rank 0 leaves, and so the requests that run there are lost: no `Failed` comes before this."""
+class EngineLostFrame(Frame, frozen=True):
+    """Rank 0 exits, and its running requests are lost; no `FailedFrame` is sent for them."""
 
     message: str
 
 
-ToEngine = Start | Cancel | Serving | Watch | Leave
-FromEngine = Drain | Loading | Found | Ready | Ranks | Prompt | Chunk | Events | Done | Failed | Lost
+ToEngine = StartFrame | CancelFrame | ServingFrame | SubscribeFrame | ShutdownFrame
+FromEngine = (
+    DrainFrame
+    | LoadingFrame
+    | ModelPathFrame
+    | EngineInfo
+    | RankStatesFrame
+    | PromptLogprobsFrame
+    | TokensFrame
+    | TraceEventsFrame
+    | DoneFrame
+    | FailedFrame
+    | EngineLostFrame
+)

@@ -1,4 +1,7 @@
-"""How a server's keeper makes its front end: the listening socket, and what the settings say of it. Nothing heavy."""
+"""Front-end process of a server, as its supervisor starts it: listening socket, command line and configuration.
+
+This module imports neither FastAPI nor uvicorn, since the supervisor imports it.
+"""
 
 from __future__ import annotations
 
@@ -10,83 +13,95 @@ import msgspec
 
 from swiftspec.errors import UserError
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.address import names_of
 from swiftspec.serve.otel import exporter
 from swiftspec.serve.settings.settings import Settings, UsageError, flag_name
 from swiftspec.serve.stdio import warn
 from swiftspec.serve.supervisor.supervised_process import Program
 
-BACKLOG = 128  # connections that wait to be accepted, while no front end is there
-SILENCE = 15.0  # seconds for its event loop
-DEFAULTS = (  # sampling flags that make sense for every request
+BACKLOG_CONNECTIONS = 128  # connections that the kernel holds until the front end, or its successor, accepts them
+HEARTBEAT_TIMEOUT_S = 15.0  # without a heartbeat of the event loop for this long, the front end is restarted
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+DEFAULTABLE_FIELDS = (  # sampling flags that are valid as defaults of all requests
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "max_tokens", "stop_token_ids", "ignore_eos",
 )  # fmt: skip
 
 
-def check(settings: Settings) -> None:
-    """Raises UserError where a server cannot be what the settings say, as far as that shows at once."""
-    defaults_of(settings)
+def check_frontend_settings(settings: Settings) -> None:
+    """Checks the settings that concern the front end, before any model is loaded. Raises UserError."""
+    sampling_defaults(settings)
     if settings.otlp_endpoint is not None:
-        exporter.check(settings.otlp_endpoint)
-    if not settings.api_key and names_of(settings.host) is None:
-        warn(f"--host {settings.host} without --api-key: everybody who reaches this machine may ask")
+        exporter.check_otlp_endpoint(settings.otlp_endpoint)
+    if not settings.api_key and local_host_names(settings.host) is None:
+        warn(f"--host {settings.host} without --api-key: anyone who can reach this machine can send requests")
 
 
-def program(settings: Settings, listening: socket.socket) -> Program:
-    """The front end, as it is kept."""
+def frontend_program(settings: Settings, listener: socket.socket) -> Program:
+    """The front end as a program for the supervisor, which passes it the control socket and `listener`."""
 
-    def command(control: int, life: int) -> list[str]:
-        return [sys.executable, "-m", "swiftspec.serve.http", str(control), str(life), str(listening.fileno())]
+    def command(control: int, incarnation: int) -> list[str]:
+        return [sys.executable, "-m", "swiftspec.serve.http", str(control), str(incarnation), str(listener.fileno())]
 
     return Program(
-        "the HTTP front end", command, files=(listening.fileno(),), silence=SILENCE,
-        first=msgspec.msgpack.encode(configuration(settings)),
+        "the HTTP front end", command, inherited_fds=(listener.fileno(),), heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        first_message=msgspec.msgpack.encode(frontend_config(settings)),
     )  # fmt: skip
 
 
-def address(listening: socket.socket) -> str:
-    """Where it is to be reached."""
-    host, port = listening.getsockname()[:2]
+def listener_url(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
     return f"http://{host}:{port}"
 
 
-def defaults_of(settings: Settings) -> dict[str, Any]:
-    """The sampling values that were given at the start, for requests that name none. Raises UsageError on what only a
-    request can mean."""
+def local_host_names(host: str) -> frozenset[str] | None:
+    """The `Host` names under which local programs reach a server that listens at `host`; None if other machines can
+    reach it too, in which case the name can be anything."""
+    bare = host.strip("[]").lower()
+    if bare in ("localhost", "::1") or bare.startswith("127."):
+        return LOOPBACK | {f"[{bare}]" if ":" in bare else bare}
+    return None
+
+
+def sampling_defaults(settings: Settings) -> dict[str, Any]:
+    """Sampling parameters from the command line, the defaults for requests that do not set them. Raises UsageError on
+    parameters that only a request can set."""
     table, defaults = settings.table, dict[str, Any]()
     for name, flag in table.flags.items():
         if name in settings.model_fields_set and (flag.config is table.sampling or name == "negative_prompt"):
-            if name not in DEFAULTS:
-                raise UsageError(f"{flag_name(name)} is for one request, and clients bring their own: leave it out")
+            if name not in DEFAULTABLE_FIELDS:
+                raise UsageError(
+                    f"{flag_name(name)} applies to a single request, and clients send their own: leave it out"
+                )
             defaults[name] = getattr(settings, name)
     return defaults
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UserError where the address is taken or not this machine's."""
+def open_listener(host: str, port: int) -> socket.socket:
+    """Opens a listening TCP socket. Raises UserError if the address is in use or does not belong to this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind(address)
-            listening.listen(BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG_CONNECTIONS)
         except BaseException:
-            listening.close()
+            listener.close()
             raise
     except OSError as error:
         raise UserError(
-            f"{host}:{port} cannot be served ({error.strerror}): take another --port or --host, or end what is there"
+            f"{host}:{port} cannot be served ({error.strerror}): choose another --port or --host, or stop the process"
+            " that uses it"
         ) from None
-    return listening
+    return listener
 
 
-def configuration(settings: Settings) -> frames.Configure:
-    """What the settings say of the front end."""
-    return frames.Configure(
+def frontend_config(settings: Settings) -> frames.FrontendConfig:
+    """The front end's part of the settings."""
+    return frames.FrontendConfig(
         model_name=settings.served_model_name or settings.model or "swiftspec-demo",
         api_keys=list(settings.api_key or []),
         max_queue=settings.max_queue,

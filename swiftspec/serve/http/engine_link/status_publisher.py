@@ -1,4 +1,4 @@
-"""What rank 0 of a server says of itself, to one front end after the other."""
+"""Status of rank 0, published to the front end and again to each restarted front end."""
 
 from __future__ import annotations
 
@@ -8,70 +8,74 @@ from dataclasses import asdict
 from threading import Lock
 from typing import overload
 
-from swiftspec.distributed.launch.supervision import Member
+from swiftspec.distributed.launch.supervision import RankInfo
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.frame_socket import FrontEndLost, Wire
-from swiftspec.serve.model_resolution import Found
-from swiftspec.serve.supervisor.supervisor_client import Kept
-from swiftspec.serve.terminal import Phases
+from swiftspec.serve.http.engine_link.frame_socket import FrameSocket, FrontEndLost
+from swiftspec.serve.model_resolution import ResolvedModels
+from swiftspec.serve.supervisor.supervisor_client import SupervisorClient
+from swiftspec.serve.terminal import StartupProgress
 
 
-class Teller:
-    """What rank 0 says of itself and of the ranks goes to the front end, and is said again to the next one. `wire`: to
-    the present one."""
+class StatusPublisher:
+    """Publishes the state of rank 0 and of the ranks. The last frame of each type is sent again to a restarted front
+    end.
 
-    def __init__(self, kept: Kept) -> None:
-        self._kept, self._lock = kept, Lock()
-        self._said: dict[type[frames.Frame], frames.Frame] = {}
-        self.wire = self._next(None)
+    `socket`: the link to the present front end.
+    """
 
-    def tell(self, frame: frames.Frame) -> None:
-        """A frame that stays true until another of its kind comes. From any thread."""
+    def __init__(self, supervisor: SupervisorClient) -> None:
+        self._supervisor, self._lock = supervisor, Lock()
+        self._published: dict[type[frames.Frame], frames.Frame] = {}
+        self.socket = self._next_socket(None)
+
+    def publish(self, frame: frames.Frame) -> None:
+        """Sends a frame that is valid until the next one of its type. Thread-safe."""
         with self._lock:
-            self._said[type(frame)] = frame
+            self._published[type(frame)] = frame
             with suppress(FrontEndLost):
-                self.wire.send(frame)
+                self.socket.send(frame)
 
-    def found(self, found: Found) -> None:
-        """Where the models lie: the front end reads the tokenizer while the weights load."""
-        self.tell(frames.Found(str(found.target)))
+    def publish_models(self, models: ResolvedModels) -> None:
+        """Publishes the target's path, so that the front end loads the tokenizer while rank 0 loads the weights."""
+        self.publish(frames.ModelPathFrame(str(models.target)))
 
-    def members(self, members: Sequence[Member]) -> None:
-        """What the ranks are like. From any thread."""
-        self.tell(frames.Ranks([frames.RankState(**asdict(member)) for member in members]))
+    def publish_ranks(self, ranks: Sequence[RankInfo]) -> None:
+        """Publishes the states of the ranks. Thread-safe."""
+        self.publish(frames.RankStatesFrame([frames.RankState(**asdict(rank)) for rank in ranks]))
 
-    def renew(self, beside: int) -> bool:
-        """Waits for the wire to the next front end, which hears what was said; False where the file `beside` has
-        something to read before that."""
-        wire = self._next(beside)
-        if wire is None:
+    def reconnect(self, wakeup_fd: int) -> bool:
+        """Waits for the link to the next front end and publishes the status to it; False if `wakeup_fd` becomes
+        readable
+        first."""
+        socket = self._next_socket(wakeup_fd)
+        if socket is None:
             return False
         with self._lock:
-            self.wire.close(0)
-            self.wire = wire
-            if frames.Ready in self._said:
-                self._said.pop(frames.Loading, None)
-            for frame in self._said.values():
+            self.socket.close(0)
+            self.socket = socket
+            if frames.EngineInfo in self._published:
+                self._published.pop(frames.LoadingFrame, None)
+            for frame in self._published.values():
                 with suppress(FrontEndLost):
-                    wire.send(frame)
+                    socket.send(frame)
         return True
 
     @overload
-    def _next(self, beside: None) -> Wire: ...
+    def _next_socket(self, wakeup_fd: None) -> FrameSocket: ...
     @overload
-    def _next(self, beside: int) -> Wire | None: ...
-    def _next(self, beside: int | None) -> Wire | None:
-        end = self._kept.wire(beside)
-        return None if end is None else Wire(end)
+    def _next_socket(self, wakeup_fd: int) -> FrameSocket | None: ...
+    def _next_socket(self, wakeup_fd: int | None) -> FrameSocket | None:
+        link = self._supervisor.wait_for_link(wakeup_fd)
+        return None if link is None else FrameSocket(link)
 
 
-class Telling(Phases):
-    """Phases of the start, which clients hear of, too."""
+class LoadingPhases(StartupProgress):
+    """Phases of the startup, shown in the terminal and published to clients."""
 
-    def __init__(self, teller: Teller) -> None:
+    def __init__(self, publisher: StatusPublisher) -> None:
         super().__init__()
-        self._teller = teller
+        self._publisher = publisher
 
     def begin(self, phase: str, step: str = "") -> None:
         super().begin(phase, step)
-        self._teller.tell(frames.Loading(f"{phase} {step}".rstrip()))
+        self._publisher.publish(frames.LoadingFrame(f"{phase} {step}".rstrip()))

@@ -1,4 +1,4 @@
-"""Conversations and tools: as OpenAI's clients send them, and as chat templates take them."""
+"""Conversations and tools: OpenAI's request schema, and the form that chat templates take."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from swiftspec.serve.http.errors import ApiError, unsupported
-from swiftspec.serve.http.schema import Body, Object, Text, Variables, Word
+from swiftspec.serve.http.schema import Body, JsonObject, ShortText, Text, Variables
 
-RESERVED = frozenset({
+RESERVED_VARIABLES = frozenset({
     "conversation", "conversations", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message", "return_assistant_tokens_mask",
 })  # fmt: skip
-MOST_VARIABLES = 16 << 10  # characters of them as JSON
+MAX_VARIABLES_CHARS = 16 << 10  # as JSON
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
-Talk = list[dict[str, Any]]
+TemplateMessages = list[dict[str, Any]]
 
 
 class ContentPart(Body):
-    """Of text only."""
+    """A content part; only text is supported."""
 
-    type: Word
+    type: ShortText
     text: Text | None = None
 
 
@@ -37,7 +37,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    id: Word | None = None
+    id: ShortText | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -45,25 +45,25 @@ class ToolCall(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
-    name: Word | None = None
+    name: ShortText | None = None
     reasoning_content: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
-    tool_call_id: Word | None = None
+    tool_call_id: ShortText | None = None
 
 
 class Function(Body):
     name: Name
     description: Text | None = None
-    parameters: Object | None = None
+    parameters: JsonObject | None = None
 
 
 class Tool(Body):
     type: Literal["function"] = "function"
     function: Function
 
-    def shown(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        return tool_of(self.function.name, self.function.description, self.function.parameters)
+    def to_template(self) -> dict[str, Any]:
+        """In the form that chat templates take."""
+        return template_tool(self.function.name, self.function.description, self.function.parameters)
 
 
 class NamedFunction(Body):
@@ -79,36 +79,45 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 @dataclass(slots=True)
-class Talked:
-    """A conversation for a chat template. `choice`: none, auto, required, or the name of a tool."""
+class Conversation:
+    """A conversation for a chat template.
 
-    messages: Talk
+    `tool_choice`: none, auto, required, or the name of a tool.
+    `continues_last_message`: the answer continues the last message, which is the assistant's.
+    `single_tool_call`: the answer ends after its first tool call.
+    """
+
+    messages: TemplateMessages
     tools: list[dict[str, Any]] = field(default_factory=list)
-    choice: str = "auto"
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    goes_on: bool = False
-    single: bool = False
+    tool_choice: str = "auto"
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    continues_last_message: bool = False
+    single_tool_call: bool = False
 
-    def check(self) -> None:
-        """Raises ApiError on a choice that is none, and on variables that a template is not to be given."""
+    def validate(self) -> None:
+        """Raises ApiError on an unknown tool choice, a reserved template variable or an invalid last message."""
         names = {tool["function"]["name"] for tool in self.tools}
-        if self.choice not in ("none", "auto", "required") and self.choice not in names:
-            raise ApiError(400, f"tool_choice: there is no tool {self.choice!r}", "tool_choice")
-        if self.choice == "required" and not names:
+        if self.tool_choice not in ("none", "auto", "required") and self.tool_choice not in names:
+            raise ApiError(400, f"tool_choice: there is no tool {self.tool_choice!r}", "tool_choice")
+        if self.tool_choice == "required" and not names:
             raise ApiError(400, "tool_choice: required needs tools", "tool_choice")
-        for name in self.variables:
-            if name in RESERVED or not name.isidentifier():
-                raise ApiError(400, f"chat_template_kwargs: {name[:80]!r} is not to be set", "chat_template_kwargs")
-        if len(json.dumps(dict(self.variables))) > MOST_VARIABLES:
-            raise ApiError(400, f"chat_template_kwargs: more than {MOST_VARIABLES} characters", "chat_template_kwargs")
+        for name in self.template_variables:
+            if name in RESERVED_VARIABLES or not name.isidentifier():
+                raise ApiError(400, f"chat_template_kwargs: {name[:80]!r} cannot be set", "chat_template_kwargs")
+        if len(json.dumps(dict(self.template_variables))) > MAX_VARIABLES_CHARS:
+            raise ApiError(
+                400, f"chat_template_kwargs: more than {MAX_VARIABLES_CHARS} characters", "chat_template_kwargs"
+            )
         if not self.messages:
-            raise ApiError(400, "messages: there is none", "messages")
-        if self.goes_on and (self.messages[-1]["role"] != "assistant" or not self.messages[-1].get("content")):
+            raise ApiError(400, "messages: the list is empty", "messages")
+        if self.continues_last_message and (
+            self.messages[-1]["role"] != "assistant" or not self.messages[-1].get("content")
+        ):
             raise ApiError(400, "continue_final_message: the last message must be the assistant's, with some text")
 
 
-def text_of(content: str | Sequence[ContentPart] | None, param: str) -> str:
-    """The text of a message. Raises ApiError on a part that is none."""
+def content_text(content: str | Sequence[ContentPart] | None, param: str) -> str:
+    """The text of a message. Raises ApiError on a part that is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -121,13 +130,13 @@ def text_of(content: str | Sequence[ContentPart] | None, param: str) -> str:
     return "\n".join(texts)
 
 
-def called(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A call in an earlier message, as templates take it."""
+def template_tool_call(call_id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call of an earlier message, in the form that templates take."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
-def parsed_arguments(text: str, param: str) -> dict[str, Any]:
-    """Raises ApiError on arguments that are no JSON object."""
+def parse_arguments(text: str, param: str) -> dict[str, Any]:
+    """Parses the arguments of a tool call. Raises ApiError if they are not a JSON object."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -137,30 +146,32 @@ def parsed_arguments(text: str, param: str) -> dict[str, Any]:
     return value
 
 
-def talk_of(messages: Sequence[Message]) -> Talk:
-    """Messages as chat templates take them: the content as one text."""
-    talk: Talk = []
-    for at, message in enumerate(messages):
-        where = f"messages.{at}"
-        text = text_of(message.content, f"{where}.content")
-        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+def to_template_messages(messages: Sequence[Message]) -> TemplateMessages:
+    """Messages in the form that chat templates take: the content as one text."""
+    template_messages: TemplateMessages = []
+    for index, message in enumerate(messages):
+        field_path = f"messages.{index}"
+        text = content_text(message.content, f"{field_path}.content")
+        item: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
         if message.tool_calls:
-            one["tool_calls"] = [
-                called(call.id, call.function.name, parsed_arguments(call.function.arguments, f"{where}.tool_calls"))
+            item["tool_calls"] = [
+                template_tool_call(
+                    call.id, call.function.name, parse_arguments(call.function.arguments, f"{field_path}.tool_calls")
+                )
                 for call in message.tool_calls
             ]
             if message.content is None:
-                one["content"] = None
+                item["content"] = None
         for name in ("name", "reasoning_content", "tool_call_id"):
             value = getattr(message, name)
             if value is not None:
-                one[name] = value
-        talk.append(one)
-    return talk
+                item[name] = value
+        template_messages.append(item)
+    return template_messages
 
 
-def tool_of(name: str, description: str | None, parameters: Object | None) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+def template_tool(name: str, description: str | None, parameters: JsonObject | None) -> dict[str, Any]:
+    """A tool in the form that chat templates take."""
     schema = parameters or {"type": "object", "properties": {}}
     return {
         "type": "function",
@@ -169,12 +180,12 @@ def tool_of(name: str, description: str | None, parameters: Object | None) -> di
 
 
 class TemplateFields(Body):
-    """What else the chat template may be told."""
+    """Request fields that are passed to the chat template."""
 
     chat_template_kwargs: Variables | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     continue_final_message: bool | None = None
 
-    def variables(self) -> dict[str, Any]:
+    def template_variables(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return {**effort, **(self.chat_template_kwargs or {})}

@@ -1,73 +1,77 @@
-"""What a model thinks before it answers: <think>...</think>, told from the answer in text that comes in pieces."""
+"""Reasoning parser: separates <think>...</think> from the content of streamed text."""
 
 from __future__ import annotations
 
-OPEN, CLOSE = "<think>", "</think>"
+REASONING_OPEN, REASONING_CLOSE = "<think>", "</think>"
 
 
-def may_begin(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of a marker that is not all there."""
+def partial_marker_length(text: str, marker: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)
 
 
-class Reasoning:
-    """Tells thoughts from what is said. Independent of where the pieces are cut. Newlines next to the markers belong to
-    neither. `begun`: the prompt has opened the thoughts already."""
+class ReasoningParser:
+    """Separates reasoning from content; the result does not depend on how the text is split. Newlines next to the
+    markers belong to neither. `opened_by_prompt`: the prompt ends with the opening marker."""
 
-    def __init__(self, begun: bool) -> None:
-        self._begun = begun
-        self._step = self._before
-        self._held = ""
-        self._taken = 0
-        self.end: int | None = None  # how many characters of the text it was until the thoughts had ended
+    def __init__(self, opened_by_prompt: bool) -> None:
+        self._opened_by_prompt = opened_by_prompt
+        self._state = self._before_reasoning
+        self._buffer = ""
+        self._num_chars = 0
+        self.reasoning_end: int | None = None  # number of characters up to the end of the closing marker
 
     def push(self, text: str, last: bool = False) -> tuple[str, str]:
-        """More of the text. Returns thoughts and said words that are certain by now; all of them with `last`."""
-        self._held += text
-        self._taken += len(text)
-        thought = said = ""
+        """Adds text. Returns the reasoning and content that are certain by now; with `last`, all the rest."""
+        self._buffer += text
+        self._num_chars += len(text)
+        reasoning = content = ""
         while True:
-            step = self._step
-            more_thought, more_said = step(last)
-            thought, said = thought + more_thought, said + more_said
-            if self._step == step:
-                return thought, said
+            state = self._state
+            more_reasoning, more_content = state(last)
+            reasoning, content = reasoning + more_reasoning, content + more_content
+            if self._state == state:
+                return reasoning, content
 
     @property
-    def thinking(self) -> bool:
-        """Whether what comes next is a thought, as far as can be told."""
-        return self._step in (self._inside, self._fresh)
+    def in_reasoning(self) -> bool:
+        """Whether the next text is reasoning, as far as is known."""
+        return self._state in (self._in_reasoning, self._at_reasoning_start)
 
-    def _before(self, last: bool) -> tuple[str, str]:
-        text = self._held.lstrip()
-        if text.startswith(OPEN):
-            self._held, self._step = text[len(OPEN) :], self._fresh
-        elif last or not OPEN.startswith(text):
-            self._step = self._fresh if self._begun else self._after
+    def _before_reasoning(self, last: bool) -> tuple[str, str]:
+        text = self._buffer.lstrip()
+        if text.startswith(REASONING_OPEN):
+            self._buffer, self._state = text[len(REASONING_OPEN) :], self._at_reasoning_start
+        elif last or not REASONING_OPEN.startswith(text):
+            self._state = self._at_reasoning_start if self._opened_by_prompt else self._in_content
         return "", ""
 
-    def _fresh(self, last: bool) -> tuple[str, str]:
-        self._held = self._held.lstrip("\n")
-        if self._held:
-            self._step = self._inside
+    def _at_reasoning_start(self, last: bool) -> tuple[str, str]:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._in_reasoning
         return "", ""
 
-    def _inside(self, last: bool) -> tuple[str, str]:
-        thought, closed, rest = self._held.partition(CLOSE)
+    def _in_reasoning(self, last: bool) -> tuple[str, str]:
+        reasoning, closed, remaining = self._buffer.partition(REASONING_CLOSE)
         if closed:
-            self._held, self._step = rest, self._gap
-            self.end = self._taken - len(rest)
-            return thought.rstrip("\n"), ""
-        sure = thought if last else thought[: len(thought) - may_begin(thought, CLOSE)].rstrip("\n")
-        self._held = thought[len(sure) :]
-        return sure, ""
+            self._buffer, self._state = remaining, self._after_marker
+            self.reasoning_end = self._num_chars - len(remaining)
+            return reasoning.rstrip("\n"), ""
+        certain = (
+            reasoning
+            if last
+            else reasoning[: len(reasoning) - partial_marker_length(reasoning, REASONING_CLOSE)].rstrip("\n")
+        )
+        self._buffer = reasoning[len(certain) :]
+        return certain, ""
 
-    def _gap(self, last: bool) -> tuple[str, str]:
-        self._held = self._held.lstrip("\n")
-        if self._held:
-            self._step = self._after
+    def _after_marker(self, last: bool) -> tuple[str, str]:
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._state = self._in_content
         return "", ""
 
-    def _after(self, last: bool) -> tuple[str, str]:
-        said, self._held = self._held, ""
-        return "", said
+    def _in_content(self, last: bool) -> tuple[str, str]:
+        content, self._buffer = self._buffer, ""
+        return "", content

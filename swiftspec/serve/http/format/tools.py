@@ -1,4 +1,4 @@
-"""Calls of tools in a model's answer, as the chat templates of today have models write them."""
+"""Tool-call parsing: finds tool calls in generated text, in the formats that chat templates teach models."""
 
 from __future__ import annotations
 
@@ -9,171 +9,188 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from swiftspec.serve.http.format.reasoning import may_begin
+from swiftspec.serve.http.format.reasoning import partial_marker_length
 
-NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A call, and its arguments by name."""
+class ParsedToolCall:
+    """A tool call with its arguments by name."""
 
     id: str
     name: str
-    values: dict[str, Any]
+    arguments: dict[str, Any]
 
     @property
-    def arguments(self) -> str:
-        """As JSON."""
-        return json.dumps(self.values, ensure_ascii=False)
+    def arguments_json(self) -> str:
+        """The arguments as JSON."""
+        return json.dumps(self.arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
-    """How calls stand in a text. `begin` and `end` are around each; without an `end` the rest of the text is calls.
-    `arguments`: the key they have. `leading`: calls stand at the very beginning or not at all."""
+class ToolCallFormat:
+    """The syntax of tool calls in a text.
+
+    `begin`, `end`: markers around each call; if `end` is None, everything after `begin` is calls.
+    `arguments_key`: the JSON key of the arguments.
+    `leading`: calls occur only at the beginning of the text.
+    """
 
     begin: str
     end: str | None
-    arguments: str
+    arguments_key: str
     leading: bool = False
 
 
-HERMES = Format("<tool_call>", "</tool_call>", "arguments")
-MISTRAL = Format("[TOOL_CALLS]", None, "arguments")
-LLAMA = Format("", None, "parameters", leading=True)
-LLAMA_SHOWN = re.compile(r"""["']name\\?["']:.{1,60}["']parameters\\?["']:""")
-OTHERS = ("<function=", "<arg_key>", "[ARGS]")  # calls that are no JSON, or with their name before it
+HERMES = ToolCallFormat("<tool_call>", "</tool_call>", "arguments")
+MISTRAL = ToolCallFormat("[TOOL_CALLS]", None, "arguments")
+LLAMA = ToolCallFormat("", None, "parameters", leading=True)
+LLAMA_PATTERN = re.compile(r"""["']name\\?["']:.{1,60}["']parameters\\?["']:""")
+UNSUPPORTED_MARKERS = (
+    "<function=",
+    "<arg_key>",
+    "[ARGS]",
+)  # calls that are not JSON, or have the name outside of the JSON
 
 
-def format_of(template: str) -> Format | None:
-    """The format that a chat template shows to its model; None where it takes no tools, or writes them otherwise."""
-    if "tools" not in template or any(other in template for other in OTHERS):
+def detect_tool_format(template: str) -> ToolCallFormat | None:
+    """The format that a chat template uses; None if the template has no tools or an unsupported format."""
+    if "tools" not in template or any(other in template for other in UNSUPPORTED_MARKERS):
         return None
     for format in (HERMES, MISTRAL):
         if format.begin in template:
             return format
-    return LLAMA if LLAMA_SHOWN.search(template) else None
+    return LLAMA if LLAMA_PATTERN.search(template) else None
 
 
-class Calls:
-    """Tells calls from what is said, in text that comes in pieces. A call comes as soon as it is whole; what turns out
-    to be none is said. `names`: of the tools there are, without one of which a bare object is no call."""
+class ToolCallParser:
+    """Separates tool calls from content in streamed text. A call is returned when it is complete; text that turns out
+    not to be a call is returned as content.
 
-    def __init__(self, format: Format, names: Collection[str]) -> None:
-        self._format, self._names = format, names
-        self._held = ""
-        self._inside = False
-        self._said = False
-        self._since = False  # something was said since the last call
-        self.count = 0
+    `tool_names`: names of the available tools; without markers, an object is a call only if it has one of them.
+    """
 
-    def push(self, text: str, last: bool = False) -> tuple[str, list[Call]]:
-        """More of the text. Returns what is said and what is called, as far as it is certain; all of it with `last`."""
-        self._held += text
-        said, calls = "", []
+    def __init__(self, format: ToolCallFormat, tool_names: Collection[str]) -> None:
+        self._format, self._tool_names = format, tool_names
+        self._buffer = ""
+        self._in_call = False
+        self._has_content = False
+        self._content_since_call = False  # content was returned since the last call
+        self.num_calls = 0
+
+    def push(self, text: str, last: bool = False) -> tuple[str, list[ParsedToolCall]]:
+        """Adds text. Returns the content and calls that are certain by now; with `last`, all the rest."""
+        self._buffer += text
+        content, calls = "", []
         while True:
-            if not self._inside:
-                said += self._outside(last)
-                if not self._inside:
-                    return said, calls
-            text, end = self._held, self._format.end
-            found = self._calls(text, last)
-            if found is None and not last:
-                return said, calls
-            self._inside = False
-            if found is None:  # never closed, or no JSON
-                self._held = ""
-                return said + self._format.begin + text, calls
-            calls += found[0]
-            self._since = False
-            self.count += len(found[0])
-            self._held = found[1]
+            if not self._in_call:
+                content += self._read_content(last)
+                if not self._in_call:
+                    return content, calls
+            text, end = self._buffer, self._format.end
+            parsed = self._read_calls(text, last)
+            if parsed is None and not last:
+                return content, calls
+            self._in_call = False
+            if parsed is None:  # never closed, or not JSON
+                self._buffer = ""
+                return content + self._format.begin + text, calls
+            calls += parsed[0]
+            self._content_since_call = False
+            self.num_calls += len(parsed[0])
+            self._buffer = parsed[1]
             if end is None:
-                self._held = ""
-                return said, calls
+                self._buffer = ""
+                return content, calls
 
-    def _outside(self, last: bool) -> str:
-        """What is said before the next call. Whitespace before a call belongs to it."""
+    def _read_content(self, last: bool) -> str:
+        """The content before the next call. Whitespace before a call is not content."""
         if self._format.leading:
-            text = self._held.lstrip()
-            self._inside = not self._said and text.startswith("{")
-            if self._inside or (not text and not last and not self._said):
+            text = self._buffer.lstrip()
+            self._in_call = not self._has_content and text.startswith("{")
+            if self._in_call or (not text and not last and not self._has_content):
                 return ""
-            self._said = True
-            said, self._held = self._held, ""
-            return said
-        before, begun, rest = self._held.partition(self._format.begin)
-        if begun:
-            self._inside, self._held = True, rest
+            self._has_content = True
+            content, self._buffer = self._buffer, ""
+            return content
+        before, opened, remaining = self._buffer.partition(self._format.begin)
+        if opened:
+            self._in_call, self._buffer = True, remaining
             return before.rstrip()
-        sure = before if last else before[: len(before) - may_begin(before, self._format.begin)].rstrip()
-        self._held = before[len(sure) :]
+        certain = before if last else before[: len(before) - partial_marker_length(before, self._format.begin)].rstrip()
+        self._buffer = before[len(certain) :]
         if last:
-            self._held = ""
-            if self.count and not self._since and not sure.strip():
+            self._buffer = ""
+            if self.num_calls and not self._content_since_call and not certain.strip():
                 return ""
-        self._since = self._since or bool(sure)
-        return sure
+        self._content_since_call = self._content_since_call or bool(certain)
+        return certain
 
-    def _calls(self, text: str, last: bool) -> tuple[list[Call], str] | None:
-        """The calls of what stands inside, and the text after them. None: nothing that is whole by now."""
+    def _read_calls(self, text: str, last: bool) -> tuple[list[ParsedToolCall], str] | None:
+        """The calls after a `begin` marker, and the text behind them; None: incomplete."""
         end = self._format.end
         if end is None:
-            calls = self._parsed(text) if last else None
+            calls = self._parse_calls(text) if last else None
             return None if calls is None else (calls, "")
-        at = text.find(end)
-        while at >= 0:
-            calls = self._parsed(text[:at])
+        position = text.find(end)
+        while position >= 0:
+            calls = self._parse_calls(text[:position])
             if calls is not None:
-                return calls, text[at + len(end) :]
-            at = text.find(end, at + 1)  # this one stood in an argument
-        calls = self._parsed(text) if last else None
+                return calls, text[position + len(end) :]
+            position = text.find(end, position + 1)  # the marker was inside of an argument
+        calls = self._parse_calls(text) if last else None
         return None if calls is None else (calls, "")
 
-    def _parsed(self, text: str) -> list[Call] | None:
-        """One call, a list of them, or several with semicolons between."""
-        found: list[Any] = []
-        rest = text.strip()
+    def _parse_calls(self, text: str) -> list[ParsedToolCall] | None:
+        """Parses one call, a list of calls, or calls separated by semicolons; None if the text is anything else."""
+        parsed: list[Any] = []
+        remaining = text.strip()
         try:
-            decoder = json.JSONDecoder(parse_constant=_no_number)
-            while rest:
-                value, at = decoder.raw_decode(rest)
-                found += value if isinstance(value, list) else [value]
-                rest = rest[at:].lstrip().removeprefix(";").lstrip()
-            json.dumps(found, ensure_ascii=False).encode()  # half a surrogate is no text
+            decoder = json.JSONDecoder(parse_constant=_reject_constant)
+            while remaining:
+                value, position = decoder.raw_decode(remaining)
+                parsed += value if isinstance(value, list) else [value]
+                remaining = remaining[position:].lstrip().removeprefix(";").lstrip()
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises on half a surrogate pair
         except (ValueError, RecursionError):
             return None
-        calls = [self._call(one) for one in found]
+        calls = [self._to_call(one) for one in parsed]
         return None if not calls or None in calls else [call for call in calls if call is not None]
 
-    def _call(self, value: Any) -> Call | None:
+    def _to_call(self, value: Any) -> ParsedToolCall | None:
         if not isinstance(value, dict):
             return None
-        name, given = value.get("name"), value.get(self._format.arguments, value.get("arguments", {}))
-        if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(given, dict):
+        name, arguments = value.get("name"), value.get(self._format.arguments_key, value.get("arguments", {}))
+        if not isinstance(name, str) or not TOOL_NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
-        if self._format.leading and name not in self._names:
+        if self._format.leading and name not in self._tool_names:
             return None
-        # Mistral's templates take ids of nine characters only, and nobody minds.
-        number = secrets.token_hex(5)[:9] if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
-        return Call(number, name, given)
+        # Mistral's templates accept only ids of nine characters.
+        call_id = secrets.token_hex(5)[:9] if self._format == MISTRAL else f"call_{secrets.token_hex(12)}"
+        return ParsedToolCall(call_id, name, arguments)
 
 
-def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON")
+def _reject_constant(word: str) -> float:
+    raise ValueError(f"{word} is not JSON")
 
 
-def forced(format: Format, tools: dict[str, dict[str, Any]], marker: int | None) -> str:
-    """A grammar (Lark, for llguidance) of exactly one call of one of these tools, by the schemas of their arguments.
-    `marker`: the id of the token that begins a call, where that is a special one."""
-    around = {"[": '"["', "]": '"]"'} if format is MISTRAL else {"[": "", "]": ""}
+def forced_call_grammar(format: ToolCallFormat, tools: dict[str, dict[str, Any]], marker: int | None) -> str:
+    """A Lark grammar for llguidance: exactly one call of one of the tools, with arguments by its schema.
+
+    `tools`: schemas of the arguments by tool name.
+    `marker`: id of the token that begins a call, if that is a special token.
+    """
+    brackets = {"[": '"["', "]": '"]"'} if format is MISTRAL else {"[": "", "]": ""}
     begin = f"<[{marker}]>" if marker is not None else format.begin and json.dumps(format.begin)
     newline, end = ('"\\n"', json.dumps(format.end)) if format.end else ("", "")
-    parts = (begin, newline, around["["], "call", around["]"], newline, end)
-    lines = [f"start: {' '.join(filter(None, parts))}", f"call: {' | '.join(f'call_{at}' for at in range(len(tools)))}"]
-    for at, (name, schema) in enumerate(tools.items()):  # a rule for each schema, which may refer to its own root
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{format.arguments}": ')
-        lines.append(f'call_{at}: {head} values_{at} "}}"')
-        lines.append(f"values_{at}: %json {json.dumps(schema or {'type': 'object'})}")
+    parts = (begin, newline, brackets["["], "call", brackets["]"], newline, end)
+    lines = [
+        f"start: {' '.join(filter(None, parts))}",
+        f"call: {' | '.join(f'call_{index}' for index in range(len(tools)))}",
+    ]
+    for index, (name, schema) in enumerate(tools.items()):  # one rule per schema, since a schema can refer to its root
+        prefix = json.dumps(f'{{"name": {json.dumps(name)}, "{format.arguments_key}": ')
+        lines.append(f'call_{index}: {prefix} values_{index} "}}"')
+        lines.append(f"values_{index}: %json {json.dumps(schema or {'type': 'object'})}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, with a bound on how long a request may take to come in, and on how large its head may be."""
+"""HTTP protocol for uvicorn that limits the time in which a request must arrive."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_BYTES = 32 << 10  # a longer head of a request is a 400
-ARRIVAL = 30.0  # seconds from the first byte (or the connection) to the last one of the body
+MAX_HEAD_BYTES = 32 << 10  # request line and headers; a longer head is answered with 400
+REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of a request to the last byte of its body
 
 
-class PatientProtocol(H11Protocol):
-    """Closes the connection of a client that sends no whole request in time: half-open ones would pile up."""
+class RequestTimeoutProtocol(H11Protocol):
+    """Closes the connection if a request is incomplete after REQUEST_TIMEOUT_S, so that half-open connections do not
+    accumulate."""
 
-    _late: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self._await_rest()
+        self._update_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._await_rest()
+        self._update_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._late is None and self.conn.trailing_data[0]:  # the next request has begun to come in
-            self._await_rest()
+        if self._timer is None and self.conn.trailing_data[0]:  # the beginning of a pipelined request
+            self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._forget()
+        self._cancel_timer()
         super().connection_lost(exc)
 
-    def _await_rest(self) -> None:
+    def _update_timer(self) -> None:
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._forget()
-        elif self._late is None:
-            self._late = self.loop.call_later(ARRIVAL, self.transport.abort)
+            self._cancel_timer()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_TIMEOUT_S, self.transport.abort)
 
-    def _forget(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,111 +1,106 @@
-"""What stands before every endpoint: who may come in, and how large and how deep a request may be.
+"""Security middleware: API keys, allowed hosts, and limits on the size and nesting of requests.
 
-It is plain ASGI and the outermost layer: what it refuses, no other code of the server has read.
+It is plain ASGI outside the application, so that no other code parses a request that it refuses.
 """
 
 from __future__ import annotations
 
 import hmac
 import re
-import secrets
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swiftspec.serve.http import errors
 from swiftspec.serve.http.errors import ApiError
-from swiftspec.serve.http.observe.request_metrics import VISIT, Visit
-from swiftspec.serve.http.page import is_page
+from swiftspec.serve.http.middleware.request_id import request_id
+from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT, RequestContext
+from swiftspec.serve.http.page import is_page_path
 
-MOST_BODY = 8 << 20  # bytes
-MOST_HEADERS = 100
-MOST_HEADER = 8 << 10  # bytes of a name and its value; `protocol.HEAD_BYTES` bounds all of them
-DEEPEST = 64  # brackets of JSON in each other: parsers and validators are recursive
-OPEN = {"/health"}  # what needs no key: whoever starts the server may ask whether it lives
-PLAIN = re.compile(r"[\x21-\x7e]{1,128}")
+MAX_BODY_BYTES = 8 << 20  # bytes
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 8 << 10  # of a name and its value; `request_timeout.MAX_HEAD_BYTES` limits the whole head
+MAX_JSON_DEPTH = 64  # nested brackets of JSON: parsers and validators are recursive
+PUBLIC_PATHS = {"/health"}  # need no key, so that supervisors can probe the server
 
 QUOTE = ord('"')
-OTHERS = bytes(set(range(256)) - set(b'"[]{}'))
-STEPS = np.zeros(256, np.int8)
-STEPS[list(b"[{")], STEPS[list(b"]}")] = 1, -1
+NON_STRUCTURAL_BYTES = bytes(set(range(256)) - set(b'"[]{}'))
+DEPTH_CHANGE = np.zeros(256, np.int8)
+DEPTH_CHANGE[list(b"[{")], DEPTH_CHANGE[list(b"]}")] = 1, -1
 
 
-def nobody(reason: str) -> None:
-    """Counts nothing."""
+def ignore_refusal(reason: str) -> None:
+    """The default of `on_refusal`."""
 
 
-class Guard:
-    """Lets a request through to `app` or answers it with an error. Every answer has an `x-request-id`: the client's own
-    where it is plain, else a new one.
+class SecurityMiddleware:
+    """Passes a request to `app`, or refuses it with an error.
 
-    `keys`: a request must bring one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for /health and
-    the page's files; none: nothing is asked. `hosts`: what its `Host` may be, with any port, lest a page in a browser
-    reach a server without keys under a name of its own (DNS rebinding); None: anything. `refused` hears the reason of
-    every refusal in one word.
+    `api_keys`: a request needs one of them, as `Authorization: Bearer KEY` or `x-api-key: KEY`, except for /health and
+        the page's files. If empty, no key is needed.
+    `allowed_hosts`: values of the `Host` header, with any port, which protects a server without keys from DNS
+        rebinding by a page in a browser; None: any.
+    `on_refusal`: called with the reason of each refusal, a label such as "unauthorized".
+    `max_body_bytes`: limit of the request body.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str] = (), hosts: frozenset[str] | None = None,
-        refused: Callable[[str], None] = nobody, most_body: int = MOST_BODY,
+        self, app: ASGIApp, api_keys: Sequence[str] = (), allowed_hosts: frozenset[str] | None = None,
+        on_refusal: Callable[[str], None] = ignore_refusal, max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:  # fmt: skip
-        self._app, self._hosts, self._refused, self._most = app, hosts, refused, most_body
-        self._keys = [key.encode() for key in keys]
+        self._app, self._allowed_hosts = app, allowed_hosts
+        self._on_refusal, self._max_body_bytes = on_refusal, max_body_bytes
+        self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
+        """Handles an ASGI event; only HTTP requests are checked."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = MutableHeaders(scope=scope)
-        given = headers.get("x-request-id", "")
-        name = given if PLAIN.fullmatch(given) else secrets.token_hex(16)
-        headers["x-request-id"] = name  # in the scope, too: whoever is asked further in says the same
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
-            await send(message)
-
+        headers = Headers(scope=scope)
         try:
-            self._admit(scope["path"], headers)
-            body = await _read(headers, receive, self._most)
+            self._check_headers(scope["path"], headers)
+            body = await _read_body(headers, receive, self._max_body_bytes)
             if body is None:  # the client left
                 return
-            _check(body)
+            _check_body(body)
         except _Refusal as refusal:
-            self._refused(refusal.reason)
-            await errors.response(refusal.error, scope["path"])(scope, receive, named)
+            self._on_refusal(refusal.reason)
+            await errors.error_response(refusal.error, scope["path"])(scope, receive, send)
             return
-        VISIT.set(Visit(scope["path"], name, headers.get("traceparent", ""), headers.get("tracestate", "")))
-        await self._app(scope, _replayed(body, receive), named)
+        trace_headers = headers.get("traceparent", ""), headers.get("tracestate", "")
+        REQUEST_CONTEXT.set(RequestContext(scope["path"], request_id(scope), *trace_headers))
+        await self._app(scope, _replay_body(body, receive), send)
 
-    def _admit(self, path: str, headers: Headers) -> None:
-        """Raises _Refusal on a request that is none of ours."""
-        if len(headers.raw) > MOST_HEADERS or any(len(name) + len(value) > MOST_HEADER for name, value in headers.raw):
-            most = f"at most {MOST_HEADERS} headers of {MOST_HEADER} bytes each are taken"
-            raise _Refusal("headers_too_large", 431, most)
-        if self._hosts is not None:
+    def _check_headers(self, path: str, headers: Headers) -> None:
+        """Checks number and size of the headers, host and key. Raises _Refusal."""
+        if len(headers.raw) > MAX_HEADERS or any(
+            len(name) + len(value) > MAX_HEADER_BYTES for name, value in headers.raw
+        ):
+            message = f"at most {MAX_HEADERS} headers of {MAX_HEADER_BYTES} bytes each are accepted"
+            raise _Refusal("headers_too_large", 431, message)
+        if self._allowed_hosts is not None:
             for host in headers.getlist("host"):
-                if _without_port(host) not in self._hosts:
+                if _without_port(host) not in self._allowed_hosts:
                     raise _Refusal(
-                        "foreign_host", 403, f"this server has no name {host[:100]!r}: ask for localhost or 127.0.0.1,"
-                        " or start it with --api-key, and then it is served under any name",
+                        "foreign_host", 403, f"this server has no name {host[:100]!r}: use localhost or 127.0.0.1, or"
+                        " start the server with --api-key, which allows any name",
                     )  # fmt: skip
-        if self._keys and path not in OPEN and not is_page(path) and not self._known(headers):
+        if self._keys and path not in PUBLIC_PATHS and not is_page_path(path) and not self._has_valid_key(headers):
             raise _Refusal(
-                "unauthorized", 401, "no key of this server: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
+                "unauthorized", 401, "missing or wrong API key: send one as 'Authorization: Bearer KEY' or 'x-api-key:"
                 " KEY'", {"WWW-Authenticate": "Bearer"}, "invalid_api_key",
             )  # fmt: skip
 
-    def _known(self, headers: Headers) -> bool:
-        """Whether it brings a key. Takes the same time for every key that is not right: none is compared less."""
+    def _has_valid_key(self, headers: Headers) -> bool:
+        """Whether the request has a valid key. Compares it with all keys in constant time."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        brought = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
-        as_sent = [one.encode("latin-1") for one in brought]
-        same = [hmac.compare_digest(key, one) for key in self._keys for one in as_sent]
-        return any(same)
+        candidates = [token.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        encoded = [candidate.encode("latin-1") for candidate in candidates]
+        matches = [hmac.compare_digest(key, candidate) for key in self._keys for candidate in encoded]
+        return any(matches)
 
 
 class _Refusal(Exception):
@@ -116,22 +111,22 @@ class _Refusal(Exception):
         self.reason, self.error = reason, ApiError(status, message, code=code, headers=headers)
 
 
-def depth(data: bytes) -> int:
-    """How deep JSON's brackets are nested, not counting those in strings. Of what is no JSON at least as deep as a
-    parser comes before it sees that."""
-    rest = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, OTHERS)
-    signs = np.frombuffer(rest, np.uint8)
+def json_depth(data: bytes) -> int:
+    """Nesting depth of the brackets outside of strings. For malformed JSON it is at least the depth at which a parser
+    detects the error."""
+    structural = data.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, NON_STRUCTURAL_BYTES)
+    signs = np.frombuffer(structural, np.uint8)
     outside = np.cumsum(signs == QUOTE, dtype=np.int32) % 2 == 0
-    return int(np.cumsum(STEPS[signs] * outside, dtype=np.int32).max(initial=0))
+    return int(np.cumsum(DEPTH_CHANGE[signs] * outside, dtype=np.int32).max(initial=0))
 
 
-async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
-    """The body; None where the client left before its end. Raises _Refusal as soon as it is too large."""
+async def _read_body(headers: Headers, receive: Receive, max_bytes: int) -> bytes | None:
+    """Reads the body; None if the client disconnected. Raises _Refusal as soon as the body exceeds `max_bytes`."""
     too_large = _Refusal(
-        "body_too_large", 413, f"the body is larger than {most} bytes, the most that is taken", {"Connection": "close"}
+        "body_too_large", 413, f"the body is larger than {max_bytes} bytes, the limit", {"Connection": "close"}
     )
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most:
+    if length.isdecimal() and int(length[:20]) > max_bytes:
         raise too_large
     body = bytearray()
     while True:
@@ -139,32 +134,36 @@ async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
-        if len(body) > most:
+        if len(body) > max_bytes:
             raise too_large
         if not message.get("more_body", False):
             return bytes(body)
 
 
-def _check(body: bytes) -> None:
-    """Raises _Refusal on a body that no parser should see."""
-    if b"\0" in body:  # JSON in UTF-16 or UTF-32, which parsers take too, would hide its brackets from us
+def _check_body(body: bytes) -> None:
+    """Raises _Refusal on a body that is not UTF-8 text or is nested too deeply."""
+    if b"\0" in body:  # parsers accept UTF-16 and UTF-32 too, in which `json_depth` would not find the brackets
         raise _Refusal("malformed", 400, "the body must be JSON in UTF-8, which has no byte 0")
-    if depth(body) > DEEPEST:
-        raise _Refusal("malformed", 400, f"{errors.DEEP}: at most {DEEPEST} lists and objects in each other are taken")
+    if json_depth(body) > MAX_JSON_DEPTH:
+        raise _Refusal(
+            "malformed",
+            400,
+            f"{errors.NESTED_TOO_DEEPLY}: at most {MAX_JSON_DEPTH} nested lists and objects are accepted",
+        )
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then what comes after it."""
-    told = False
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the buffered body as one message, then forwards to `receive`."""
+    sent = False
 
-    async def again() -> Message:
-        nonlocal told
-        if told:
+    async def receive_again() -> Message:
+        nonlocal sent
+        if sent:
             return await receive()
-        told = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return receive_again
 
 
 def _without_port(host: str) -> str:

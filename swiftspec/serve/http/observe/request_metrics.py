@@ -1,4 +1,4 @@
-"""An engine whose requests are looked at: what came of each one, told once it has ended."""
+"""Per-request records: an engine wrapper that measures each request and passes the record to callbacks at its end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from swiftspec.observe.rpc_latency import Hop
-from swiftspec.serve.http.engine_link.engine import Ask, Broken, Engine, Refused, State, Unusable
-from swiftspec.serve.http.engine_link.frames import Chunk, Done, Prompt, Ready
+from swiftspec.observe.rpc_latency import RpcRecord
+from swiftspec.serve.http.engine_link.engine import (
+    AsyncEngine,
+    EngineRequest,
+    EngineState,
+    GenerationFailedError,
+    InvalidRequestError,
+    RequestRejectedError,
+)
+from swiftspec.serve.http.engine_link.frames import DoneFrame, EngineInfo, PromptLogprobsFrame, TokensFrame
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
-    """What a client's request says beside its body. `traceparent`, `tracestate`: W3C's, as they came."""
+class RequestContext:
+    """The HTTP request that an engine request belongs to: path, request id and W3C trace headers."""
 
     path: str = ""
     id: str = ""
@@ -24,97 +31,109 @@ class Visit:
     tracestate: str = ""
 
 
-NOBODY = Visit()
-VISIT: ContextVar[Visit] = ContextVar("visit", default=NOBODY)  # of the task that serves it
+NO_CONTEXT = RequestContext()
+REQUEST_CONTEXT: ContextVar[RequestContext] = ContextVar("visit", default=NO_CONTEXT)  # set by SecurityMiddleware
 
 
 @dataclass(slots=True)
-class Seen:
-    """What the front end saw of one request. Times in seconds on the monotonic clock."""
+class RequestRecord:
+    """Measurements of one request in the front end. Times in seconds on the monotonic clock."""
 
-    ask: Ask
-    began: float
-    visit: Visit
-    came: list[float] = field(default_factory=list)  # when the tokens of each round came
-    tokens: int = 0
-    hops: list[Hop] = field(default_factory=list)  # exchanges with workers
-    ended: float = 0.0
-    reason: str = "error"  # stop, length or abort; error, busy or unavailable (see Refused), invalid where it broke
+    request: EngineRequest
+    started_at: float
+    context: RequestContext
+    token_times: list[float] = field(default_factory=list)  # arrival of the tokens of each round
+    num_tokens: int = 0
+    rpc_records: list[RpcRecord] = field(default_factory=list)  # RPCs to workers
+    ended_at: float = 0.0
+    outcome: str = "error"  # stop, length, abort, error, busy, unavailable or invalid
     error: Exception | None = None
-    done: Done | None = None  # what the engine says of it; None of a request that did not come to its end
+    done: DoneFrame | None = None  # the engine's statistics; None if the request did not complete
 
     @property
-    def answered(self) -> bool:
-        """Whether it was taken on: else the engine has done nothing for it."""
-        return self.reason in ("stop", "length", "abort", "error")
+    def accepted(self) -> bool:
+        """Whether the engine accepted the request; False if it was refused."""
+        return self.outcome in ("stop", "length", "abort", "error")
 
     @property
-    def queued(self) -> float | None:
-        """How long it waited for its turn: what its first tokens took beyond the engine's own time to them."""
-        if self.done is None or not self.came:
+    def queue_time_s(self) -> float | None:
+        """Time in the queue: the time to the first tokens less the engine's own time to them; None if unknown."""
+        if self.done is None or not self.token_times:
             return None
-        return max(self.came[0] - self.began - 1e-3 * self.done.metrics["time_to_first_token_ms"], 0.0)
+        return max(self.token_times[0] - self.started_at - 1e-3 * self.done.metrics["time_to_first_token_ms"], 0.0)
 
 
-class Watched:
-    """An Engine like the one inside. Each of `hears` is told of a request when it has ended, however it did."""
+class InstrumentedEngine:
+    """An engine that forwards to `engine` and measures each request.
+
+    `on_finished`: called with the record of each request at its end, also if it fails or is cancelled.
+    `clock`: the time in seconds.
+    """
 
     def __init__(
-        self, engine: Engine, hears: Sequence[Callable[[Seen], None]], clock: Callable[[], float] = time.monotonic
+        self,
+        engine: AsyncEngine,
+        on_finished: Sequence[Callable[[RequestRecord], None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._hears, self._clock = engine, hears, clock
+        self._engine, self._on_finished, self._clock = engine, on_finished, clock
 
     @property
-    def state(self) -> State:
+    def state(self) -> EngineState:
         return self._engine.state
 
     @property
-    def about(self) -> Ready | None:
-        return self._engine.about
+    def info(self) -> EngineInfo | None:
+        return self._engine.info
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Prompt | Chunk | Done, bool | None]:
-        """As `engine.Engine.answer` says."""
-        seen = Seen(ask, self._clock(), VISIT.get())
-        over: bool | None = None
+    async def generate(
+        self, request: EngineRequest
+    ) -> AsyncGenerator[PromptLogprobsFrame | TokensFrame | DoneFrame, bool | None]:
+        """See `AsyncEngine.generate`."""
+        record = RequestRecord(request, self._clock(), REQUEST_CONTEXT.get())
+        stop: bool | None = None
         try:
-            async with aclosing(self._engine.answer(ask)) as frames:
+            async with aclosing(self._engine.generate(request)) as frames:
                 while True:
-                    frame = await frames.asend(over)
-                    self._look(seen, frame)
-                    over = yield frame
-                    if over:
-                        seen.reason = "stop"
+                    frame = await frames.asend(stop)
+                    self._record_frame(record, frame)
+                    stop = yield frame
+                    if stop:
+                        record.outcome = "stop"
         except StopAsyncIteration:
             return
-        except (GeneratorExit, asyncio.CancelledError):  # the client has left; or it has all, and wants no more
-            seen.reason = "abort" if seen.reason == "error" else seen.reason
+        except (
+            GeneratorExit,
+            asyncio.CancelledError,
+        ):  # the client disconnected, or the caller closed the generator after the end
+            record.outcome = "abort" if record.outcome == "error" else record.outcome
             raise
         except Exception as error:
-            seen.error, seen.reason = error, _reason(error)
+            record.error, record.outcome = error, _outcome(error)
             raise
         finally:
-            seen.ended = self._clock()
-            for hear in self._hears:
-                hear(seen)
+            record.ended_at = self._clock()
+            for callback in self._on_finished:
+                callback(record)
 
-    def _look(self, seen: Seen, frame: Prompt | Chunk | Done) -> None:
-        if isinstance(frame, Done):
-            seen.done = frame
-        elif isinstance(frame, Chunk):
-            seen.came.append(self._clock())
-            seen.tokens += len(frame.token_ids)
-            seen.hops += frame.hops
-            if frame.finish_reason is not None and seen.reason == "error":
-                seen.reason = frame.finish_reason
+    def _record_frame(self, record: RequestRecord, frame: PromptLogprobsFrame | TokensFrame | DoneFrame) -> None:
+        if isinstance(frame, DoneFrame):
+            record.done = frame
+        elif isinstance(frame, TokensFrame):
+            record.token_times.append(self._clock())
+            record.num_tokens += len(frame.token_ids)
+            record.rpc_records += frame.rpc_records
+            if frame.finish_reason is not None and record.outcome == "error":
+                record.outcome = frame.finish_reason
 
 
-def _reason(error: Exception) -> str:
+def _outcome(error: Exception) -> str:
     match error:
-        case Refused():
+        case RequestRejectedError():
             return "busy" if error.status == 429 else "unavailable"
-        case Unusable():
+        case InvalidRequestError():
             return "invalid"
-        case Broken(kind="replaced"):
+        case GenerationFailedError(kind="replaced"):
             return "abort"
         case _:
             return "error"

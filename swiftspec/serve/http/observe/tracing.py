@@ -1,5 +1,7 @@
-"""OpenTelemetry: a span for each request, with the conventions of `gen_ai`, and under it the exchanges with workers,
-where they decode. An extra: without --otlp-endpoint nothing of it is imported."""
+"""OpenTelemetry tracing: a span per request with the `gen_ai` conventions, and child spans for RPCs to workers.
+
+OpenTelemetry is an optional dependency, imported only with --otlp-endpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,84 +10,89 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swiftspec import __version__
-from swiftspec.serve.http.observe.request_metrics import Seen, Visit
+from swiftspec.serve.http.observe.request_metrics import RequestContext, RequestRecord
 from swiftspec.serve.otel import exporter as otel_exporter
-from swiftspec.serve.otel.spans import exchanges
+from swiftspec.serve.otel.spans import add_rpc_spans
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-CHATS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-ASKED = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
+CHAT_PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+SAMPLING_ATTRIBUTES = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 
 
-class Tracing:
-    """Sends spans to a collector, in a thread of its own. `record` is for `watch.Watched`."""
+class RequestTracing:
+    """Exports a span for each request, in a background thread. `record` is a callback for `InstrumentedEngine`."""
 
     def __init__(self, endpoint: str, model_name: str, exporter: Callable[[str], SpanExporter] | None = None) -> None:
-        """Raises UserError, as `collector.check` does. `exporter`: as of `collector.provider`."""
-        self._provider = otel_exporter.provider(endpoint, exporter)
+        """`exporter`: see `serve.otel.exporter.provider`. Raises UserError if OpenTelemetry is missing or the
+        endpoint is
+        invalid."""
+        self._provider = otel_exporter.make_tracer_provider(endpoint, exporter)
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._name, self._propagator = model_name, TraceContextTextMapPropagator()
         self._tracer = self._provider.get_tracer("swiftspec", __version__)
 
-    def record(self, seen: Seen) -> None:
-        """A request that has ended. Its parent is what the `traceparent` of its client says. No text goes along."""
+    def record(self, record: RequestRecord) -> None:
+        """Exports the span of a request that has ended, as a child of the client's `traceparent`. Spans contain neither
+        prompts nor generated text."""
         from opentelemetry.trace import SpanKind, StatusCode
 
-        visit, now = seen.visit, time.time_ns()
-        parent = self._propagator.extract({"traceparent": visit.traceparent, "tracestate": visit.tracestate})
-        operation = "chat" if visit.path in CHATS else "text_completion"
+        context, now = record.context, time.time_ns()
+        parent = self._propagator.extract({"traceparent": context.traceparent, "tracestate": context.tracestate})
+        operation = "chat" if context.path in CHAT_PATHS else "text_completion"
+        began = now - int(1e9 * (record.ended_at - record.started_at))
         span = self._tracer.start_span(
-            f"{operation} {self._name}", parent, SpanKind.SERVER, start_time=now - int(1e9 * (seen.ended - seen.began)),
+            f"{operation} {self._name}", parent, SpanKind.SERVER, start_time=began,
             attributes={
                 "gen_ai.operation.name": operation, "gen_ai.provider.name": "swiftspec",
-                "gen_ai.request.model": self._name, **_visited(visit), **_asked(seen.ask.sampling), **_seen(seen),
+                "gen_ai.request.model": self._name, **_context_attributes(context),
+                **_sampling_attributes(record.request.sampling), **_outcome_attributes(record),
             },
         )  # fmt: skip
-        exchanges(self._tracer, span, seen.hops)
-        if seen.error is not None:
-            span.set_attribute("error.type", seen.reason)
-            span.set_status(StatusCode.ERROR, str(seen.error))
+        add_rpc_spans(self._tracer, span, record.rpc_records)
+        if record.error is not None:
+            span.set_attribute("error.type", record.outcome)
+            span.set_status(StatusCode.ERROR, str(record.error))
         span.end(now)
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Exports the remaining spans."""
         self._provider.shutdown()
 
 
-def _visited(visit: Visit) -> dict[str, str]:
-    told = {"url.path": visit.path, "swiftspec.request.id": visit.id}
-    return {name: value for name, value in told.items() if value}
+def _context_attributes(context: RequestContext) -> dict[str, str]:
+    attributes = {"url.path": context.path, "swiftspec.request.id": context.id}
+    return {name: value for name, value in attributes.items() if value}
 
 
-def _asked(sampling: dict[str, Any]) -> dict[str, Any]:
-    """What was asked of the answer. A seed may be larger than an integer of OTLP's: then it is text."""
-    told = {name: sampling[name] for name in ASKED if sampling.get(name) is not None}
-    return {f"gen_ai.request.{name}": value if abs(value) < 2**63 else str(value) for name, value in told.items()}
+def _sampling_attributes(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Sampling parameters. A seed beyond OTLP's 64-bit signed integers becomes text."""
+    attributes = {name: sampling[name] for name in SAMPLING_ATTRIBUTES if sampling.get(name) is not None}
+    return {f"gen_ai.request.{name}": value if abs(value) < 2**63 else str(value) for name, value in attributes.items()}
 
 
-def _seen(seen: Seen) -> dict[str, Any]:
-    """What came of it."""
-    told: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": len(seen.ask.prompt), "gen_ai.usage.output_tokens": seen.tokens,
+def _outcome_attributes(record: RequestRecord) -> dict[str, Any]:
+    """Usage, times and statistics of the request."""
+    attributes: dict[str, Any] = {
+        "gen_ai.usage.input_tokens": len(record.request.prompt), "gen_ai.usage.output_tokens": record.num_tokens,
     }  # fmt: skip
-    if seen.answered:
-        told["gen_ai.response.finish_reasons"] = [seen.reason]
-    if seen.came:
-        told["gen_ai.response.time_to_first_chunk"] = seen.came[0] - seen.began
-    if seen.queued is not None:
-        told["swiftspec.queue_seconds"] = seen.queued
-    if seen.done is None:
-        return told
-    timings, metrics = seen.done.timings, seen.done.metrics
-    told["gen_ai.usage.cache_read.input_tokens"] = timings["cache_n"]
-    told["swiftspec.prefill_seconds"] = timings["prompt_ms"] / 1e3
-    told["swiftspec.decode_seconds"] = timings["predicted_ms"] / 1e3
-    told |= {f"swiftspec.{name}": metrics[name] for name in ("mode", "target_busy", "draft_busy")}
+    if record.accepted:
+        attributes["gen_ai.response.finish_reasons"] = [record.outcome]
+    if record.token_times:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.token_times[0] - record.started_at
+    if record.queue_time_s is not None:
+        attributes["swiftspec.queue_seconds"] = record.queue_time_s
+    if record.done is None:
+        return attributes
+    timings, metrics = record.done.timings, record.done.metrics
+    attributes["gen_ai.usage.cache_read.input_tokens"] = timings["cache_n"]
+    attributes["swiftspec.prefill_seconds"] = timings["prompt_ms"] / 1e3
+    attributes["swiftspec.decode_seconds"] = timings["predicted_ms"] / 1e3
+    attributes |= {f"swiftspec.{name}": metrics[name] for name in ("mode", "target_busy", "draft_busy")}
     spec = metrics["speculative_decoding"] or {}
-    return told | {
+    return attributes | {
         f"swiftspec.{name}": spec[name]
         for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length")
         if name in spec

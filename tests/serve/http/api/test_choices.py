@@ -19,7 +19,7 @@ SAID = [("return a + b\n", "stop", 0.5), ("return a - b", "length", 0.25), ("pas
 
 @pytest.fixture(autouse=True)
 def particles(player: Player) -> None:
-    player.prepare(about=POPULATION, text="return a", choices=SAID, more={"exact": False})
+    player.prepare(info=POPULATION, text="return a", choices=SAID, more={"exact": False})
 
 
 def test_completions_have_a_choice_for_each_text(player: Player, client: httpx.Client) -> None:
@@ -29,7 +29,7 @@ def test_completions_have_a_choice_for_each_text(player: Player, client: httpx.C
     assert [choice["weight"] for choice in answer["choices"]] == [0.5, 0.25, 0.25]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer["exact"] is False
     assert answer["usage"]["completion_tokens"] == sum(len(player.tokens(text)) for text, _, _ in SAID)
-    assert player.asks[-1].choices == (3, 3)
+    assert player.requests[-1].choices == (3, 3)
     echoed = client.post(TEXT, json={**ASK, "n": 3, "echo": True}).json()
     assert [choice["text"] for choice in echoed["choices"]] == [f"a{text}" for text, _, _ in SAID]
 
@@ -38,13 +38,13 @@ def test_chat_has_a_message_for_each_text(player: Player, client: httpx.Client) 
     answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4}, "n": 2, "best_of": 4}).json()
     assert [choice["message"]["content"] for choice in answer["choices"]] == [text for text, _, _ in SAID]
     assert all(choice["message"]["role"] == "assistant" for choice in answer["choices"])
-    assert answer["choices"][1]["weight"] == 0.25 and player.asks[-1].choices == (2, 4)
+    assert answer["choices"][1]["weight"] == 0.25 and player.requests[-1].choices == (2, 4)
 
 
 def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_client: httpx.Client) -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     texts = [("<think>one</think>first", "stop", 0.75), (f"<think>two</think>{call}", "stop", 0.25)]
-    thinker.prepare(about=POPULATION, text="<think>", choices=texts)
+    thinker.prepare(info=POPULATION, text="<think>", choices=texts)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     answer = thinking_client.post(CHAT, json={**HELLO, "tools": tools, "smc": {}, "n": 2}).json()
     first, second = (choice["message"] for choice in answer["choices"])
@@ -55,7 +55,7 @@ def test_thoughts_and_calls_of_each_text_are_its_own(thinker: Player, thinking_c
 
 
 def test_a_stop_string_in_what_all_texts_share_leaves_one_choice(player: Player, client: httpx.Client) -> None:
-    player.prepare(about=POPULATION, text="return a", more={"exact": False})
+    player.prepare(info=POPULATION, text="return a", more={"exact": False})
     (choice,) = client.post(TEXT, json={**ASK, "n": 3, "stop": "turn"}).json()["choices"]
     assert (choice["text"], choice["weight"]) == ("re", 1.0)
 
@@ -70,8 +70,8 @@ def test_a_stop_string_cuts_each_text(player: Player, client: httpx.Client) -> N
 def test_one_choice_is_the_answer_as_ever(player: Player, client: httpx.Client) -> None:
     for same in ({}, {"n": 1}, {"best_of": 1}, {"n": 1, "best_of": 0}):
         (choice,) = client.post(TEXT, json={**ASK, **same}).json()["choices"]
-        assert choice["text"] == "return a" and "weight" not in choice and player.asks[-1].choices is None
-    assert client.post(TEXT, json={**ASK, "best_of": 4}).status_code == 200 and player.asks[-1].choices == (1, 4)
+        assert choice["text"] == "return a" and "weight" not in choice and player.requests[-1].choices is None
+    assert client.post(TEXT, json={**ASK, "best_of": 4}).status_code == 200 and player.requests[-1].choices == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_one_choice_is_the_answer_as_ever(player: Player, client: httpx.Client) 
         (TEXT, {"n": 3, "best_of": 2}, "n", "1..best_of"),
         (TEXT, {"n": 0}, "n", "1..best_of"),
         (TEXT, {"n": 2, "stream": True}, "n", "leave stream out"),
-        (TEXT, {"n": 2, "smc": None}, "n", 'only 1 is served here, but in mode smc with "smc": {} beside it'),
+        (TEXT, {"n": 2, "smc": None}, "n", 'only 1 is supported, except in mode smc together with "smc"'),
         (TEXT, {"n": 2, "smc": {"particles": 9}}, "smc", "particles is 4 here, not 9"),
         (CHAT, {"n": 5}, "n", "best_of n..4"),
         (CHAT, {"n": 2, "stream": True}, "n", "leave stream out"),
-        (CHAT, {"best_of": 3, "smc": None}, "best_of", "only 1 is served here"),
+        (CHAT, {"best_of": 3, "smc": None}, "best_of", "only 1 is supported"),
         (MESSAGES, {"best_of": 3, "max_tokens": 5}, None, "best_of: not served here"),
     ],
     ids=str,
@@ -100,7 +100,7 @@ def test_what_cannot_be(
         message = client.post(path, json={**body, **more}).json()["error"]["message"]
     else:
         message = refused(client, path, {**body, **more}, param)
-    assert said in message and not player.asks
+    assert said in message and not player.requests
 
 
 def test_a_server_of_another_mode_has_no_population(player: Player, client: httpx.Client) -> None:

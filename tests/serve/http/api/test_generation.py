@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from swiftspec.serve.text.codec import TextCodec
-from swiftspec.serve.text.template import Renderer
+from swiftspec.serve.text.template import TemplateRenderer
 from tests.serve.http.test_app import CHAT, HELLO, MESSAGES, RESPONSES, refused
 from tests.support.http import Player, application
 from tests.support.toy_pair import SPECIAL, byte_level_tokenizer, write_tokenizer
@@ -37,21 +37,21 @@ def ask(player: Player, path: str, **body: Any) -> dict[str, Any]:
 
 
 def prompt(player: Player) -> str:
-    return player.codec.spell(player.asks[-1].prompt)
+    return player.codec.token_text(player.requests[-1].prompt)
 
 
 def test_a_tool_that_must_be_called(thinker: Player) -> None:
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
-    grammar = thinker.asks[-1].sampling["grammar"]
+    grammar = thinker.requests[-1].sampling["grammar"]
     assert grammar.startswith('start: "<tool_call>" "\\n" call "\\n" "</tool_call>"') and "call_1" in grammar
     one = {"type": "function", "function": {"name": "g"}}
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice=one)
-    assert "call_1" not in thinker.asks[-1].sampling["grammar"]
+    assert "call_1" not in thinker.requests[-1].sampling["grammar"]
     schema = {"name": "f", "input_schema": {"type": "object"}}
     ask(thinker, MESSAGES, **HELLO, max_tokens=9, tools=[schema], tool_choice={"type": "any"})
-    assert "grammar" in thinker.asks[-1].sampling
+    assert "grammar" in thinker.requests[-1].sampling
     ask(thinker, CHAT, **HELLO, tools=TOOLS)
-    assert "grammar" not in thinker.asks[-1].sampling and prompt(thinker).startswith("f <tool_call>g <tool_call>")
+    assert "grammar" not in thinker.requests[-1].sampling and prompt(thinker).startswith("f <tool_call>g <tool_call>")
     ask(thinker, CHAT, **HELLO, tools=TOOLS, tool_choice="none")
     assert prompt(thinker).startswith("<|user|>")
 
@@ -114,7 +114,7 @@ MISTRAL = (
 def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     """A decoder leaves them out, and then nobody would know of the call."""
     tokenizer = byte_level_tokenizer((*SPECIAL, "[TOOL_CALLS]", "<think>", "</think>"))
-    renderer = Renderer(tmp_path)
+    renderer = TemplateRenderer(tmp_path)
     player = Player(TextCodec(write_tokenizer(tmp_path / "m", tokenizer, MISTRAL), renderer))
     assert len(player.codec.special) == 6
     player.text = '<think>hm</think>So.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
@@ -125,12 +125,12 @@ def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
     message = ask(player, CHAT, **HELLO, max_tokens=90)["choices"][0]["message"]
     assert message["content"].startswith('So.[{"name"'), "not asked for: it is text, as a chat would show it"
     ask(player, CHAT, **HELLO, tools=TOOLS, tool_choice="required")
-    assert player.asks[-1].sampling["grammar"].startswith("start: <[3]> ")
+    assert player.requests[-1].sampling["grammar"].startswith("start: <[3]> ")
     renderer.close()
 
 
 def test_a_template_that_refuses_says_why_and_not_where(
-    thinker: Player, renderer: Renderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
+    thinker: Player, renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch, thinking_client: httpx.Client
 ) -> None:
     codec = thinker.codec
     monkeypatch.setattr(renderer, "_model", codec.path)
@@ -143,7 +143,7 @@ def test_a_template_that_refuses_says_why_and_not_where(
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
-def test_the_embedded_pair(path: str, renderer: Renderer) -> None:
+def test_the_embedded_pair(path: str, renderer: TemplateRenderer) -> None:
     player = Player(TextCodec(DEMO, renderer))
     body: dict[str, Any] = {"input": "def f"} if path == RESPONSES else {**HELLO, "max_tokens": 50}
     answer = ask(player, path, **body)

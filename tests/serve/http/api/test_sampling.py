@@ -16,7 +16,7 @@ def asked(client: httpx.Client, player: Player, path: str = TEXT, **body: Any) -
     given = HELLO if path == CHAT else {"prompt": "def"}
     answer = client.post(path, json={**given, **body})
     assert answer.status_code == 200, answer.text
-    return player.asks[-1].sampling
+    return player.requests[-1].sampling
 
 
 def test_every_parameter(player: Player, client: httpx.Client) -> None:
@@ -33,7 +33,7 @@ def test_every_parameter(player: Player, client: httpx.Client) -> None:
 
 
 def test_defaults_are_the_models(player: Player, client: httpx.Client) -> None:
-    player.about = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
+    player.info = msgspec.structs.replace(READY, defaults={"temperature": 0.3, "top_k": 20, "max_tokens": 30})
     assert asked(client, player, CHAT, seed=1) == {"temperature": 0.3, "top_k": 20, "max_tokens": 30, "seed": 1}
     assert asked(client, player, CHAT, temperature=0, max_tokens=9)["temperature"] == 0
     assert asked(client, player, CHAT, temperature=1e-7)["temperature"] == 0.001
@@ -60,14 +60,14 @@ def test_the_longest_answer_is_cut_to_what_fits(player: Player, client: httpx.Cl
 
 def test_a_negative_prompt_is_rendered_as_a_prompt_is(player: Player, client: httpx.Client) -> None:
     sampling = asked(client, player, CHAT, guidance_scale=2, negative_prompt="b")
-    assert player.codec.spell(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
+    assert player.codec.token_text(sampling["negative_prompt_ids"]) == "<|user|>b<|end|><|bot|>"
     assert "negative_prompt_ids" not in asked(client, player, CHAT, negative_prompt="b")
     assert asked(client, player, guidance_scale=2)["negative_prompt_ids"] == []
 
 
 def test_a_population_is_as_the_server_was_started(player: Player, client: httpx.Client) -> None:
     plan = {"mode": "smc", "population": {"particles": 4, "power": 2.0}}
-    player.prepare(about=msgspec.structs.replace(READY, plan=plan), more={"exact": False})
+    player.prepare(info=msgspec.structs.replace(READY, plan=plan), more={"exact": False})
     answer = client.post(CHAT, json={**HELLO, "smc": {"particles": 4, "power": 2.0}}).json()
     assert answer["exact"] is False
     message = refused(client, CHAT, {**HELLO, "smc": {"particles": 8}}, "smc")
@@ -93,7 +93,7 @@ def test_filling_in_the_middle(player: Player, client: httpx.Client) -> None:
         vocab.update(zip(words, (310, 311, 312)))
         asked(client, player, prompt="def f", suffix="return")
         enc = player.codec.encode
-        assert player.asks[-1].prompt == [310, *enc("def f"), 311, *enc("return"), 312]
+        assert player.requests[-1].prompt == [310, *enc("def f"), 311, *enc("return"), 312]
     finally:
         for word in words:
             del vocab[word]
@@ -104,4 +104,4 @@ def test_likelihoods_of_a_prompt_alone(player: Player, client: httpx.Client) -> 
     answer = client.post(TEXT, json={"prompt": [[274, 9]], "max_tokens": 0, "echo": True, "logprobs": 1}).json()
     choice = answer["choices"][0]
     assert choice["text"] == player.codec.decode([274, 9]) and choice["logprobs"]["token_logprobs"] == [None, -0.5]
-    assert answer["usage"]["completion_tokens"] == 0 and player.asks[-1].sampling["max_tokens"] == 1
+    assert answer["usage"]["completion_tokens"] == 0 and player.requests[-1].sampling["max_tokens"] == 1

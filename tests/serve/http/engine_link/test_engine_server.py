@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from swiftspec.config import EngineConfig, PopulationConfig
-from swiftspec.llm import LLM, Running
+from swiftspec.llm import LLM, LLMBase
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_server import Service
-from swiftspec.serve.http.engine_link.frame_socket import Frames, Wire, packed
+from swiftspec.serve.http.engine_link.engine_server import EngineServer
+from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, encode_frame
 from swiftspec.serve.http.engine_link.frames import FromEngine
 from tests.support.tiny_checkpoints import make_pair
 from tests.support.workers import on_workers, started
@@ -29,21 +29,23 @@ LONG: dict[str, Any] = {"temperature": 0.8, "max_tokens": 60, "ignore_eos": True
 class Front:
     """A front end, and rank 0 in a thread behind it."""
 
-    def __init__(self, llm: Running, *, spans: bool = False) -> None:
-        here, self._end = socket.socketpair()
-        self._heard, self._told = os.pipe()
-        self._frames, self._in = Frames(FromEngine), list[Any]()
-        self._wire = Wire(here)
-        teller: Any = SimpleNamespace(wire=self._wire, renew=lambda beside: False)
-        kept: Any = SimpleNamespace(pulse=SimpleNamespace(work=lambda: None, rest=lambda: None), first=b"")
-        stopping: Any = SimpleNamespace(asked=False, heard=self._heard)
+    def __init__(self, llm: LLMBase, *, send_rpc_records: bool = False) -> None:
+        rank0_end, self._end = socket.socketpair()
+        self._wakeup_fds = os.pipe()
+        self._frames, self._in = FrameDecoder(FromEngine), list[Any]()
+        self._socket = FrameSocket(rank0_end)
+        publisher: Any = SimpleNamespace(socket=self._socket, reconnect=lambda wakeup_fd: False)
+        heartbeat = SimpleNamespace(mark_busy=lambda: None, mark_idle=lambda: None)
+        supervisor: Any = SimpleNamespace(pulse=heartbeat, first_message=b"")
+        stop: Any = SimpleNamespace(requested=False, wakeup_fd=self._wakeup_fds[0])
         session: Any = SimpleNamespace(llm=llm)
-        self.thread = threading.Thread(target=Service(session, teller, stopping, kept, spans=spans).run)
+        server = EngineServer(session, publisher, stop, supervisor, send_rpc_records=send_rpc_records)
+        self.thread = threading.Thread(target=server.run)
         self._end.settimeout(60)
         self.thread.start()
 
-    def say(self, *said: frames.Frame) -> None:
-        self._end.sendall(b"".join(map(packed, said)))
+    def send(self, *sent: frames.Frame) -> None:
+        self._end.sendall(b"".join(map(encode_frame, sent)))
 
     def next(self) -> Any:
         while not self._in:
@@ -53,17 +55,17 @@ class Front:
     def until_all_end(self, *numbers: int) -> dict[int, list[Any]]:
         """All frames of these requests, the last of each being what ended it."""
         found: dict[int, list[Any]] = {number: [] for number in numbers}
-        while not all(told and isinstance(told[-1], frames.Done | frames.Failed) for told in found.values()):
+        while not all(told and isinstance(told[-1], frames.DoneFrame | frames.FailedFrame) for told in found.values()):
             frame = self.next()
             found[frame.request].append(frame)
         return found
 
     def close(self) -> None:
-        self.say(frames.Leave())
+        self.send(frames.ShutdownFrame())
         self.thread.join(60)
-        self._wire.close(1)
-        for number in (self._heard, self._told):
-            os.close(number)
+        self._socket.close(1)
+        for descriptor in self._wakeup_fds:
+            os.close(descriptor)
         self._end.close()
         assert not self.thread.is_alive()
 
@@ -83,25 +85,25 @@ def front(llm: LLM) -> Iterator[Front]:
 
 
 def tokens(told: list[Any]) -> list[int]:
-    return [token for frame in told if isinstance(frame, frames.Chunk) for token in frame.token_ids]
+    return [token for frame in told if isinstance(frame, frames.TokensFrame) for token in frame.token_ids]
 
 
 def test_requests_join_end_and_leave_and_each_has_its_own_text(llm: LLM, front: Front) -> None:
     asked: dict[int, dict[str, Any]] = {n: LONG | {"seed": n, "max_tokens": 20 + 8 * n} for n in range(1, 6)}
     wanted = {n: llm.generate([5, n], SamplingParams(**sampling)).token_ids for n, sampling in asked.items()}
-    front.say(*(frames.Start(n, [5, n], sampling) for n, sampling in asked.items()))
-    front.say(frames.Cancel(77))  # one that has ended, or never was
+    front.send(*(frames.StartFrame(n, [5, n], sampling) for n, sampling in asked.items()))
+    front.send(frames.CancelFrame(77))  # one that has ended, or never was
     found = front.until_all_end(*asked)
     assert {n: tokens(told) for n, told in found.items()} == wanted
     for n, told in found.items():
-        assert isinstance(told[-1], frames.Done) and told[-1].timings["predicted_n"] == len(wanted[n])
-        assert told[-1].more["particles"] == 2 and told[-2].finish_reason == "length"
+        assert isinstance(told[-1], frames.DoneFrame) and told[-1].timings["predicted_n"] == len(wanted[n])
+        assert told[-1].extra["particles"] == 2 and told[-2].finish_reason == "length"
 
 
 def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> None:
     alone = llm.generate([5, 1], SamplingParams(**LONG)).stats.population
     for number, choices in ((1, None), (2, (2, 2)), (3, (1, 2))):
-        front.say(frames.Start(number, [5, 1], LONG, choices))
+        front.send(frames.StartFrame(number, [5, 1], LONG, choices))
     done = {number: told[-1] for number, told in front.until_all_end(1, 2, 3).items()}
     both = [([*each.tokens], "length", pytest.approx(each.weight)) for each in alone.choices(2)]
     told = {n: [(each.token_ids, each.finish_reason, each.weight) for each in done[n].choices] for n in done}
@@ -110,28 +112,32 @@ def test_choices_are_told_where_they_are_asked_for(llm: LLM, front: Front) -> No
 
 def test_one_that_is_cancelled_or_refused_ends_alone(llm: LLM, front: Front) -> None:
     wanted = llm.generate([5, 1], SamplingParams(**LONG)).token_ids
-    front.say(frames.Start(1, [5, 1], LONG), frames.Start(2, [5, 2], LONG))
+    front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     first = {front.next().request for _ in range(8)}
     assert first == {1, 2}, "side by side"
-    front.say(frames.Start(3, [5], {"temperature": 0.0}), frames.Start(4, [], LONG), frames.Start(5, [5, 5], LONG))
-    front.say(frames.Start(6, [5] * 96, LONG), frames.Cancel(5), frames.Cancel(2))
+    front.send(
+        frames.StartFrame(3, [5], {"temperature": 0.0}),
+        frames.StartFrame(4, [], LONG),
+        frames.StartFrame(5, [5, 5], LONG),
+    )
+    front.send(frames.StartFrame(6, [5] * 96, LONG), frames.CancelFrame(5), frames.CancelFrame(2))
     found = front.until_all_end(1, 2, 3, 4, 5, 6)
     assert tokens(found[1])[-20:] == wanted[-20:]
-    assert isinstance(found[2][-1], frames.Done) and len(tokens(found[2])) < 60
-    assert found[3] == [frames.Failed(3, found[3][0].message, True)] and "mode smc samples" in found[3][0].message
+    assert isinstance(found[2][-1], frames.DoneFrame) and len(tokens(found[2])) < 60
+    assert found[3] == [frames.FailedFrame(3, found[3][0].message, True)] and "mode smc samples" in found[3][0].message
     assert found[4][-1].user and "empty" in found[4][-1].message
     assert found[6][-1].user and "the prompt of 96 tokens does not fit" in found[6][-1].message
-    assert isinstance(found[5][-1], frames.Done) and tokens(found[5]) == []
+    assert isinstance(found[5][-1], frames.DoneFrame) and tokens(found[5]) == []
 
 
 def test_a_front_end_that_is_gone_ends_them_all(llm: LLM) -> None:
     front = Front(llm)
-    front.say(frames.Start(1, [5, 1], LONG), frames.Start(2, [5, 2], LONG))
+    front.send(frames.StartFrame(1, [5, 1], LONG), frames.StartFrame(2, [5, 2], LONG))
     front.next()
     front._end.shutdown(socket.SHUT_RDWR)
     front.thread.join(60)
     assert not front.thread.is_alive()
-    front._wire.close(1)
+    front._socket.close(1)
     assert llm.generate([5], SamplingParams(max_tokens=2)).finish_reason is not None
 
 
@@ -140,14 +146,15 @@ def test_exchanges_with_a_worker_go_with_the_tokens_of_their_round(tmp_path: Pat
     target, draft = make_pair(tmp_path)
     asked = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
     with started("draft", draft) as worker, on_workers(target, worker.named(), mode="serial", draft_steps=2) as running:
-        for spans in (True, False):
-            front = Front(running, spans=spans)
+        for send_rpc_records in (True, False):
+            front = Front(running, send_rpc_records=send_rpc_records)
             try:
                 for number in (1, 2):
-                    front.say(frames.Start(number, [5, number], asked))
+                    front.send(frames.StartFrame(number, [5, number], asked))
                     *chunks, done = front.until_all_end(number)[number]
-                    rounds = [[hop.round for hop in chunk.hops] for chunk in chunks]
-                    assert rounds == ([[at - 1] for at in range(len(chunks))] if spans else [[]] * len(chunks))
-                    assert isinstance(done, frames.Done) and done.metrics["drafter_lost"] is None
+                    rounds = [[hop.round for hop in chunk.rpc_records] for chunk in chunks]
+                    wanted = [[at - 1] for at in range(len(chunks))] if send_rpc_records else [[]] * len(chunks)
+                    assert rounds == wanted
+                    assert isinstance(done, frames.DoneFrame) and done.metrics["drafter_lost"] is None
             finally:
                 front.close()

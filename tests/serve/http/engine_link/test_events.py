@@ -13,36 +13,36 @@ import pytest
 from fastapi import FastAPI
 from starlette.types import Message
 
-from swiftspec.messages import Opening, Proposal, VerifyResult
-from swiftspec.observe.round_records import Round
+from swiftspec.messages import Proposal, RequestStart, VerifyResult
+from swiftspec.observe.round_records import RoundRecord
 from swiftspec.params import SamplingParams
 from swiftspec.serve.http.engine_link import events as module
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.engine_client import RemoteEngine
-from swiftspec.serve.http.engine_link.events import Events, router
-from swiftspec.serve.http.engine_link.frames import Event, Ready
-from swiftspec.serve.http.engine_link.trace_frames import as_frame
+from swiftspec.serve.http.engine_link.engine_client import EngineClient
+from swiftspec.serve.http.engine_link.engine_server import to_trace_frame
+from swiftspec.serve.http.engine_link.events import TraceEventBuffer, trace_events_router
+from swiftspec.serve.http.engine_link.frames import EngineInfo, TraceEvent
 from swiftspec.serve.text.codec import TextCodec
 from swiftspec.tree.tree import DraftTree
 from tests.support.http import Player
-from tests.support.scripted_rank import Rank0, Stage, act, play
+from tests.support.scripted_rank import Link, Rank0, run_link, run_with_rank0
 
-READY = Ready("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0, {"swiftspec_trace": 1})
+READY = EngineInfo("m", None, 100, 50, [1], {}, {"mode": "ar"}, 1.0, {"swiftspec_trace": 1})
 
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FRAME", 0.0)
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.0)
 
 
-def line(number: int, *tokens: int) -> Event:
-    return Event("round", b'{"round":%d}' % number, list(tokens))
+def line(number: int, *tokens: int) -> TraceEvent:
+    return TraceEvent("round", b'{"round":%d}' % number, list(tokens))
 
 
-async def read(events: Events, after: int | None, count: int) -> list[Any]:
+async def read(events: TraceEventBuffer, after: int | None, count: int) -> list[Any]:
     """The next so many things that a listener gets: ids, or how many it missed."""
     got: list[Any] = []
-    async with aclosing(events.follow(after)) as followed:
+    async with aclosing(events.subscribe(after)) as followed:
         async for some in followed:
             got += [one if isinstance(one, int) else {"id": one.number, **json.loads(one.event.line)} for one in some]
             if len(got) >= count:
@@ -57,7 +57,7 @@ def run(scene: Coroutine[Any, Any, None]) -> None:
 def test_a_listener_goes_on_where_it_stopped_and_hears_what_it_missed() -> None:
     async def scene() -> None:
         said: list[bool] = []
-        events = Events(said.append, most=4)
+        events = TraceEventBuffer(said.append, max_events=4)
         events.begin(READY)  # 1
         events.put(line(2), line(3))
         head = {"id": 0, "swiftspec_trace": 1}
@@ -73,10 +73,10 @@ def test_a_listener_goes_on_where_it_stopped_and_hears_what_it_missed() -> None:
 
 def test_the_ring_is_bounded_in_bytes() -> None:
     async def scene() -> None:
-        events = Events(lambda on: None, most_bytes=40)
+        events = TraceEventBuffer(lambda on: None, max_bytes=40)
         events.put(*(line(number) for number in range(10)))
         assert await read(events, 0, 4) == [7, *({"id": number + 1, "round": number} for number in (7, 8, 9))]
-        events.put(Event("begin", b"x" * 41, []))
+        events.put(TraceEvent("begin", b"x" * 41, []))
         events.put(line(0))
         assert await read(events, 10, 2) == [1, {"id": 12, "round": 0}]
 
@@ -86,9 +86,11 @@ def test_the_ring_is_bounded_in_bytes() -> None:
 class Caller:
     """A client of the endpoint, who leaves when told."""
 
-    def __init__(self, events: Events, codec: TextCodec | None, query: str = "", last: str | None = None) -> None:
+    def __init__(
+        self, events: TraceEventBuffer, codec: TextCodec | None, query: str = "", last: str | None = None
+    ) -> None:
         self._app = FastAPI()
-        self._app.include_router(router(events, lambda: codec))
+        self._app.include_router(trace_events_router(events, lambda: codec))
         headers = [] if last is None else [(b"last-event-id", last.encode())]
         self._scope = {
             "type": "http", "method": "GET", "path": "/v1/spec/events", "raw_path": b"/v1/spec/events",
@@ -120,13 +122,13 @@ def test_the_stream_has_ids_kinds_and_each_text_once(player: Player) -> None:
 
     async def scene() -> None:
         said: list[bool] = []
-        events = Events(said.append)
+        events = TraceEventBuffer(said.append)
         events.begin(READY)
         caller = Caller(events, codec, "after=1")
         asking = asyncio.create_task(caller.run())
         await caller.until("head")
         assert said == [True] and caller.status == 200
-        one, other = codec.encode("a", special=False)[0], codec.encode("b", special=False)[0]
+        one, other = codec.encode("a", add_special_tokens=False)[0], codec.encode("b", add_special_tokens=False)[0]
         events.put(line(2, one), line(3, one, other))
         await caller.until("id: 3")
         caller.gone.set()
@@ -143,7 +145,7 @@ def test_the_stream_has_ids_kinds_and_each_text_once(player: Player) -> None:
 @pytest.mark.parametrize(("query", "last"), [("after=5", None), ("", "5"), ("after=9", "5")])
 def test_a_browser_comes_back(query: str, last: str | None) -> None:
     async def scene() -> None:
-        events = Events(lambda on: None, most=3)
+        events = TraceEventBuffer(lambda on: None, max_events=3)
         events.put(*(line(number) for number in range(1, 10)))
         caller = Caller(events, None, query, last)
         asking = asyncio.create_task(caller.run())
@@ -156,42 +158,42 @@ def test_a_browser_comes_back(query: str, last: str | None) -> None:
 
 
 def test_rank_0_is_told_when_somebody_listens_also_a_new_one() -> None:
-    async def scene(stage: Stage) -> None:
-        engine, first = stage.engine, stage.rank0
+    async def scene(link: Link) -> None:
+        engine, first = link.engine, link.rank0
         reading = asyncio.create_task(read(engine.events, None, 3))
-        assert await first.next() == frames.Watch(True)
-        first.say(frames.Events([line(1), line(2)]))
+        assert await first.next() == frames.SubscribeFrame(True)
+        first.send(frames.TraceEventsFrame([line(1), line(2)]))
         assert len(await reading) == 3
-        assert await first.next() == frames.Watch(False)
+        assert await first.next() == frames.SubscribeFrame(False)
         again = asyncio.create_task(read(engine.events, None, 2))
-        assert await first.next() == frames.Watch(True)
-        await stage.lose()
-        second = await stage.anew(READY)
-        assert await second.next() == frames.Watch(True)
+        assert await first.next() == frames.SubscribeFrame(True)
+        await link.lose_rank0()
+        second = await link.restart_rank0(READY)
+        assert await second.next() == frames.SubscribeFrame(True)
         assert (await again)[1] == {"id": 4, "swiftspec_trace": 1}
-        await stage.lose()
+        await link.lose_rank0()
 
-    act(scene, READY)
+    run_link(scene, READY)
 
 
 def test_nobody_listens_and_nobody_is_told() -> None:
-    async def scene(engine: RemoteEngine, rank0: Rank0) -> None:
-        engine.serving()
-        assert await rank0.next() == frames.Serving()
+    async def scene(engine: EngineClient, rank0: Rank0) -> None:
+        engine.announce_serving()
+        assert await rank0.next() == frames.ServingFrame()
 
-    play(scene)
+    run_with_rank0(scene)
 
 
 def test_lines_as_they_travel() -> None:
     tree = DraftTree(9, 2)
     tree.reset(7)
     tree.add_children(tree.best_leaves(1).nodes, np.array([[3, 4]]), np.array([[-0.5, float("-inf")]]))
-    opening = Opening(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
-    begin = {"request": 1, "begin": {"prompt": opening.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
+    opening = RequestStart(1, (5, 6), SamplingParams(logit_bias={3: 1.0}), 2)
+    start_request = {"request": 1, "begin": {"prompt": opening.prompt, "sampling": {"logit_bias": {3: 1.0}}}}
     proposal, result = Proposal(1, 0, 1, (7, 3), (-1, 0)), VerifyResult(1, 0, 1, (0,), (9,))
     grown: Any = tree.state.tobytes(), 1, [(0.0, 0.5, 1)]
-    noted = Round(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))
-    told = as_frame([begin, noted, {"request": 1, "end": {}}]).events
+    noted = RoundRecord(proposal, result, [float(at) for at in range(7)], True, 0.5, [0.25], (grown, grown))
+    told = to_trace_frame([start_request, noted, {"request": 1, "end": {}}]).events
     assert [event.kind for event in told] == ["begin", "round", "end"]
     assert told[0].tokens == [5, 6] and told[1].tokens == [3, 4, 7, 9]
     assert json.loads(told[1].line)["draft"]["tree"] == {

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swiftspec.serve.http.engine_link import frames
-from swiftspec.serve.http.engine_link.frame_socket import Frames, FrontEndLost, Wire, packed
+from swiftspec.serve.http.engine_link.frame_socket import FrameDecoder, FrameSocket, FrontEndLost, encode_frame
 from swiftspec.serve.http.engine_link.frames import FromEngine, ToEngine
 
-START = frames.Start(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [4]})
+START = frames.StartFrame(7, [1, 2, 3], {"temperature": 0.5, "stop_token_ids": [4]})
 
 
 @given(st.lists(st.integers(1, 40), min_size=1))
 def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
-    told = [START, frames.Cancel(7), frames.Leave(), START]
-    data, found, reader = b"".join(map(packed, told)), [], Frames(ToEngine)
+    told = [START, frames.CancelFrame(7), frames.ShutdownFrame(), START]
+    data, found, reader = b"".join(map(encode_frame, told)), [], FrameDecoder(ToEngine)
     while data:
         cut = cuts[0]
         cuts = cuts[1:] + cuts[:1]
@@ -29,25 +29,27 @@ def test_frames_come_whole_and_in_order(cuts: list[int]) -> None:
     assert found == told
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", packed(frames.Drain()), b"\0\0\0\1\xc1"])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_frame(frames.DrainFrame()), b"\0\0\0\1\xc1"])
 def test_what_is_no_frame_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError):
-        Frames(ToEngine).push(data)
+        FrameDecoder(ToEngine).push(data)
 
 
 def test_likelihoods_travel() -> None:
-    chunk = frames.Chunk(1, [5, 6], 1, [frames.Likelihood(-0.5, [(5, -0.5)]), frames.Likelihood(-1.0, [])], "stop")
-    assert Frames(FromEngine).push(packed(chunk)) == [chunk]
+    chunk = frames.TokensFrame(
+        1, [5, 6], 1, [frames.TokenLogprob(-0.5, [(5, -0.5)]), frames.TokenLogprob(-1.0, [])], "stop"
+    )
+    assert FrameDecoder(FromEngine).push(encode_frame(chunk)) == [chunk]
 
 
 def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
     here, there = socket.socketpair()
     with there:
-        wire = Wire(here)
-        many = [frames.Chunk(1, list(range(1000)), 0) for _ in range(1000)]
+        wire = FrameSocket(here)
+        many = [frames.TokensFrame(1, list(range(1000)), 0) for _ in range(1000)]
         for chunk in many:
             wire.send(chunk)
-        reader, found = Frames(FromEngine), []
+        reader, found = FrameDecoder(FromEngine), []
         there.setblocking(False)
         while len(found) < len(many):
             assert wire.poll() is None
@@ -63,25 +65,25 @@ def test_rank_0_never_waits_for_a_front_end_that_does_not_read() -> None:
 def test_what_was_sent_leaves_before_the_end() -> None:
     here, there = socket.socketpair()
     with there:
-        wire = Wire(here)
+        wire = FrameSocket(here)
         wire.send(START)
         wire.close(5)
-        assert Frames(ToEngine).push(there.recv(1 << 10)) == [START]
+        assert FrameDecoder(ToEngine).push(there.recv(1 << 10)) == [START]
 
 
 def test_an_end_does_not_wait_for_a_front_end_that_does_not_read() -> None:
     here, there = socket.socketpair()
     with there:
-        wire = Wire(here)
+        wire = FrameSocket(here)
         for _ in range(1000):
-            wire.send(frames.Chunk(1, list(range(1000)), 0))
+            wire.send(frames.TokensFrame(1, list(range(1000)), 0))
         wire.close(0.1)
         assert here.fileno() == -1
 
 
 def test_a_front_end_that_is_gone_is_noticed_by_whoever_sends() -> None:
     here, there = socket.socketpair()
-    wire = Wire(here)
+    wire = FrameSocket(here)
     there.close()
     with pytest.raises(FrontEndLost, match="the HTTP front end is gone"):
         while True:
@@ -94,10 +96,10 @@ def test_rank_0_hears_frames_and_the_file_beside() -> None:
     here, there = socket.socketpair()
     heard, told = os.pipe()
     with there:
-        wire = Wire(here)
-        there.sendall(packed(START) + packed(frames.Cancel(7)))
+        wire = FrameSocket(here)
+        there.sendall(encode_frame(START) + encode_frame(frames.CancelFrame(7)))
         assert wire.wait(heard) == START
-        assert wire.poll() == frames.Cancel(7)
+        assert wire.poll() == frames.CancelFrame(7)
         assert wire.poll() is None
         os.write(told, b".")
         assert wire.wait(heard) is None

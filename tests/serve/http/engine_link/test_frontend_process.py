@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from swiftspec.serve.http.engine_link.address import LOOPBACK, names_of
+from swiftspec.serve.http.engine_link.frontend_process import LOOPBACK, local_host_names
 
 
 def test_names_follow_the_address() -> None:
-    assert names_of("0.0.0.0") is None and names_of("192.168.1.2") is None and names_of("::") is None
-    assert names_of("localhost") == names_of("127.0.0.1") == names_of("::1") == LOOPBACK
-    assert names_of("127.0.0.2") == LOOPBACK | {"127.0.0.2"}
+    assert (
+        local_host_names("0.0.0.0") is None
+        and local_host_names("192.168.1.2") is None
+        and local_host_names("::") is None
+    )
+    assert local_host_names("localhost") == local_host_names("127.0.0.1") == local_host_names("::1") == LOOPBACK
+    assert local_host_names("127.0.0.2") == LOOPBACK | {"127.0.0.2"}

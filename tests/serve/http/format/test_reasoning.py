@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.serve.http.format.reasoning import Reasoning
+from swiftspec.serve.http.format.reasoning import ReasoningParser
 
 WORDS = st.lists(st.sampled_from(["<think>", "</think>", "<", "</th", "\n", " ", "a", "<thin", ">"]), max_size=12)
 
 
 def split(text: str, begun: bool, cuts: list[int]) -> tuple[str, str, int | None]:
-    reasoning, thought, said, at = Reasoning(begun), "", "", 0
+    reasoning, thought, said, at = ReasoningParser(begun), "", "", 0
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         more = reasoning.push(text[at:end])
         thought, said, at = thought + more[0], said + more[1], end
     more = reasoning.push(text[at:], last=True)
-    return thought + more[0], said + more[1], reasoning.end
+    return thought + more[0], said + more[1], reasoning.reasoning_end
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_it_does_not_depend_on_the_pieces(words: list[str], begun: bool, cuts: l
 @given(WORDS, st.integers(0, 60))
 def test_nothing_certain_is_held_back(words: list[str], cut: int) -> None:
     """Once an answer is said it goes out whole."""
-    reasoning = Reasoning(False)
+    reasoning = ReasoningParser(False)
     reasoning.push("<think>a</think>b")
     assert reasoning.push("".join(words)) == ("", "".join(words))
-    assert reasoning.end == len("<think>a</think>")
+    assert reasoning.reasoning_end == len("<think>a</think>")

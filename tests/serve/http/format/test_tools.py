@@ -9,8 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swiftspec.serve.http.format.tools import HERMES, LLAMA, MISTRAL, Calls, Format, forced, format_of
-from swiftspec.serve.http.grammar import grammar_of
+from swiftspec.serve.http.format.tools import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ToolCallFormat,
+    ToolCallParser,
+    detect_tool_format,
+    forced_call_grammar,
+)
+from swiftspec.serve.http.grammar import build_grammar
 
 ONE, OTHER = '{"name": "f", "arguments": {"a": "</tool_call>"}}', '{"name": "g", "arguments": {}}'
 CASES = [
@@ -30,24 +38,24 @@ CASES = [
 ]
 
 
-def read(format: Format, text: str, cuts: list[int]) -> tuple[str, list[str], list[str]]:
-    calls, said, found, at = Calls(format, ("f", "g")), "", [], 0
+def read(format: ToolCallFormat, text: str, cuts: list[int]) -> tuple[str, list[str], list[str]]:
+    calls, said, found, at = ToolCallParser(format, ("f", "g")), "", [], 0
     for end in sorted({min(cut, len(text)) for cut in cuts}):
         more = calls.push(text[at:end])
         said, at = said + more[0], end
         found += more[1]
     more = calls.push(text[at:], last=True)
     found += more[1]
-    return said + more[0], [call.name for call in found], [call.arguments for call in found]
+    return said + more[0], [call.name for call in found], [call.arguments_json for call in found]
 
 
 @pytest.mark.parametrize(("format", "text", "said", "names"), CASES)
-def test_each_format(format: Format, text: str, said: str, names: list[str]) -> None:
+def test_each_format(format: ToolCallFormat, text: str, said: str, names: list[str]) -> None:
     assert read(format, text, [])[:2] == (said, names)
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 160), max_size=160))
-def test_it_does_not_depend_on_the_pieces(case: tuple[Format, str, str, list[str]], cuts: list[int]) -> None:
+def test_it_does_not_depend_on_the_pieces(case: tuple[ToolCallFormat, str, str, list[str]], cuts: list[int]) -> None:
     assert read(case[0], case[1], cuts) == read(case[0], case[1], [])
 
 
@@ -59,29 +67,29 @@ def test_any_text_in_single_characters(words: list[str]) -> None:
 
 
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:
-    calls = Calls(HERMES, ())
+    calls = ToolCallParser(HERMES, ())
     assert calls.push(f"a <tool_call>{OTHER}</tool_cal") == ("a", [])
     said, found = calls.push("l>")
-    assert (said, [call.name for call in found], calls.count) == ("", ["g"], 1)
+    assert (said, [call.name for call in found], calls.num_calls) == ("", ["g"], 1)
     assert found[0].id.startswith("call_")
-    assert len(Calls(MISTRAL, ()).push(f"[TOOL_CALLS][{OTHER}]", last=True)[1][0].id) == 9
+    assert len(ToolCallParser(MISTRAL, ()).push(f"[TOOL_CALLS][{OTHER}]", last=True)[1][0].id) == 9
 
 
 def test_what_a_template_shows() -> None:
-    assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
-    assert format_of("{{ tools }} [TOOL_CALLS]") is MISTRAL
+    assert detect_tool_format("{% if tools %}<tool_call>{% endif %}") is HERMES
+    assert detect_tool_format("{{ tools }} [TOOL_CALLS]") is MISTRAL
     for shown in ('{"name": function name, "parameters": dictionary}', r"{\"name\": x, \"parameters\": y}"):
-        assert format_of("{{ tools }} " + shown) is LLAMA
+        assert detect_tool_format("{{ tools }} " + shown) is LLAMA
     for other in ("{{ tools }}", "<tool_call>", "{{ tools }} <tool_call><function=f>", "{{ tools['parameters'] }}"):
-        assert format_of(other) is None
+        assert detect_tool_format(other) is None
 
 
 @pytest.mark.parametrize("format", [HERMES, MISTRAL, LLAMA])
-def test_a_forced_call_is_what_is_read(format: Format) -> None:
+def test_a_forced_call_is_what_is_read(format: ToolCallFormat) -> None:
     """The grammar takes a call that the reader reads, and no other."""
     bytes_only = llguidance.LLTokenizer("byte")
     schema = {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
-    grammar = grammar_of("lark", forced(format, {"f": schema, "g": {}}, None))
+    grammar = build_grammar("lark", forced_call_grammar(format, {"f": schema, "g": {}}, None))
 
     def takes(value: object) -> bool:
         matcher = llguidance.LLMatcher(bytes_only, grammar)
@@ -90,7 +98,7 @@ def test_a_forced_call_is_what_is_read(format: Format) -> None:
         taken = matcher.try_consume_tokens(list(text.encode()))
         return taken == len(text.encode()) and matcher.is_accepting()
 
-    assert takes({"name": "f", format.arguments: {"n": 1}})
-    assert not takes({"name": "f", format.arguments: {"n": "one"}})
-    assert takes({"name": "g", format.arguments: {"x": [1]}})
-    assert not takes({"name": "h", format.arguments: {}})
+    assert takes({"name": "f", format.arguments_key: {"n": 1}})
+    assert not takes({"name": "f", format.arguments_key: {"n": "one"}})
+    assert takes({"name": "g", format.arguments_key: {"x": [1]}})
+    assert not takes({"name": "h", format.arguments_key: {}})

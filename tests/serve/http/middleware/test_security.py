@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swiftspec.serve.http.engine_link.address import names_of
-from swiftspec.serve.http.middleware.security import DEEPEST, MOST_HEADERS, Guard, depth
-from swiftspec.serve.http.observe.request_metrics import VISIT
+from swiftspec.serve.http.engine_link.frontend_process import local_host_names
+from swiftspec.serve.http.middleware.request_id import RequestIdMiddleware
+from swiftspec.serve.http.middleware.security import MAX_HEADERS, MAX_JSON_DEPTH, SecurityMiddleware, json_depth
+from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT
 
 Answer = tuple[int, dict[str, str], Any]
 
@@ -25,7 +26,7 @@ class Inside:
         self.bodies: list[bytes] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.visit = VISIT.get()
+        self.visit = REQUEST_CONTEXT.get()
         self.headers = dict(scope["headers"])
         self.bodies.append((await receive())["body"])
         self.later = await receive()
@@ -34,7 +35,8 @@ class Inside:
 
 
 def ask(
-    guard: Guard, path: str = "/v1/models", headers: Iterable[tuple[str, str]] = (), body: Iterable[bytes] = (b"",),
+    guard: SecurityMiddleware, path: str = "/v1/models", headers: Iterable[tuple[str, str]] = (), body:
+    Iterable[bytes] = (b"",),
     method: str = "POST",
 ) -> Answer:  # fmt: skip
     """One request in pieces; more than those must not be read. Returns status, headers and JSON."""
@@ -52,15 +54,15 @@ def ask(
 
     raw = [(name.lower().encode(), value.encode()) for name, value in headers]
     scope = {"type": "http", "method": method, "path": path, "headers": raw, "query_string": b""}
-    asyncio.run(guard(scope, receive, send))
+    asyncio.run(RequestIdMiddleware(guard)(scope, receive, send))
     start, *rest = sent
-    told = {name.decode(): value.decode() for name, value in start["headers"]}
-    return start["status"], told, json.loads(b"".join(part["body"] for part in rest))
+    response_headers = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], response_headers, json.loads(b"".join(part["body"] for part in rest))
 
 
 def test_a_key_is_asked_for_everywhere_but_at_health_and_the_page() -> None:
     inside, reasons = Inside(), list[str]()
-    guard = Guard(inside, ["one", "zwö"], refused=reasons.append)
+    guard = SecurityMiddleware(inside, ["one", "zwö"], on_refusal=reasons.append)
     paths = (
         "/v1/models", "/metrics", "/health/generate", "/health/", "/openapi.json", "//health", "//", "/page", "/pages",
     )  # fmt: skip
@@ -80,16 +82,16 @@ def test_a_key_is_asked_for_everywhere_but_at_health_and_the_page() -> None:
 
 @pytest.mark.parametrize("value", ["", "Bearer", "Bearer ", "Bearer on", "Bearer onee", "Basic one", "one"])
 def test_what_is_no_key_is_refused(value: str) -> None:
-    assert ask(Guard(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401
+    assert ask(SecurityMiddleware(Inside(), ["one"]), headers=[("Authorization", value)])[0] == 401
 
 
 def test_an_anthropic_client_is_refused_in_its_words() -> None:
-    _, _, said = ask(Guard(Inside(), ["one"]), "/v1/messages")
+    _, _, said = ask(SecurityMiddleware(Inside(), ["one"]), "/v1/messages")
     assert said["type"] == "error" and said["error"]["type"] == "authentication_error"
 
 
 def test_without_a_key_only_names_of_this_machine_are_served() -> None:
-    guard = Guard(Inside(), hosts=names_of("127.0.0.1"))
+    guard = SecurityMiddleware(Inside(), allowed_hosts=local_host_names("127.0.0.1"))
     for host in ("localhost", "127.0.0.1:8000", "[::1]:8000", "LocalHost:1"):
         assert ask(guard, headers=[("Host", host)])[0] == 200
     for host in (
@@ -107,7 +109,7 @@ def test_without_a_key_only_names_of_this_machine_are_served() -> None:
 
 def test_a_body_too_large_is_not_read_to_its_end() -> None:
     inside, reasons = Inside(), list[str]()
-    guard = Guard(inside, refused=reasons.append, most_body=10)
+    guard = SecurityMiddleware(inside, on_refusal=reasons.append, max_body_bytes=10)
     assert ask(guard, body=[b"12345", b"67890"])[0] == 200 and inside.bodies == [b"1234567890"]
     assert inside.later == {"type": "http.disconnect"}
     told: list[tuple[list[tuple[str, str]], list[bytes]]] = [
@@ -120,15 +122,15 @@ def test_a_body_too_large_is_not_read_to_its_end() -> None:
 
 
 def test_a_flood_of_headers_is_refused() -> None:
-    guard = Guard(Inside())
-    assert ask(guard, headers=[("a", "b")] * (MOST_HEADERS - 1))[0] == 200  # the id is one more
-    for headers in ([("a", "b")] * (MOST_HEADERS + 1), [("a", "b" * 9000)]):
+    guard = SecurityMiddleware(Inside())
+    assert ask(guard, headers=[("a", "b")] * (MAX_HEADERS - 1))[0] == 200  # the id is one more
+    for headers in ([("a", "b")] * (MAX_HEADERS + 1), [("a", "b" * 9000)]):
         assert ask(guard, headers=headers)[0] == 431
 
 
 def test_an_answer_has_the_clients_id_or_one_of_its_own() -> None:
     inside = Inside()
-    guard = Guard(inside, ["one"])
+    guard = SecurityMiddleware(inside, ["one"])
     for path in ("/health", "/v1/models"):
         assert ask(guard, path, [("X-Request-Id", "mine-1")])[1]["x-request-id"] == "mine-1"
         for bad in ("", "two words", "x" * 129, "zwö"):
@@ -141,9 +143,9 @@ def test_an_answer_has_the_clients_id_or_one_of_its_own() -> None:
 
 @pytest.mark.parametrize("opened", ["[", '{"a":'])
 def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
-    guard = Guard(Inside())
+    guard = SecurityMiddleware(Inside())
     closed = "]" if opened == "[" else "}"
-    for deep, status in ((DEEPEST, 200), (DEEPEST + 1, 400), (100_000, 400)):
+    for deep, status in ((MAX_JSON_DEPTH, 200), (MAX_JSON_DEPTH + 1, 400), (100_000, 400)):
         body = opened * deep + "1" + closed * deep
         assert ask(guard, body=[body.encode()])[0] == status
     assert ask(guard, body=[(opened * 1000).encode()])[0] == 400  # not even whole
@@ -151,7 +153,7 @@ def test_deep_json_is_refused_and_deep_text_is_not(opened: str) -> None:
 
 
 def test_json_in_utf16_which_would_hide_its_depth_is_refused() -> None:
-    assert ask(Guard(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
+    assert ask(SecurityMiddleware(Inside()), body=["[1]".encode("utf-16-le")])[0] == 400
 
 
 def test_a_client_that_leaves_before_its_body_ends_is_none() -> None:
@@ -165,7 +167,7 @@ def test_a_client_that_leaves_before_its_body_ends_is_none() -> None:
         raise AssertionError
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
-    asyncio.run(Guard(inside)(scope, receive, send))
+    asyncio.run(SecurityMiddleware(inside)(scope, receive, send))
     assert not inside.bodies
 
 
@@ -183,13 +185,13 @@ def deepest(value: Any) -> int:
 
 @given(JSON, st.booleans())
 def test_the_depth_is_that_of_the_value(value: Any, ascii_only: bool) -> None:
-    assert depth(json.dumps(value, ensure_ascii=ascii_only).encode()) == deepest(value)
+    assert json_depth(json.dumps(value, ensure_ascii=ascii_only).encode()) == deepest(value)
 
 
 @given(st.text('[]{}"\\,:1 ', max_size=30))
 def test_no_parser_comes_deeper_than_the_depth_that_is_seen(text: str) -> None:
     """A prefix of `text` that a parser takes can be closed to a whole value no deeper than what was seen."""
-    seen = depth(text.encode())
+    seen = json_depth(text.encode())
     for end in range(len(text) + 1):
         for closing in ("", '"', "1", '":1'):
             prefix = text[:end] + closing

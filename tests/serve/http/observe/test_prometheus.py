@@ -17,20 +17,25 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.engine import Ask, Broken, Refused, State
+from swiftspec.serve.http.engine_link.engine import (
+    EngineRequest,
+    EngineState,
+    GenerationFailedError,
+    RequestRejectedError,
+)
 from swiftspec.serve.http.engine_link.frames import RankState
-from swiftspec.serve.http.observe.prometheus import Metrics, router
-from swiftspec.serve.http.observe.request_metrics import Watched
-from tests.support.scripted_engine import Played, Ticks, served, whole
+from swiftspec.serve.http.observe.prometheus import PrometheusMetrics, metrics_router
+from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine
+from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
 
 ROOT = Path(__file__).parents[4]
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def samples(metrics: Metrics) -> Samples:
+def samples(metrics: PrometheusMetrics) -> Samples:
     """Name and labels, but for the model's, to the value."""
     found: Samples = {}
-    for family in text_string_to_metric_families(metrics.text().decode()):
+    for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             assert labels.pop("model_name") == "m" and sample.name.startswith("swiftspec:")
@@ -40,14 +45,14 @@ def samples(metrics: Metrics) -> Samples:
 
 def after(*answers: Any) -> Samples:
     """What is told after these answers."""
-    engine = Played(*answers)
-    metrics = Metrics(engine, "m")
-    watched = Watched(engine, [metrics.count], Ticks())
+    engine = ScriptedEngine(*answers)
+    metrics = PrometheusMetrics(engine, "m")
+    watched = InstrumentedEngine(engine, [metrics.record_request], TickingClock())
 
     async def all_of_them() -> None:
         for _ in answers:
-            with suppress(Refused, Broken):
-                await served(watched, Ask([1, 2, 3], {}))
+            with suppress(RequestRejectedError, GenerationFailedError):
+                await collect_frames(watched, EngineRequest([1, 2, 3], {}))
 
     asyncio.run(all_of_them())
     return samples(metrics)
@@ -63,7 +68,7 @@ def costs(draw: st.DrawFn) -> Stats:
     rounds = [(n, draw(st.integers(0, n))) for n in draw(st.lists(st.integers(0, 7), max_size=4))]
     times = [draw(st.floats(0, 3)) for _ in range(5)]
     return Stats(
-        prompt_tokens=3, kept_tokens=draw(st.integers(0, 3)), prompt_time=times[0], first_token_time=times[1],
+        prompt_tokens=3, cached_tokens=draw(st.integers(0, 3)), prompt_time=times[0], first_token_time=times[1],
         decode_time=times[2], target_busy_time=times[3], draft_busy_time=times[4], rounds=len(rounds),
         drafted=sum(n for n, _ in rounds), accepted=sum(a for _, a in rounds),
         verified=[((-1, *range(n)), tuple(range(a + 1)), ()) for n, a in rounds],
@@ -73,7 +78,7 @@ def costs(draw: st.DrawFn) -> Stats:
 @settings(max_examples=40, deadline=None)
 @given(st.lists(costs(), max_size=3))
 def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
-    answers = [whole(one, [2, 1]) for one in stats]
+    answers = [complete_frames(one, [2, 1]) for one in stats]
     found = after(*answers)
     told = [frames[-1] for frames in answers]
     spec = [one.metrics["speculative_decoding"] for one in told]  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,13 +110,17 @@ def test_totals_are_the_sums_over_the_answers(stats: list[Stats]) -> None:
 def test_the_rest_of_a_round_is_what_neither_model_takes() -> None:
     cost = Stats(decode_time=2.0, target_busy_time=1.0, draft_busy_time=0.5)
     for mode, rest in (("serial", 0.5), ("async", 1.0)):  # there the draft runs beside the target
-        found = after(whole(cost, [1], mode))
+        found = after(complete_frames(cost, [1], mode))
         assert [total(found, "round_seconds_total", phase=p) for p in ("verify", "draft", "rest")] == [1.0, 0.5, rest]
         assert total(found, "overlap_ratio") == 0.5
 
 
 def test_what_was_not_answered_is_told_by_its_reason() -> None:
-    found = after([Refused("full", 429, 1.0)], [Refused("loading", 503, 1.0)], [Broken("gone", "engine_error")])
+    found = after(
+        [RequestRejectedError("full", 429, 1.0)],
+        [RequestRejectedError("loading", 503, 1.0)],
+        [GenerationFailedError("gone", "engine_error")],
+    )
     assert total(found, "requests_refused_total", reason="busy") == 1
     assert total(found, "requests_refused_total", reason="unavailable") == 1
     assert total(found, "request_success_total", finished_reason="error") == 1
@@ -119,15 +128,15 @@ def test_what_was_not_answered_is_told_by_its_reason() -> None:
 
 
 def test_a_population_has_no_acceptance() -> None:
-    found = after(whole(Stats(decode_time=1.0, population=object()), [1], "smc"))
+    found = after(complete_frames(Stats(decode_time=1.0, population=object()), [1], "smc"))
     assert total(found, "spec_decode_num_drafts_total") == 0 and total(found, "generation_tokens_total") == 1
 
 
 def test_the_endpoint_tells_the_state_and_the_plan() -> None:
-    engine = Played()
+    engine = ScriptedEngine()
     app = FastAPI()
-    metrics = Metrics(engine, "m")
-    app.include_router(router(metrics))
+    metrics = PrometheusMetrics(engine, "m")
+    app.include_router(metrics_router(metrics))
 
     async def get() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
@@ -140,19 +149,19 @@ def test_the_endpoint_tells_the_state_and_the_plan() -> None:
     assert (total(found, "ready"), total(found, "loading_seconds")) == (1, 1.5)
     (plan,) = [dict(labels) for name, labels in found if name == "plan_info"]
     assert plan["mode"] == "serial" and plan["draft"] == "draft" and plan["draft_steps"] == ""
-    engine.about = None  # pyright: ignore[reportAttributeAccessIssue]
-    assert not [name for name, _ in samples(Metrics(engine, "m")) if name == "plan_info"]
+    engine.info = None  # pyright: ignore[reportAttributeAccessIssue]
+    assert not [name for name, _ in samples(PrometheusMetrics(engine, "m")) if name == "plan_info"]
 
 
 def test_ranks_that_are_up_and_how_often_they_were_started_again() -> None:
-    engine = Played()
-    metrics = Metrics(engine, "m")
+    engine = ScriptedEngine()
+    metrics = PrometheusMetrics(engine, "m")
     up = [RankState(0, "target", 7, "up", 1), RankState(1, "target", 8, "up", 1), RankState(2, "draft", 9, "up", 2)]
     for ranks, drafts, lives in (
         (up, 1, 2), (up, 1, 2), ([*up[:2], RankState(2, "draft", 9, "lost", 2)], 0, 2), ([], 0, 2),
         ([*up[:2], RankState(2, "draft", 10, "up", 3)], 1, 3),
     ):  # fmt: skip
-        engine.state = State("ready", "", 0, 0, ranks)
+        engine.state = EngineState("ready", "", 0, 0, ranks)
         found = samples(metrics)
         assert (total(found, "ranks_up", role="target"), total(found, "ranks_up", role="draft")) == (2, drafts)
         assert total(found, "rank_restarts_total", role="target") == 2
@@ -160,7 +169,7 @@ def test_ranks_that_are_up_and_how_often_they_were_started_again() -> None:
 
 
 def names_told() -> set[str]:
-    found = after(whole(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))
+    found = after(complete_frames(Stats(verified=[((-1, 0), (0, 1), ())]), [1, 1]))
     return {re.sub(r"_bucket$", "", name) for name, _ in found}
 
 
@@ -174,6 +183,6 @@ def test_the_dashboard_asks_for_metrics_that_are_told() -> None:
 
 
 def test_the_table_of_the_documents_has_every_metric() -> None:
-    text = (ROOT / "docs" / "reference" / "serving.md").read_text()
+    text = (ROOT / "docs" / "guides" / "serving.md").read_text()
     told = {re.sub(r"_(count|sum|created)$", "", name) for name in names_told()}
     assert {name for name in told if f"`{name}" not in text and f"`{name}_total" not in text} == set()

@@ -10,73 +10,84 @@ from typing import Any
 import pytest
 
 from swiftspec.engine import Stats
-from swiftspec.serve.http.engine_link.engine import Ask, Broken, Refused, Unusable
-from swiftspec.serve.http.observe.request_metrics import Seen, Watched
-from tests.support.scripted_engine import ABOUT, Played, Ticks, served, whole
+from swiftspec.serve.http.engine_link.engine import (
+    EngineRequest,
+    GenerationFailedError,
+    InvalidRequestError,
+    RequestRejectedError,
+)
+from swiftspec.serve.http.observe.request_metrics import InstrumentedEngine, RequestRecord
+from tests.support.scripted_engine import INFO, ScriptedEngine, TickingClock, collect_frames, complete_frames
 
-ASK = Ask([1, 2], {})
+REQUEST = EngineRequest([1, 2], {})
 
 
 def test_a_whole_answer() -> None:
-    frames = whole(Stats(first_token_time=0.25), [3, 2])
-    seen: list[Seen] = []
-    engine = Played(frames)
-    watched = Watched(engine, [seen.append], Ticks())
-    assert asyncio.run(served(watched, ASK)) == frames and engine.closed == 1
-    (one,) = seen
-    assert (one.tokens, one.reason, one.done, one.answered) == (5, "stop", frames[-1], True)
-    assert (one.began, one.came, one.ended, one.queued) == (1.0, [2.0, 3.0], 4.0, 0.75)
-    assert (watched.state, watched.about) == (engine.state, ABOUT)
+    frames = complete_frames(Stats(first_token_time=0.25), [3, 2])
+    records: list[RequestRecord] = []
+    engine = ScriptedEngine(frames)
+    instrumented = InstrumentedEngine(engine, [records.append], TickingClock())
+    assert asyncio.run(collect_frames(instrumented, REQUEST)) == frames and engine.closed == 1
+    (record,) = records
+    assert (record.num_tokens, record.outcome, record.done, record.accepted) == (5, "stop", frames[-1], True)
+    assert (record.started_at, record.token_times, record.ended_at, record.queue_time_s) == (1.0, [2.0, 3.0], 4.0, 0.75)
+    assert (instrumented.state, instrumented.info) == (engine.state, INFO)
 
 
 @pytest.mark.parametrize(
-    ("error", "reason", "answered"),
+    ("error", "outcome", "accepted"),
     [
-        (Refused("full", 429, 1.0), "busy", False), (Refused("loading", 503, 1.0), "unavailable", False),
-        (Unusable("no"), "invalid", False), (Broken("gone", "engine_error"), "error", True),
-        (Broken("late", "timeout"), "error", True), (Broken("newer", "replaced"), "abort", True),
+        (RequestRejectedError("full", 429, 1.0), "busy", False),
+        (RequestRejectedError("loading", 503, 1.0), "unavailable", False),
+        (InvalidRequestError("no"), "invalid", False), (GenerationFailedError("gone", "engine_error"), "error", True),
+        (GenerationFailedError("late", "timeout"), "error", True),
+        (GenerationFailedError("newer", "replaced"), "abort", True),
     ],
 )  # fmt: skip
-def test_an_error_goes_through(error: Exception, reason: str, answered: bool) -> None:
-    seen: list[Seen] = []
+def test_an_error_goes_through(error: Exception, outcome: str, accepted: bool) -> None:
+    records: list[RequestRecord] = []
     with pytest.raises(type(error)):
-        asyncio.run(served(Watched(Played([error]), [seen.append]), ASK))
-    assert [(one.reason, one.error, one.answered, one.queued) for one in seen] == [(reason, error, answered, None)]
+        asyncio.run(collect_frames(InstrumentedEngine(ScriptedEngine([error]), [records.append]), REQUEST))
+    assert [(record.outcome, record.error, record.accepted, record.queue_time_s) for record in records] == [
+        (outcome, error, accepted, None)
+    ]
 
 
 def test_an_answer_that_the_server_ends_at_a_stop_string_has_stopped() -> None:
     """What was on its way comes all the same, and the engine's word."""
-    seen: list[Seen] = []
-    *_, done = frames = whole(Stats(), [3, 2, 4])
-    engine = Played(frames)
+    records: list[RequestRecord] = []
+    *_, done = frames = complete_frames(Stats(), [3, 2, 4])
+    engine = ScriptedEngine(frames)
 
     async def request() -> None:
-        async with aclosing(Watched(engine, [seen.append]).answer(ASK)) as answer:
-            frame, over = await anext(answer), True
+        async with aclosing(InstrumentedEngine(engine, [records.append]).generate(REQUEST)) as frames:
+            frame, over = await anext(frames), True
             while frame != done:
-                frame, over = await answer.asend(over), None
+                frame, over = await frames.asend(over), None
 
     asyncio.run(request())
-    assert [(one.reason, one.tokens, one.done) for one in seen] == [("stop", 9, done)]
-    assert engine.over == 1 and engine.closed == 1
+    assert [(record.outcome, record.num_tokens, record.done) for record in records] == [("stop", 9, done)]
+    assert engine.num_stops == 1 and engine.closed == 1
 
 
 def test_one_that_is_closed_before_its_end_is_aborted() -> None:
-    seen: list[Seen] = []
-    engine = Played(whole(Stats(), [3, 2]))
-    assert len(asyncio.run(served(Watched(engine, [seen.append]), ASK, 1))) == 1
-    assert [(one.reason, one.tokens, one.done) for one in seen] == [("abort", 3, None)] and engine.closed == 1
+    records: list[RequestRecord] = []
+    engine = ScriptedEngine(complete_frames(Stats(), [3, 2]))
+    assert len(asyncio.run(collect_frames(InstrumentedEngine(engine, [records.append]), REQUEST, 1))) == 1
+    assert [(record.outcome, record.num_tokens, record.done) for record in records] == [
+        ("abort", 3, None)
+    ] and engine.closed == 1
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_client_that_leaves_aborts(waits: bool) -> None:
     """While the engine is waited for, or while what it gave is being sent."""
-    seen: list[Seen] = []
+    records: list[RequestRecord] = []
 
-    class Endless(Played):
-        async def answer(self, ask: Ask) -> AsyncGenerator[Any, bool | None]:
+    class Endless(ScriptedEngine):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[Any, bool | None]:
             try:
-                yield whole(Stats(), [1, 1])[0]
+                yield complete_frames(Stats(), [1, 1])[0]
                 await asyncio.Event().wait()
             finally:
                 self.closed += 1
@@ -87,7 +98,7 @@ def test_a_client_that_leaves_aborts(waits: bool) -> None:
         sending, held = asyncio.Event(), asyncio.Event()
 
         async def request() -> None:
-            async with aclosing(Watched(engine, [seen.append]).answer(ASK)) as frames:
+            async with aclosing(InstrumentedEngine(engine, [records.append]).generate(REQUEST)) as frames:
                 async for _ in frames:
                     sending.set()
                     if not waits:
@@ -102,4 +113,4 @@ def test_a_client_that_leaves_aborts(waits: bool) -> None:
             await task
 
     asyncio.run(scene())
-    assert [(one.reason, one.tokens) for one in seen] == [("abort", 1)] and engine.closed == 1
+    assert [(record.outcome, record.num_tokens) for record in records] == [("abort", 1)] and engine.closed == 1

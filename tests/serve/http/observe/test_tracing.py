@@ -15,19 +15,19 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from swiftspec.engine import Stats
 from swiftspec.errors import UserError
-from swiftspec.observe.rpc_latency import Hop, Offset
-from swiftspec.serve.http.engine_link.engine import Ask, Refused
-from swiftspec.serve.http.engine_link.frames import Chunk
-from swiftspec.serve.http.observe.request_metrics import VISIT, Visit, Watched
-from swiftspec.serve.http.observe.tracing import Tracing
+from swiftspec.observe.rpc_latency import ClockOffset, RpcRecord
+from swiftspec.serve.http.engine_link.engine import EngineRequest, RequestRejectedError
+from swiftspec.serve.http.engine_link.frames import TokensFrame
+from swiftspec.serve.http.observe.request_metrics import REQUEST_CONTEXT, InstrumentedEngine, RequestContext
+from swiftspec.serve.http.observe.tracing import RequestTracing
 from swiftspec.serve.otel import exporter
 from tests.support.collector import collecting
-from tests.support.scripted_engine import Played, Ticks, served, whole
+from tests.support.scripted_engine import ScriptedEngine, TickingClock, collect_frames, complete_frames
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def spans(visit: Visit, ask: Ask, *answers: Sequence[Any]) -> list[ReadableSpan]:
+def spans(visit: RequestContext, ask: EngineRequest, *answers: Sequence[Any]) -> list[ReadableSpan]:
     """The spans of these answers. Nothing is kept back when it is closed."""
     kept, addresses = InMemorySpanExporter(), list[str]()
 
@@ -35,14 +35,14 @@ def spans(visit: Visit, ask: Ask, *answers: Sequence[Any]) -> list[ReadableSpan]
         addresses.append(address)
         return kept
 
-    traced = Tracing("http://collector:4318", "m", exporter)
-    watched = Watched(Played(*answers), [traced.record], Ticks())
+    traced = RequestTracing("http://collector:4318", "m", exporter)
+    watched = InstrumentedEngine(ScriptedEngine(*answers), [traced.record], TickingClock())
 
     async def all_of_them() -> None:
-        VISIT.set(visit)
+        REQUEST_CONTEXT.set(visit)
         for _ in answers:
-            with suppress(Refused):
-                await served(watched, ask)
+            with suppress(RequestRejectedError):
+                await collect_frames(watched, ask)
 
     asyncio.run(all_of_them())
     traced.close()
@@ -51,13 +51,13 @@ def spans(visit: Visit, ask: Ask, *answers: Sequence[Any]) -> list[ReadableSpan]
 
 
 def test_a_request_is_one_span_under_that_of_its_client() -> None:
-    visit = Visit("/v1/chat/completions", "r1", PARENT, "a=b")
-    ask = Ask([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
+    visit = RequestContext("/v1/chat/completions", "r1", PARENT, "a=b")
+    ask = EngineRequest([1, 2, 3], {"temperature": 0.5, "seed": 2**64 - 1, "stop_token_ids": [1]})
     cost = Stats(
-        prompt_tokens=3, kept_tokens=1, prompt_time=0.5, first_token_time=0.75, decode_time=2.0, rounds=1, drafted=3,
+        prompt_tokens=3, cached_tokens=1, prompt_time=0.5, first_token_time=0.75, decode_time=2.0, rounds=1, drafted=3,
         accepted=1, verified=[((-1, 0, 0, 0), (0, 1), ())], target_busy_time=1.0,
     )  # fmt: skip
-    (span,) = spans(visit, ask, whole(cost, [2, 1]))
+    (span,) = spans(visit, ask, complete_frames(cost, [2, 1]))
     assert span.name == "chat m" and span.parent is not None and span.context is not None
     assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
     assert format(span.context.trace_id, "032x") == "0af7651916cd43dd8448eb211c80319c"
@@ -76,10 +76,12 @@ def test_a_request_is_one_span_under_that_of_its_client() -> None:
 
 def test_exchanges_with_workers_are_below_their_request() -> None:
     """Those of an answer that breaks off, too."""
-    hops = [Hop("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, Offset(100, 4)) for at in (-1, 0)]
-    told = [Chunk(1, [5], 0, None, None, [hop]) for hop in hops]
-    for answer in (whole(Stats(), [1]), [Refused("it is gone", 503, None)]):
-        part, call, part_2, call_2, request = spans(Visit("/v1/completions"), Ask([1], {}), [*told, *answer])
+    rpc_records = [RpcRecord("draft", at, at, at + 9, 255, 105 + at, 3, 0, 2, ClockOffset(100, 4)) for at in (-1, 0)]
+    told = [TokensFrame(1, [5], 0, None, None, [hop]) for hop in rpc_records]
+    for answer in (complete_frames(Stats(), [1]), [RequestRejectedError("it is gone", 503, None)]):
+        part, call, part_2, call_2, request = spans(
+            RequestContext("/v1/completions"), EngineRequest([1], {}), [*told, *answer]
+        )
         assert [each.name for each in (part, call, request)] == ["draft worker", "draft", "text_completion m"]
         assert call.parent is not None and call.parent == call_2.parent == request.context and request.parent is None
         assert part.parent == call.context and part_2.parent == call_2.context
@@ -88,8 +90,13 @@ def test_exchanges_with_workers_are_below_their_request() -> None:
 
 def test_a_collector_gets_it_over_http() -> None:
     with collecting() as collector:
-        traced = Tracing(collector.url, "m")
-        asyncio.run(served(Watched(Played(whole(Stats(), [1])), [traced.record]), Ask([1], {})))
+        traced = RequestTracing(collector.url, "m")
+        asyncio.run(
+            collect_frames(
+                InstrumentedEngine(ScriptedEngine(complete_frames(Stats(), [1])), [traced.record]),
+                EngineRequest([1], {}),
+            )
+        )
         traced.close()
     ((path, body),) = collector.got
     (told,) = ExportTraceServiceRequest.FromString(body).resource_spans
@@ -99,12 +106,20 @@ def test_a_collector_gets_it_over_http() -> None:
 
 @pytest.mark.parametrize("parent", ["", "00-zz-zz-01", "x" * 200])
 def test_what_is_no_parent_is_none(parent: str) -> None:
-    (span,) = spans(Visit("/v1/completions", "r", parent, "="), Ask([1], {}), whole(Stats(), [1], "smc"))
+    (span,) = spans(
+        RequestContext("/v1/completions", "r", parent, "="),
+        EngineRequest([1], {}),
+        complete_frames(Stats(), [1], "smc"),
+    )
     assert span.parent is None and span.name == "text_completion m"
 
 
 def test_a_refusal_is_an_error() -> None:
-    (span,) = spans(Visit("/v1/completions", "r", "", ""), Ask([1], {}), [Refused("the queue is full", 429, 1.0)])
+    (span,) = spans(
+        RequestContext("/v1/completions", "r", "", ""),
+        EngineRequest([1], {}),
+        [RequestRejectedError("the queue is full", 429, 1.0)],
+    )
     assert not span.status.is_ok and span.status.description == "the queue is full"
     assert (span.attributes or {})["error.type"] == "busy"
     assert "gen_ai.response.finish_reasons" not in (span.attributes or {})
@@ -113,12 +128,12 @@ def test_a_refusal_is_an_error() -> None:
 @pytest.mark.parametrize("endpoint", ["", "collector:4318", "grpc://collector:4317", "http://"])
 def test_an_address_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="--otlp-endpoint must be like"):
-        exporter.check(endpoint)
+        exporter.check_otlp_endpoint(endpoint)
 
 
 def test_addresses() -> None:
     for given in ("https://a/x", "https://a/x/", "https://a/x/v1/traces"):
-        assert exporter.check(given) == "https://a/x/v1/traces"
+        assert exporter.check_otlp_endpoint(given) == "https://a/x/v1/traces"
 
 
 def test_without_the_extra_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,4 +142,4 @@ def test_without_the_extra_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(exporter, "find_spec", missing)
     with pytest.raises(UserError, match=r"pip install 'swiftspec\[otel\]'"):
-        Tracing("http://collector:4318", "m")
+        RequestTracing("http://collector:4318", "m")
